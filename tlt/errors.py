@@ -1,0 +1,28 @@
+"""The errors a user can meet. Each message says what was found, what was expected and what to change.
+
+Everything tlt raises on purpose is a TltError; the command line prints it as one line and exits with its code.
+"""
+
+
+class TltError(Exception):
+    """Something the user can put right. `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(TltError):
+    """A recipe, a flag or a value in one is wrong."""
+
+    exit_code = 2
+
+
+class ModelError(TltError):
+    """A model directory is missing, incomplete, misshapen or of an unsupported family."""
+
+
+class RequestError(TltError):
+    """A request the engine cannot take. Other requests are unaffected."""
+
+
+class TaskError(TltError):
+    """Prompts or rewards are not what a task must give."""

@@ -1,0 +1,103 @@
+"""The records that cross borders between modules: frozen, documented field by field, no tensors.
+
+Whatever a policy wrote names the policy version it came from. The words are those of CONTRIBUTING.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tlt.errors import RequestError
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str  # "system", "user" or "assistant"
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a task asks of the policy."""
+
+    id: str  # stable across steps and restarts: history (lengths, earlier answers) is kept under it
+    content: str | tuple[Message, ...]  # plain text, or a chat that the policy's template renders
+    reference: Any = None  # what the reward compares the answer with
+    extra: Mapping[str, Any] = field(default_factory=dict)  # columns handed through to the user's reward
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Names one completion for the sampler: with the position it determines the noise, hence the token."""
+
+    seed: int  # of the run, any 64-bit integer
+    request: int  # unique within the seed, any 64-bit integer
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is drawn. Settings may differ between the requests of one batch."""
+
+    temperature: float = 1.0  # 0 takes the most probable token
+    top_k: int = 0  # keep the k most probable tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    max_tokens: int = 256  # tokens generated at most, the end token included
+    stop: tuple[str, ...] = ()  # texts that end the answer; the answer contains the stop text
+    ignore_eos: bool = False  # go on past the end token (benchmarks of a fixed length)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature is {self.temperature!r}; expected a finite number ≥ 0")
+        if self.top_k < 0:
+            raise RequestError(f"top_k is {self.top_k!r}; expected 0 (off) or a positive integer")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p is {self.top_p!r}; expected a number in (0, 1]")
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens!r}; expected at least 1")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(f"stop is {self.stop!r}; expected a tuple of non-empty strings")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a completion's time went, in seconds since it was submitted."""
+
+    first_token_s: float
+    finished_s: float
+    preemptions: int = 0  # times its pages were taken away and its prefix computed again
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The engine's answer to one request."""
+
+    key: Key
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # generated tokens, the end token included if there was one
+    text: str  # the tokens as text, without special tokens
+    logprobs: tuple[float, ...]  # of each token under the distribution it was drawn from (temperature, filters)
+    policy_logprobs: tuple[float, ...]  # of each token under the policy at temperature 1, unfiltered
+    finish_reason: FinishReason
+    policy_version: int  # of the weights that wrote the last token
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A completion and what it earned."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt in one step."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
