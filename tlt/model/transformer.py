@@ -1,0 +1,128 @@
+"""The one model definition: policy in training, policy in rollout, and the layer a drafter is made of.
+
+`forward(tokens, layout)` does not know which of them it is: the layout does. Projections that read the same input are
+one matrix (qkv; gate and up), so that trainer and engine share the very tensors the kernels want; `weights.py` maps them
+to Hugging Face's names. A new Transformer holds no values: load weights or call `init_weights` explicitly.
+"""
+# T tokens, D hidden, N fused width, V vocabulary
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tlt.model.attention import HeadNorms, Heads, Layout, Rotary
+from tlt.model.config import ModelConfig
+from tlt.model.linear import linear, rms_norm
+from tlt.model.rope import rotary_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    hidden_TD: Tensor  # after the final norm: what the LM head reads
+    taps: tuple[Tensor, ...]  # the residual stream after each layer asked for
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and MLP, each normed before and added after."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        def optional(present: bool, *shape: int) -> nn.Parameter | None:
+            return parameter(*shape) if present else None
+
+        D, M, attended = config.hidden, config.mlp, config.heads * config.head_dim
+        self.eps = config.norm_eps
+        self.heads = Heads(
+            layer=layer,
+            query=config.heads,
+            kv=config.kv_heads,
+            dim=config.head_dim,
+            rotary=config.rotary_layers[layer],
+            window=config.windows[layer],
+            norm_eps=config.norm_eps,
+        )
+        self.attn_norm = parameter(D)
+        self.qkv = parameter(config.qkv_width, D)
+        self.qkv_bias = optional(config.qkv_bias, config.qkv_width)
+        self.q_norm = optional(config.qk_norm, config.head_dim)
+        self.k_norm = optional(config.qk_norm, config.head_dim)
+        self.o = parameter(D, attended)
+        self.o_bias = optional(config.o_bias, D)
+        self.mlp_norm = parameter(D)
+        self.gate_up = parameter(2 * M, D)
+        self.gate_up_bias = optional(config.mlp_bias, 2 * M)
+        self.down = parameter(D, M)
+        self.down_bias = optional(config.mlp_bias, D)
+
+    def forward(self, x_TD: Tensor, layout: Layout, rotary: Rotary) -> Tensor:
+        qkv_TN = linear(x_TD, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps)
+        attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm))
+        x_TD = linear(attended, self.o, bias=self.o_bias, residual=x_TD)
+        gated = linear(
+            x_TD, self.gate_up, bias=self.gate_up_bias, norm_weight=self.mlp_norm, norm_eps=self.eps, gated=True
+        )
+        return linear(gated, self.down, bias=self.down_bias, residual=x_TD)
+
+
+class Transformer(nn.Module):
+    cos_PR: Tensor
+    sin_PR: Tensor
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = False  # recompute each block in the backward pass: less memory, a third more time
+        self.embed = nn.Parameter(torch.empty(config.vocab, config.hidden, dtype=dtype, device=device))
+        self.blocks = nn.ModuleList(Block(config, i, dtype=dtype, device=device) for i in range(config.layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
+        self.head = None if config.tied else nn.Parameter(torch.empty_like(self.embed))
+        cos_PR, sin_PR = rotary_tables(config)
+        self.register_buffer("cos_PR", cos_PR.to(device), persistent=False)
+        self.register_buffer("sin_PR", sin_PR.to(device), persistent=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]: the embedding itself where the two are tied."""
+        return self.embed if self.head is None else self.head
+
+    def forward(self, tokens_T: Tensor, layout: Layout, taps: Sequence[int] = ()) -> Output:
+        """`taps` names layers by how many have run: tap 2 is the residual stream after two layers."""
+        rotary = Rotary(self.cos_PR, self.sin_PR)
+        x_TD = self.embed[tokens_T]
+        tapped = {}
+        for index, block in enumerate(self.blocks):
+            if index in taps:
+                tapped[index] = x_TD
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x_TD = checkpoint(block, x_TD, layout, rotary, use_reentrant=False)
+            else:
+                x_TD = block(x_TD, layout, rotary)
+        tapped[len(self.blocks)] = x_TD
+        hidden_TD = rms_norm(x_TD, self.norm, self.config.norm_eps)
+        return Output(hidden_TD, tuple(tapped[tap] for tap in taps))
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        return linear(hidden_TD, self.head_weight)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fresh values for a policy trained from nothing: small normal matrices, unit norms, zero biases."""
+        generator = torch.Generator(device=self.embed.device).manual_seed(seed)
+        deep = 0.02 / (2 * self.config.layers) ** 0.5  # keeps the residual stream's size whatever the depth
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif name.endswith("norm"):
+                parameter.fill_(1.0)
+            else:
+                std = deep if name.endswith((".o", ".down")) else 0.02
+                parameter.normal_(0.0, std, generator=generator)

@@ -1,0 +1,211 @@
+"""Hugging Face directories in and out: every tensor has one name there and one place here.
+
+Loading is strict: a missing, unexpected or misshapen tensor is an error that names it; nothing is left at random.
+Saving writes the names and the config that were read, so that a round trip gives equal files in content.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt.errors import ModelError
+from tlt.model.config import ModelConfig
+from tlt.model.transformer import Transformer
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 1000**3
+# Tables older checkpoints carry and everyone computes afresh.
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a Hugging Face tensor lives: rows [start, start + rows) of one of our parameters."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[self.parameter][self.start : self.start + self.shape[0]]
+
+
+def places(config: ModelConfig) -> dict[str, _Place]:
+    """Hugging Face name → place, for every tensor of a policy."""
+    D, M, d = config.hidden, config.mlp, config.head_dim
+    q, kv = config.heads * d, config.kv_heads * d
+    found = {
+        "model.embed_tokens.weight": _Place("embed", 0, (config.vocab, D)),
+        "model.norm.weight": _Place("norm", 0, (D,)),
+    }
+    if not config.tied:
+        found["lm_head.weight"] = _Place("head", 0, (config.vocab, D))
+    for i in range(config.layers):
+        hf, ours = f"model.layers.{i}.", f"blocks.{i}."
+
+        def put(name: str, parameter: str, start: int, *shape: int, hf: str = hf, ours: str = ours) -> None:
+            found[hf + name] = _Place(ours + parameter, start, shape)
+
+        put("input_layernorm.weight", "attn_norm", 0, D)
+        put("post_attention_layernorm.weight", "mlp_norm", 0, D)
+        for name, start, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+            put(f"self_attn.{name}_proj.weight", "qkv", start, rows, D)
+            if config.qkv_bias:
+                put(f"self_attn.{name}_proj.bias", "qkv_bias", start, rows)
+        put("self_attn.o_proj.weight", "o", 0, D, q)
+        if config.o_bias:
+            put("self_attn.o_proj.bias", "o_bias", 0, D)
+        if config.qk_norm:
+            put("self_attn.q_norm.weight", "q_norm", 0, d)
+            put("self_attn.k_norm.weight", "k_norm", 0, d)
+        for name, parameter, start, shape in (
+            ("gate", "gate_up", 0, (M, D)),
+            ("up", "gate_up", M, (M, D)),
+            ("down", "down", 0, (D, M)),
+        ):
+            put(f"mlp.{name}_proj.weight", parameter, start, *shape)
+            if config.mlp_bias:
+                put(f"mlp.{name}_proj.bias", f"{parameter}_bias", start, shape[0])
+    return found
+
+
+def read_config(path: Path | str) -> ModelConfig:
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(f"no model at {path}: expected a directory with config.json and safetensors weights")
+    try:
+        source = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    return ModelConfig.from_hf(source)
+
+
+def load_policy(
+    path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """A policy with the weights of a Hugging Face directory, converted to `dtype`."""
+    directory = Path(path)
+    model = Transformer(read_config(directory), dtype=dtype, device=device)
+    load_tensors(model, read_tensors(directory), origin=str(directory))
+    return model
+
+
+@torch.no_grad()
+def load_tensors(model: Transformer, tensors: Iterator[tuple[str, Tensor]], *, origin: str) -> None:
+    """Copies (name, tensor) pairs into the model; raises unless they are exactly what the model needs."""
+    wanted = places(model.config)
+    ours = dict(model.named_parameters())
+    seen: set[str] = set()
+    problems: list[str] = []
+    tied_head: Tensor | None = None
+    for name, tensor in tensors:
+        if name.endswith(_IGNORED_SUFFIX):
+            continue
+        if name == "lm_head.weight" and model.config.tied:
+            tied_head = tensor  # some writers store it twice: fine as long as it is the embedding
+        elif name not in wanted:
+            problems.append(f"unexpected {name}")
+        elif tuple(tensor.shape) != wanted[name].shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name].shape)}")
+            seen.add(name)
+        else:
+            wanted[name].of(ours).copy_(tensor)
+            seen.add(name)
+    problems += [f"missing {name}" for name in wanted if name not in seen]
+    if tied_head is not None and not problems and not _same(tied_head, model.embed):
+        problems.append("lm_head.weight differs from the embedding although tie_word_embeddings is true")
+    if problems:
+        raise ModelError(_complaint(origin, problems))
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the directory's safetensors files, one at a time."""
+    for file in _weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read as safetensors: {error}; copy it again") from error
+
+
+def save_policy(model: Transformer, path: Path | str, *, tokenizer_from: Path | str | None = None) -> None:
+    """Writes a Hugging Face directory; `tokenizer_from` names the directory whose other files come along untouched."""
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    if tokenizer_from is not None:
+        _copy_companions(Path(tokenizer_from), directory)
+    (directory / "config.json").write_text(json.dumps(dict(model.config.source), indent=2) + "\n", encoding="utf-8")
+    write_tensors(hf_tensors(model), directory)
+
+
+def hf_tensors(model: Transformer) -> dict[str, Tensor]:
+    """The policy's tensors under Hugging Face's names, on the CPU."""
+    ours = dict(model.named_parameters())
+    return {name: place.of(ours).detach().cpu().contiguous() for name, place in places(model.config).items()}
+
+
+def write_tensors(tensors: Mapping[str, Tensor], directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """One file, or shards with an index where the weights exceed `shard_bytes`."""
+    shards = _shards(tensors, shard_bytes)
+    if len(shards) == 1:
+        save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
+        return
+    index: dict[str, Any] = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": {}}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / name, metadata={"format": "pt"})
+        index["weight_map"].update(dict.fromkeys(shard, name))
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            raise ModelError(f"{index} names files that are not there: {', '.join(absent)}; copy them beside it")
+        return [directory / name for name in names]
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    raise ModelError(f"no weights in {directory}: expected {SINGLE}, or shards with {INDEX}")
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, generation config and whatever else belongs to a policy but is not its weights."""
+    if source.resolve() == target.resolve():
+        return
+    for file in source.iterdir():
+        if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(file, target / file.name)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.to(b.device, b.dtype), b)
+
+
+def _complaint(origin: str, problems: list[str], shown: int = 8) -> str:
+    more = f" and {len(problems) - shown} more" if len(problems) > shown else ""
+    return f"weights of {origin} do not fit its config: {'; '.join(problems[:shown])}{more}"
