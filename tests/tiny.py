@@ -1,0 +1,53 @@
+"""Small real parts for tests: random policies of any dtype and a tokenizer of one character per token."""
+
+import torch
+
+from tlt.model.config import ModelConfig
+from tlt.model.transformer import Transformer
+from tlt.text import Tokenizer
+
+VOCAB = 40
+EOS = 1
+
+
+def policy(dtype: torch.dtype = torch.float64, *, seed: int = 0, sharpness: float = 25.0) -> Transformer:
+    """A random Llama with opinions: its logits are spread enough that no two batches round to different tokens."""
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+        }
+    )
+    model = Transformer(config, dtype=dtype)
+    model.init_weights(seed)
+    with torch.no_grad():
+        for block in model.blocks:
+            for matrix in (block.qkv, block.o, block.gate_up, block.down):
+                matrix.mul_(8.0)
+        assert model.head is not None
+        model.head.mul_(sharpness)
+    return model
+
+
+class _Letters:
+    """What `tlt.text.Tokenizer` needs of a tokenizer: token 2 + i is letter i, token 1 ends, token 0 pads."""
+
+    eos_token_id = EOS
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [2 + ord(letter) - ord("A") for letter in text]
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        return "".join(chr(ord("A") + token - 2) for token in tokens if token > EOS)
+
+
+def letters() -> Tokenizer:
+    return Tokenizer(_Letters(), frozenset({EOS}))

@@ -1,0 +1,233 @@
+"""The engine: requests in, completions out, continuously batched.
+
+What always holds: a request is answered exactly once, or its failure raises; the tokens of a request depend on the
+policy, its key and its settings alone, not on who else is in the batch, when it entered or how often it was preempted.
+On a GPU a tick is launched before the previous one's tokens are read, so that the device never waits for the host.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tlt.config import EngineSettings
+from tlt.engine.admission import ADMISSIONS
+from tlt.engine.graphs import PoolReport
+from tlt.engine.memory import cache_pages
+from tlt.engine.pages import Census, PageBook
+from tlt.engine.request import Limits, Request, check, check_keys
+from tlt.engine.runner import Drawn, Features, Pending, Runner
+from tlt.engine.scheduler import Plan, Progress, Scheduler, Stay
+from tlt.errors import RequestError
+from tlt.model.kv import KVCache
+from tlt.model.transformer import Transformer
+from tlt.text import StopWatch, Tokenizer
+from tlt.types import Completion, FinishReason, Key, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    ticks: int
+    tokens: int  # handed out in completions
+    dropped: int  # tokens computed for stays that were already over
+    preemptions: int
+    pages: Census
+    graphs: PoolReport | None  # None without a graph pool
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: Plan
+    pending: Pending
+
+
+class Engine:
+    """`submit` requests, then `tick` until `idle`, or `drain` at once."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        settings: EngineSettings | None = None,
+        *,
+        version: int = 0,
+        taps: Sequence[int] = (),
+        on_features: Callable[[Features], None] | None = None,
+    ) -> None:
+        settings = settings or EngineSettings()
+        self._tokenizer = tokenizer
+        self._version = version
+        pages = cache_pages(model, settings)
+        self._limits = Limits(
+            vocab=model.config.vocab,
+            context=model.config.max_positions,
+            cache_tokens=(pages - 1) * settings.page_size,  # a prompt's partial page may lie twice
+        )
+        cache = KVCache.allocate(model.config, pages, settings.page_size, model.embed.dtype, model.embed.device)
+        admission = ADMISSIONS[settings.admission]()
+        self._scheduler = Scheduler(
+            PageBook(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
+        )
+        self._runner = Runner(
+            model, cache, rows=settings.rows, graphs=settings.graphs, taps=taps, on_features=on_features
+        )
+        self._ahead = model.embed.is_cuda  # launch the next tick before reading this one
+        self._flight: _Flight | None = None
+        self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
+        self._in_flight: dict[Key, Progress] = {}
+        self._failures: list[str] = []
+        self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
+
+    @property
+    def version(self) -> int:
+        """Of the policy that writes."""
+        return self._version
+
+    @property
+    def idle(self) -> bool:
+        return not self._in_flight
+
+    @property
+    def running(self) -> int:
+        """Requests that decode."""
+        return self._scheduler.running
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Takes all of the requests, or raises and takes none. Those already running are not disturbed."""
+        batch = list(requests)
+        for request in batch:
+            check(request, self._limits)
+        check_keys(batch, self._in_flight)
+        now = time.perf_counter()
+        for request in batch:
+            progress = Progress(request, self._submitted, now)
+            self._in_flight[request.key] = progress
+            self._scheduler.submit(progress)
+            self._submitted += 1
+
+    def tick(self) -> list[Completion]:
+        """One step for every running request; the completions that ended."""
+        plan = self._scheduler.plan()
+        launched = None if plan.empty else _Flight(plan, self._runner.launch(plan))
+        if launched is None and self._flight is None and not self.idle:
+            raise AssertionError(f"nothing to run, yet {len(self._in_flight)} requests wait: {self._scheduler.census}")
+        self._ticks += launched is not None
+        if self._ahead:
+            launched, self._flight = self._flight, launched
+        completions = self._observe(launched) if launched else []
+        if self.idle:
+            self._settle()
+        return completions
+
+    def drain(self) -> list[Completion]:
+        """Ticks until every request is answered. A request that failed raises then, after all others are done."""
+        completions = []
+        while not self.idle:
+            completions += self.tick()
+        if self._failures:
+            failures, self._failures = self._failures, []
+            raise RequestError(f"{'; '.join(failures)}. {len(completions)} other requests were answered")
+        return completions
+
+    def written(self, key: Key) -> tuple[int, ...]:
+        """What a request in flight has been answered so far."""
+        return tuple(self._in_flight[key].tokens)
+
+    def load_policy(self, version: int) -> None:
+        """The policy's tensors now hold another version: nothing computed with the old one is used again.
+
+        Requests under way go on with the new policy; their completions name the version of the last token.
+        """
+        if version != self._version:
+            self._scheduler.forget_cache()
+            self._version = version
+
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Captures decode graphs for these batch sizes before the first request comes."""
+        self._runner.capture(sizes)
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            self._ticks, self._tokens, self._dropped, self._preemptions, self._scheduler.census, self._runner.report()
+        )
+
+    # ---- reading a tick
+
+    def _observe(self, flight: _Flight) -> list[Completion]:
+        drawn = flight.pending.drawn()
+        now = time.perf_counter()
+        completions = []
+        for row, stay in enumerate(flight.plan.stays):
+            if stay.over:
+                self._dropped += 1
+                continue
+            if drawn.tokens[row] < 0:
+                self._fail(stay)
+                continue
+            reason = self._append(stay.progress, drawn, row, now)
+            if reason is not None:
+                self._scheduler.finish(stay)
+                completions.append(self._complete(stay.progress, reason, now))
+        return completions
+
+    def _append(self, progress: Progress, drawn: Drawn, row: int, now: float) -> FinishReason | None:
+        """Adds the row's token; says why the answer ends, if it does."""
+        token = drawn.tokens[row]
+        if not progress.tokens:
+            progress.first_token_s = now
+        progress.tokens.append(token)
+        progress.logprobs.append(drawn.logprobs[row])
+        progress.policy_logprobs.append(drawn.policy_logprobs[row])
+        params = progress.request.params
+        if token in self._tokenizer.eos_ids and not params.ignore_eos:
+            return "eos"
+        if params.stop and self._stopped(progress, token):
+            return "stop"
+        return "length" if len(progress.tokens) == params.max_tokens else None
+
+    def _stopped(self, progress: Progress, token: int) -> bool:
+        """Whether a stop text has just been completed."""
+        key, stops = progress.request.key, progress.request.params.stop
+        if key not in self._watches:
+            self._watches[key] = StopWatch(self._tokenizer, stops)
+        return self._watches[key].feed(token)
+
+    def _complete(self, progress: Progress, reason: FinishReason, now: float) -> Completion:
+        self._forget(progress)
+        self._tokens += len(progress.tokens)
+        return Completion(
+            key=progress.request.key,
+            prompt_tokens=progress.request.prompt,
+            tokens=tuple(progress.tokens),
+            text=self._tokenizer.decode(progress.tokens),
+            logprobs=tuple(progress.logprobs),
+            policy_logprobs=tuple(progress.policy_logprobs),
+            finish_reason=reason,
+            policy_version=self._version,
+            timing=Timing(
+                first_token_s=progress.first_token_s - progress.submitted_s,
+                finished_s=now - progress.submitted_s,
+                preemptions=progress.preemptions,
+            ),
+        )
+
+    def _fail(self, stay: Stay) -> None:
+        """A request whose logits are no distribution ends; everyone else goes on."""
+        progress = stay.progress
+        self._scheduler.finish(stay)
+        self._forget(progress)
+        self._failures.append(
+            f"request {progress.request.key.request}: the policy's logits at position "
+            f"{len(progress.request.prompt) + len(progress.tokens)} are NaN or infinite; check its weights"
+        )
+
+    def _forget(self, progress: Progress) -> None:
+        del self._in_flight[progress.request.key]
+        self._watches.pop(progress.request.key, None)
+        self._preemptions += progress.preemptions
+
+    def _settle(self) -> None:
+        """Idle: the tick that may still be in flight belongs to nobody, and no page may be missing."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._observe(flight)
+        self._scheduler.check_integrity()

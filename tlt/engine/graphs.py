@@ -1,0 +1,84 @@
+"""The pool of CUDA graphs: one per (role, padded size), captured when first needed, all in one memory pool.
+
+A captured function reads and writes fixed tensors, so replaying it costs the host one call whatever it contains. A size
+beyond the largest bucket is run eagerly and counted. Knows nothing of what the functions do.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    graphs: int
+    memory_bytes: int  # of the pool the graphs share
+    capture_s: float  # spent capturing, warm-up runs (and kernel compilation) included
+    replays: int
+    eager: int  # runs that found no graph
+
+
+class GraphPool(Generic[T]):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._pool: Any = None  # of the first graph; the others join it
+        self._memory = self._replays = self._eager = 0
+        self._capture_s = 0.0
+
+    def has(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Hashable, function: Callable[[], T]) -> None:
+        """Runs the function twice to compile and settle it, then records it. It must have no effect while captured."""
+        started = time.perf_counter()
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            function()
+            function()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = function()
+        self._pool = self._pool or graph.pool()
+        torch.cuda.synchronize(self._device)
+        self._memory += torch.cuda.memory_reserved(self._device) - before
+        self._graphs[key] = (graph, result)
+        self._capture_s += time.perf_counter() - started
+
+    def replay(self, key: Hashable) -> T:
+        """What the captured function returned: fixed tensors that the next replay overwrites."""
+        graph, result = self._graphs[key]
+        graph.replay()
+        self._replays += 1
+        return result
+
+    def count_eager(self) -> None:
+        self._eager += 1
+
+    def report(self) -> PoolReport:
+        return PoolReport(len(self._graphs), self._memory, self._capture_s, self._replays, self._eager)
+
+
+def buckets(largest: int) -> tuple[int, ...]:
+    """Padded sizes: every power of two up to 32, then steps of a quarter to an eighth, so that little is padded."""
+    sizes = [1, 2, 4, 8, 16, 24, 32]
+    while sizes[-1] < largest:
+        step = max(16, 1 << (sizes[-1].bit_length() - 3))
+        sizes.append(sizes[-1] + step)
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def bucket(size: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest padded size that holds `size`; None beyond the largest."""
+    index = bisect_left(sizes, size)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,42 @@
+"""How many pages the key-value cache gets."""
+
+import torch
+
+from tlt.config import EngineSettings
+from tlt.errors import ConfigError
+from tlt.model.kv import KVCache
+from tlt.model.transformer import Transformer
+
+GIB = 1024**3
+CPU_GIB = 1.0
+RESERVE_SHARE = 0.05  # of the whole GPU, kept for graphs and the allocator
+RESERVE_GIB = 1.0  # and this on top
+
+
+def cache_pages(model: Transformer, settings: EngineSettings) -> int:
+    """Pages within the memory asked for, or within what is free; never more than all rows could ever fill."""
+    page = KVCache.page_bytes(model.config, settings.page_size, model.embed.dtype)
+    budget = settings.kv_gib * GIB if settings.kv_gib else _free_bytes(model, settings)
+    most = settings.rows * (-(-model.config.max_positions // settings.page_size) + 1)
+    pages = min(int(budget // page), most)
+    if pages < 2:
+        raise ConfigError(
+            f"{budget / GIB:.3f} GiB hold {pages} pages of {page / 1024**2:.1f} MiB; at least 2 are needed: "
+            "raise engine.kv_gib"
+        )
+    return pages
+
+
+def _free_bytes(model: Transformer, settings: EngineSettings) -> float:
+    if not model.embed.is_cuda:
+        return CPU_GIB * GIB
+    free, total = torch.cuda.mem_get_info(model.embed.device)
+    cached = torch.cuda.memory_reserved(model.embed.device) - torch.cuda.memory_allocated(model.embed.device)
+    return free + cached - RESERVE_SHARE * total - RESERVE_GIB * GIB - _prefill_bytes(model, settings)
+
+
+def _prefill_bytes(model: Transformer, settings: EngineSettings) -> int:
+    """What the largest prefill piece and the logits of all rows need beside the weights."""
+    config, size = model.config, model.embed.element_size()
+    widest = 2 * config.mlp + config.mlp + config.qkv_width + 4 * config.hidden
+    return settings.prefill_tokens * widest * size + 2 * settings.rows * config.vocab * size

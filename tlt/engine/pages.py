@@ -1,0 +1,104 @@
+"""Page book. free + used + cached == total. Knows pages and reference counts; knows nothing of tensors or requests.
+
+A page is free, or has as many references as holders. The prefix shelf keeps the pages of prompts, so that the requests
+of a group compute their prompt once; a page that only the shelf holds is cached and may be taken back at any time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    free: int
+    used: int  # held by at least one request
+    cached: int  # held by the prefix shelf alone
+
+
+class PageBook:
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+        self._holders = [0] * total
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages nobody holds, now held once."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages asked for, {len(self._free)} free: the scheduler must make room first")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is released more often than it is held")
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The tokens of a prompt but the last, their pages, and how far they are computed."""
+
+    tokens: tuple[int, ...]
+    pages: list[int] = field(default_factory=list)
+    done: int = 0  # tokens whose keys and values are (or will be, in stream order) in the pages
+    private: bool = False  # the resumption of one request: of no use to others
+
+    @property
+    def complete(self) -> bool:
+        return self.done == len(self.tokens)
+
+
+class PrefixShelf:
+    """Prefixes by their tokens, least recently used first."""
+
+    def __init__(self, book: PageBook) -> None:
+        self._book = book
+        self._shelf: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+
+    def find(self, tokens: tuple[int, ...]) -> Prefix | None:
+        prefix = self._shelf.get(tokens)
+        if prefix is not None:
+            self._shelf.move_to_end(tokens)
+        return prefix
+
+    def put(self, prefix: Prefix) -> None:
+        self._shelf[prefix.tokens] = prefix
+
+    def drop(self, prefix: Prefix) -> None:
+        del self._shelf[prefix.tokens]
+        self._book.release(prefix.pages)
+
+    def clear(self) -> None:
+        for prefix in list(self._shelf.values()):
+            self.drop(prefix)
+
+    def oldest_first(self) -> list[Prefix]:
+        return list(self._shelf.values())
+
+    def census(self) -> Census:
+        """Counts every page once; a page held by more than the shelf is used."""
+        shelved: dict[int, int] = {}
+        for prefix in self._shelf.values():
+            for page in prefix.pages:
+                shelved[page] = shelved.get(page, 0) + 1
+        cached = sum(self._book.holders(page) == count for page, count in shelved.items())
+        return Census(self._book.free, self._book.total - self._book.free - cached, cached)

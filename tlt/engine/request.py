@@ -1,0 +1,61 @@
+"""A request: what a caller asks of the engine. Checked here, before it can disturb anything that runs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tlt.errors import RequestError
+from tlt.types import Key, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to be made. Requests with equal prompts share the prompt's keys and values."""
+
+    key: Key
+    prompt: tuple[int, ...]  # token ids
+    params: SamplingParams
+    prompt_id: str = ""  # what lengths are remembered under; the requests of a group have the same
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine and its policy can hold."""
+
+    vocab: int
+    context: int  # positions the policy knows
+    cache_tokens: int  # tokens the whole page pool holds
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Raises RequestError, saying what to change, where the request could never be answered."""
+    name = f"request {request.key.request}"
+    if not isinstance(request.params, SamplingParams):
+        raise RequestError(f"{name}: params is a {type(request.params).__name__}; expected SamplingParams")
+    if not request.prompt:
+        raise RequestError(f"{name}: the prompt has no tokens; expected at least one")
+    strange = [token for token in request.prompt if not 0 <= token < limits.vocab]
+    if strange:
+        raise RequestError(f"{name}: token {strange[0]} is outside the policy's vocabulary of {limits.vocab}")
+    total = len(request.prompt) + request.params.max_tokens
+    if total > limits.context:
+        raise RequestError(
+            f"{name}: a prompt of {len(request.prompt)} tokens and max_tokens {request.params.max_tokens} "
+            f"make {total}, more than the policy's context of {limits.context}; shorten one of them"
+        )
+    if total > limits.cache_tokens:
+        raise RequestError(
+            f"{name}: needs {total} tokens of key-value cache, the whole cache holds {limits.cache_tokens}; "
+            "raise engine.kv_gib or lower max_tokens"
+        )
+
+
+def check_keys(requests: Iterable[Request], in_flight: Iterable[Key]) -> None:
+    """Two completions with one key would be one completion: keys in flight must differ."""
+    seen = set(in_flight)
+    for request in requests:
+        if request.key in seen:
+            raise RequestError(
+                f"key (seed {request.key.seed}, request {request.key.request}) is already in flight; "
+                "give each request its own number"
+            )
+        seen.add(request.key)

@@ -1,0 +1,117 @@
+"""What the device knows of each row of the batch: its next token, position, key, settings and pages.
+
+The host sends only what changes (entries, moves, grown pages); a tick reads and advances the rest where it lies, so
+that the next tick can start before the host has seen this one's tokens. Rows at or beyond `count` are idle: they write
+nothing.
+"""
+# R rows, P pages of a row, E changed rows
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.engine.sampler import Sampled, SamplingRows, signed
+from tlt.engine.scheduler import Plan
+from tlt.kernels import rows as row_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class TickInputs:
+    """The first rows as a forward and a sampler want them."""
+
+    token_R: Tensor
+    position_R: Tensor
+    slot_R: Tensor  # int32, where the token's key and value go; −1 in idle rows
+    context_R: Tensor  # int32, tokens in the cache once it is written; 0 in idle rows
+    pages_RP: Tensor
+    sampling: SamplingRows
+
+
+class Rows:
+    def __init__(self, rows: int, pages: int, page_size: int, device: torch.device) -> None:
+        self._page_size = page_size
+        self._device = device
+        self._ints = torch.zeros((rows, 5), dtype=torch.int64, device=device)  # token, position, seed, request, top-k
+        self._floats = torch.ones((rows, 2), dtype=torch.float32, device=device)  # temperature, top-p
+        self._pages = torch.zeros((rows, pages), dtype=torch.int32, device=device)
+        self._count = torch.zeros((), dtype=torch.int32, device=device)  # graphs hold this pointer: fill_, never rebind
+        self._known_count = 0
+
+    def apply(self, plan: Plan) -> None:
+        """Brings the rows to where the plan's decode starts."""
+        if plan.moves:
+            self._move(plan.moves)
+        if plan.entries:
+            self._enter(plan)
+        if plan.grown:
+            row, column, page = (self._send(part, torch.int64) for part in zip(*plan.grown, strict=True))
+            self._pages[row, column] = page.int()
+        self.set_count(len(plan.stays))
+
+    def set_count(self, count: int) -> None:
+        if count != self._known_count:
+            self._count.fill_(count)
+            self._known_count = count
+
+    def inputs(self, rows: int, filtered: bool) -> TickInputs:
+        """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
+        int64s, int32s, float32s = self._fused().prepare(*self._state(), rows, self._page_size)
+        token, position, next_position, seed, request, top_k = int64s
+        sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
+        return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
+
+    def finish(self, rows: int, drawn: Sampled) -> Tensor:
+        """The drawn tokens become the next inputs. Returns them with their log-probabilities' bits, int32 [R, 3].
+
+        A row without a distribution drew −1 and goes on with token 0 until it is taken out.
+        """
+        ints, _, _, count = self._state()
+        drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
+        packed_R3: Tensor = self._fused().finish(ints, count, *drawn_parts, rows)
+        return packed_R3
+
+    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._ints, self._floats, self._pages, self._count
+
+    def _fused(self) -> Any:
+        """The module of row kernels; Triton is installed only where there is a GPU."""
+        if self._device.type != "cuda":
+            return row_kernels
+        from tlt.kernels import rows_triton
+
+        return rows_triton
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Moves happen one after another: what a row ends up with may have moved before."""
+        origin: dict[int, int] = {}
+        for source, target in moves:
+            origin[target] = origin.get(source, source)
+        to, come_from = self._send(list(origin), torch.int64), self._send(list(origin.values()), torch.int64)
+        for state in (self._ints, self._floats, self._pages):
+            state[to] = state[come_from]
+
+    def _enter(self, plan: Plan) -> None:
+        entries = plan.entries
+        ints, floats, pages = [], [], []
+        width = max(len(entry.pages) for entry in entries)
+        for entry in entries:
+            key, params = entry.request.key, entry.request.params
+            ints.append([entry.token, entry.position, signed(key.seed), signed(key.request), params.top_k])
+            floats.append([params.temperature, params.top_p])
+            pages.append([*entry.pages, *[0] * (width - len(entry.pages))])
+        row = self._send([entry.row for entry in entries], torch.int64)
+        self._ints[row] = self._send(ints, torch.int64)
+        self._floats[row] = self._send(floats, torch.float32)
+        self._pages[row, :width] = self._send(pages, torch.int32)
+
+    def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return send(values, dtype, self._device)
+
+
+def send(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host values on the device, without waiting for it."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)

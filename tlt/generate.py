@@ -1,0 +1,38 @@
+"""`tlt generate`: one prompt, one answer, shown as it is written."""
+
+import time
+
+from rich.console import Console
+
+from tlt.config import RunConfig
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.policy import open_policy
+from tlt.text import TextStream
+from tlt.types import Key, Message
+
+
+def generate(config: RunConfig, prompt: str, raw: bool) -> None:
+    """Streams the answer to standard output; the summary goes to standard error, so that pipes get the answer alone."""
+    policy = open_policy(config.model)
+    content = prompt if raw or not policy.tokenizer.has_chat_template else (Message("user", prompt),)
+    tokens = tuple(policy.tokenizer.encode_prompt(content))
+    engine = Engine(policy.model, policy.tokenizer, config.engine)
+    key = Key(config.run.seed, 0)
+    engine.submit([Request(key, tokens, config.sampling)])
+    stream, shown, started = TextStream(policy.tokenizer), 0, time.perf_counter()
+    completions = []
+    while not engine.idle:
+        completions += engine.tick()
+        written = completions[0].tokens if completions else engine.written(key)
+        print(stream.feed(written[shown:]), end="", flush=True)
+        shown = len(written)
+    completions += engine.drain()  # raises if the request failed
+    print()
+    seconds = time.perf_counter() - started
+    reason, count = completions[0].finish_reason, len(completions[0].tokens)
+    Console(stderr=True).print(
+        f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} tokens/s), ended by {reason}, seed {config.run.seed}",
+        style="dim",
+        highlight=False,
+    )

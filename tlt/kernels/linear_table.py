@@ -1,0 +1,137 @@
+"""Which tile shape a linear layer runs with. Pure: no torch, no device.
+
+What always holds: the choice depends on the bucket of M, never on M itself, so all batches of one bucket are computed
+by the same kernel in the same order and a row's result does not depend on how many other rows there are.
+Knows nothing of how a kernel works; the numbers come from `benchmarks/linear.py --tune`.
+"""
+
+from dataclasses import dataclass
+
+BUCKETS = (16, 32, 64, 128, 256)
+"""Upper ends of the ranges of M that share a configuration. Above the last one the vendor's library is used."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to cut a linear layer into programs. Blocks are in elements and powers of two."""
+
+    block_m: int
+    block_n: int
+    """Outputs per program; a gated layer computes this many gates and as many ups."""
+    block_k: int
+    split_k: int = 1
+    """Programs that share one output tile, each over a part of K."""
+    warps: int = 4
+    stages: int = 4
+    swap: bool = False
+    """Compute W·xᵀ instead of x·Wᵀ: the weight becomes the tall operand, as Hopper's matrix units want."""
+    tma: bool = False
+    """Fetch weight tiles with the bulk copy engine instead of by the threads."""
+    prefetch: int = 0
+    """Columns of each weight row asked into L2 before waiting for the previous kernel: 0 or a power of two."""
+
+
+def bucket_of(m: int) -> int | None:
+    """The smallest bucket that holds m rows, or None where no skinny kernel applies."""
+    return next((bucket for bucket in BUCKETS if m <= bucket), None)
+
+
+# (N, K, gated, bucket) -> Config, or None where the vendor's library was measured faster.
+TABLE: dict[tuple[int, int, bool, int], Config | None] = {
+    (5120, 3840, False, 16): Config(16, 64, 128, 3, 8, 4, prefetch=256, swap=True, tma=True),
+    (3840, 3072, False, 16): Config(16, 64, 128, 4, 4, 5, prefetch=256, swap=True),
+    (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
+    (3840, 15360, False, 16): None,
+    (49152, 3840, False, 16): None,
+    (5120, 3840, False, 32): Config(32, 64, 128, 3, 8, 4, prefetch=256, swap=True, tma=True),
+    (3840, 3072, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=256, swap=True),
+    (15360, 3840, True, 32): Config(32, 128, 128, 1, 8, 3, prefetch=256, swap=True, tma=True),
+    (3840, 15360, False, 32): Config(32, 128, 128, 4, 8, 3, prefetch=256, swap=True, tma=True),
+    (49152, 3840, False, 32): None,
+    (5120, 3840, False, 64): None,
+    (3840, 3072, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True),
+    (15360, 3840, True, 64): Config(64, 128, 64, 1, 4, 4, prefetch=256, swap=True),
+    (3840, 15360, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True),
+    (49152, 3840, False, 64): None,
+    (5120, 3840, False, 128): None,
+    (3840, 3072, False, 128): None,
+    (15360, 3840, True, 128): None,
+    (3840, 15360, False, 128): None,
+    (49152, 3840, False, 128): None,
+    (5120, 3840, False, 256): None,
+    (3840, 3072, False, 256): None,
+    (15360, 3840, True, 256): None,
+    (3840, 15360, False, 256): None,
+    (49152, 3840, False, 256): None,
+    (960, 576, False, 16): Config(16, 64, 64, 4, 4, 6, prefetch=128, swap=True),
+    (576, 576, False, 16): Config(16, 16, 128, 2, 2, 5, prefetch=256),
+    (1536, 576, True, 16): Config(16, 64, 64, 4, 4, 7, prefetch=128, swap=True),
+    (576, 1536, False, 16): Config(16, 64, 128, 6, 4, 4, prefetch=512, swap=True, tma=True),
+    (49152, 576, False, 16): Config(16, 128, 64, 1, 4, 6, prefetch=256, swap=True),
+    (960, 576, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=256, swap=True, tma=True),
+    (576, 576, False, 32): Config(32, 16, 128, 2, 4, 4, prefetch=256),
+    (1536, 576, True, 32): Config(32, 64, 64, 4, 4, 6, prefetch=128, swap=True),
+    (576, 1536, False, 32): Config(32, 64, 128, 6, 4, 5, prefetch=256, swap=True, tma=True),
+    (49152, 576, False, 32): Config(32, 64, 64, 1, 4, 6, prefetch=256, swap=True),
+    (960, 576, False, 64): None,
+    (576, 576, False, 64): Config(64, 16, 128, 2, 4, 4, prefetch=256),
+    (1536, 576, True, 64): None,
+    (576, 1536, False, 64): Config(64, 16, 128, 6, 4, 4, prefetch=512),
+    (49152, 576, False, 64): None,
+    (960, 576, False, 128): None,
+    (576, 576, False, 128): None,
+    (1536, 576, True, 128): None,
+    (576, 1536, False, 128): None,
+    (49152, 576, False, 128): None,
+    (960, 576, False, 256): None,
+    (576, 576, False, 256): None,
+    (1536, 576, True, 256): Config(64, 64, 64, 1, 4, 5, prefetch=0, swap=True),
+    (576, 1536, False, 256): None,
+    (49152, 576, False, 256): None,
+    (2560, 1920, False, 16): Config(16, 64, 256, 3, 4, 3, prefetch=512, swap=True, tma=True),
+    (1920, 1536, False, 16): Config(16, 64, 128, 4, 4, 4, prefetch=512, swap=True, tma=True),
+    (6912, 1920, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True),
+    (1920, 6912, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=512, swap=True),
+    (49152, 1920, False, 16): Config(16, 128, 64, 1, 4, 5, prefetch=0, swap=True),
+    (2560, 1920, False, 32): Config(32, 128, 128, 6, 8, 3, prefetch=256, swap=True, tma=True),
+    (1920, 1536, False, 32): Config(32, 64, 128, 4, 4, 5, prefetch=256, swap=True),
+    (6912, 1920, True, 32): Config(32, 64, 64, 1, 4, 6, prefetch=0, swap=True),
+    (1920, 6912, False, 32): Config(32, 64, 128, 4, 4, 5, prefetch=256, swap=True, tma=True),
+    (49152, 1920, False, 32): None,
+    (2560, 1920, False, 64): None,
+    (1920, 1536, False, 64): Config(64, 16, 128, 2, 4, 4, prefetch=512),
+    (6912, 1920, True, 64): Config(64, 64, 64, 1, 4, 6, prefetch=0, swap=True),
+    (1920, 6912, False, 64): Config(64, 64, 128, 4, 4, 5, prefetch=256),
+    (49152, 1920, False, 64): None,
+    (2560, 1920, False, 128): None,
+    (1920, 1536, False, 128): None,
+    (6912, 1920, True, 128): None,
+    (1920, 6912, False, 128): None,
+    (49152, 1920, False, 128): None,
+    (2560, 1920, False, 256): None,
+    (1920, 1536, False, 256): None,
+    (6912, 1920, True, 256): None,
+    (1920, 6912, False, 256): None,
+    (49152, 1920, False, 256): None,
+}
+
+
+def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
+    """The configuration for m rows, n outputs (after gating) and k inputs; None: use the vendor's library."""
+    bucket = bucket_of(m)
+    if bucket is None:
+        return None
+    if (n, k, gated, bucket) in TABLE:
+        return TABLE[n, k, gated, bucket]
+    return None if bucket > 64 else _guess(bucket, n, k, gated)
+
+
+def _guess(bucket: int, n: int, k: int, gated: bool) -> Config:
+    """Sound for a shape nobody has measured: enough programs for every multiprocessor, then wide tiles."""
+    block_n = 16 if n * k <= 4_000_000 else 32 if bucket <= 16 else 64
+    block_k = 128 if bucket <= 32 else 64
+    tiles = -(-n // block_n)
+    split_k = 1
+    while tiles * split_k < 200 and split_k < 8 and k // (block_k * split_k) >= 8:
+        split_k *= 2
+    return Config(bucket, block_n, block_k, split_k, stages=4, prefetch=block_k * 2)

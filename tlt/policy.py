@@ -1,0 +1,45 @@
+"""Opening a policy: the directory a user names, on the device and in the dtype they chose."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tlt.config import ModelSettings
+from tlt.errors import ConfigError
+from tlt.model.transformer import Transformer
+from tlt.model.weights import load_policy
+from tlt.text import Tokenizer
+
+TINY_POLICY = Path(__file__).parent / "data" / "tiny_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    model: Transformer
+    tokenizer: Tokenizer
+    source: Path  # where it was read from
+
+
+def open_policy(settings: ModelSettings) -> Policy:
+    """The policy at `settings.path`; "tiny" names the one shipped with tlt."""
+    source = TINY_POLICY if settings.path == "tiny" else Path(settings.path)
+    device = device_of(settings.device)
+    model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
+    return Policy(model, Tokenizer.load(source), source)
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {name!r} but torch sees no GPU here; use cpu or auto")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,177 @@
+"""`tlt rollout`: a policy answers a task's prompts and is judged. One rollout of a training step, on its own.
+
+Writes the run's directory: config.toml, events.jsonl and rollouts.jsonl (a line per answer).
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tlt import __version__
+from tlt.config import EngineSettings, RunConfig
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.errors import TaskError
+from tlt.policy import Policy, open_policy
+from tlt.tasks.choose import task_of
+from tlt.tasks.task import Task
+from tlt.types import Completion, Key, Prompt, Rollout
+from tlt.watch.events import RolloutFinished, RunFinished, start_run
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+_CHECKED = 16  # answers written a second time, in another batch, to compare
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    p50: int
+    p90: int
+    p99: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Lengths":
+        ordered = sorted(lengths)
+
+        def at(share: float) -> int:
+            return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+        return cls(at(0.5), at(0.9), at(0.99), ordered[-1])
+
+
+def rollout(config: RunConfig) -> None:
+    """Samples the prompts of step 0, answers and judges them, and says how it went."""
+    console = Console(highlight=False)
+    started = time.perf_counter()
+    policy, task = open_policy(config.model), task_of(config)
+    asked = _requests(config, policy, task)
+    with start_run(config, "rollout", __version__) as log:
+        answered_from = time.perf_counter()
+        completions = _answer(policy, config.engine, [request for _, request in asked], console)
+        seconds = time.perf_counter() - answered_from
+        rollouts = [_judge(task, prompt, completions[request.key]) for prompt, request in asked]
+        lengths = Lengths.of([len(rollout.completion.tokens) for rollout in rollouts])
+        log.emit(
+            RolloutFinished(
+                step=0,
+                n=len(rollouts),
+                mean_reward=_mean_reward(rollouts),
+                length_p50=lengths.p50,
+                length_p90=lengths.p90,
+                length_max=lengths.longest,
+                tokens=sum(len(rollout.completion.tokens) for rollout in rollouts),
+                seconds=seconds,
+            )
+        )
+        directory = Path(config.run.out) / config.run.name
+        _write(rollouts, directory / ROLLOUTS_FILE)
+        log.emit(RunFinished(seconds=time.perf_counter() - started))
+    _tell(console, config, rollouts, lengths, seconds)
+    _tell_identity(console, policy, config.engine, [request for _, request in asked], completions)
+    console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS_FILE}.")
+
+
+def _requests(config: RunConfig, policy: Policy, task: Task) -> list[tuple[Prompt, Request]]:
+    """`task.group` requests for every prompt, numbered in order."""
+    asked: list[tuple[Prompt, Request]] = []
+    for prompt in task.sample(0, config.task.prompts):
+        tokens = tuple(policy.tokenizer.encode_prompt(prompt.content))
+        for _ in range(config.task.group):
+            key = Key(config.run.seed, len(asked))
+            asked.append((prompt, Request(key, tokens, config.sampling, prompt.id)))
+    return asked
+
+
+def _answer(
+    policy: Policy, settings: EngineSettings, requests: Sequence[Request], console: Console
+) -> dict[Key, Completion]:
+    columns = (TextColumn("rollout"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    engine = Engine(policy.model, policy.tokenizer, settings)
+    engine.submit(requests)
+    done: dict[Key, Completion] = {}
+    with Progress(*columns, TextColumn("{task.fields[tail]}"), console=console, transient=True) as progress:
+        bar = progress.add_task("rollout", total=len(requests), tail="")
+        while not engine.idle:
+            for completion in engine.tick():
+                done[completion.key] = completion
+            progress.update(bar, completed=len(done), tail=f"{engine.running} running")
+    done.update((completion.key, completion) for completion in engine.drain())  # raises if a request failed
+    return done
+
+
+def _judge(task: Task, prompt: Prompt, completion: Completion) -> Rollout:
+    reward = task.reward(prompt, completion)
+    if not isinstance(reward, int | float) or reward != reward or abs(reward) == float("inf"):
+        raise TaskError(f"the reward of prompt {prompt.id} is {reward!r}; expected a finite number")
+    return Rollout(prompt, completion, float(reward))
+
+
+def _mean_reward(rollouts: Sequence[Rollout]) -> float:
+    return sum(rollout.reward for rollout in rollouts) / len(rollouts)
+
+
+def _write(rollouts: Sequence[Rollout], file: Path) -> None:
+    with file.open("w", encoding="utf-8") as lines:
+        for rollout in rollouts:
+            completion = rollout.completion
+            record = {
+                "prompt": rollout.prompt.id,
+                "request": completion.key.request,
+                "content": rollout.prompt.content
+                if isinstance(rollout.prompt.content, str)
+                else [asdict(message) for message in rollout.prompt.content],
+                "answer": completion.text,
+                "reward": rollout.reward,
+                "tokens": len(completion.tokens),
+                "finish_reason": completion.finish_reason,
+            }
+            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+# ---- telling
+
+
+def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], lengths: Lengths, seconds: float) -> None:
+    tokens = sum(len(rollout.completion.tokens) for rollout in rollouts)
+    table = Table(
+        title=f"Rollout of {config.model.path} on {config.task.name}", title_justify="left", show_header=False
+    )
+    table.add_row("answers", f"{len(rollouts)} ({config.task.prompts} prompts × {config.task.group})")
+    table.add_row("mean reward", f"{_mean_reward(rollouts):.3f}")
+    table.add_row(
+        "answer length", f"median {lengths.p50}, p90 {lengths.p90}, p99 {lengths.p99}, longest {lengths.longest}"
+    )
+    table.add_row("time", f"{seconds:.1f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
+    table.add_row("still running", f"{_still_running(rollouts)}  from the first token to the longest answer's last")
+    console.print(table)
+    best = next((rollout for rollout in rollouts if rollout.reward > 0), rollouts[0])
+    console.print(f"One answer (reward {best.reward:g}):", style="bold")
+    console.print(f"{best.prompt.content}{best.completion.text}", markup=False, style="dim")
+
+
+def _still_running(rollouts: Sequence[Rollout], width: int = 32) -> str:
+    """The long tail as a line: how many answers were still being written as the rollout went on."""
+    lengths = [len(rollout.completion.tokens) for rollout in rollouts]
+    longest = max(lengths)
+    alive = [sum(length > longest * column / width for length in lengths) for column in range(width)]
+    return "".join(_BARS[max(1, round(count / len(lengths) * (len(_BARS) - 1)))] for count in alive)
+
+
+def _tell_identity(
+    console: Console,
+    policy: Policy,
+    settings: EngineSettings,
+    requests: Sequence[Request],
+    completions: dict[Key, Completion],
+) -> None:
+    """Sampling is keyed: the same requests in another batch must give the same tokens."""
+    again = _answer(policy, settings, [*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]], console)
+    same = sum(completion.tokens == completions[key].tokens for key, completion in again.items())
+    console.print(f"{same} of {len(again)} answers written again in a smaller batch came out token for token the same.")
