@@ -114,7 +114,7 @@ def test_sharded_files_load(tmp_path: Path) -> None:
     again = load_policy(tmp_path / "ours")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     next((tmp_path / "ours").glob("model-00002*")).unlink()
-    with pytest.raises(ModelError, match="model-00002.*copy them"):
+    with pytest.raises(ModelError, match=r"model-00002.*copy them"):
         load_policy(tmp_path / "ours")
 
 
@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_are_refused(change: str, message: str, tmp_path
 
 
 def test_what_cannot_be_a_policy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no model at .*nosuch"):
+    with pytest.raises(ModelError, match=r"no model at .*nosuch"):
         read_config(tmp_path / "nosuch")
     with pytest.raises(ModelError, match="'gpt2'; supported: llama, mistral, qwen2, qwen3, smollm3"):
         ModelConfig.from_hf({"model_type": "gpt2"})
@@ -220,7 +220,7 @@ def test_widening_refuses_what_it_cannot_keep(tmp_path: Path) -> None:
     make(FAMILIES["llama"], tmp_path)
     small = load_policy(tmp_path)
     narrow = small.config.reshaped(hidden=24, mlp=80, layers=4, heads=6, kv_heads=3, norm_eps=1e-6)
-    with pytest.raises(ModelError, match="hidden is 24, at least 48 .* must stay 3"):
+    with pytest.raises(ModelError, match=r"hidden is 24, at least 48 .* must stay 3"):
         widen(small, narrow)
 
 

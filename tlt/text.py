@@ -77,6 +77,21 @@ class TextStream:
         return after[len(before) :]
 
 
+class StopWatch:
+    """Sees an answer token by token and says when one of the stop texts is complete."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = stops
+        self._reach = max(len(stop) for stop in stops) - 1  # a stop text may have begun this far back
+        self._tail = ""
+
+    def feed(self, token: int) -> bool:
+        text = self._tail + self._stream.feed([token])
+        self._tail = text[max(0, len(text) - self._reach) :]
+        return any(stop in text for stop in self._stops)
+
+
 def _declared_eos(directory: Path) -> set[int]:
     """End tokens named by generation_config.json and config.json (some policies end on several)."""
     found: set[int] = set()

@@ -45,6 +45,7 @@ class GraphPool(Generic[T]):
             function()
         torch.cuda.current_stream(self._device).wait_stream(side)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # so that what the capture adds is the graph's alone
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -8,9 +8,10 @@ Layouts know heads and positions, not weights; the head norms they apply are han
 """
 # T tokens, R requests, P pages of a request, H heads, d head width, N width of a fused qkv row, W mask words
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        return float(self.dim) ** -0.5
+        return 1.0 / math.sqrt(self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class PagedLayout:
     tree_mask_TW: Tensor | None = None  # int32 bits: which queries of its own request a node sees; None = causal
 
     def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
-        kernels = _triton_kernels() if qkv_TN.is_cuda else torch_kernels
+        kernels = kernels_for(qkv_TN.device)
         k_cache, v_cache = self.cache.k[heads.layer], self.cache.v[heads.layer]
         q_THd = kernels.rope_and_write(
             *(qkv_TN, self.positions_T, self.slots_T, rotary.cos_PR, rotary.sin_PR, k_cache, v_cache),
@@ -148,17 +149,23 @@ class PagedLayout:
             q_norm=norms.query_d,
             k_norm=norms.key_d,
             norm_eps=heads.norm_eps,
+            pdl=True,
         )
-        return kernels.paged_attention(
+        attended: Tensor = kernels.paged_attention(
             *(q_THd, k_cache, v_cache, self.query_start_R1, self.context_R, self.pages_RP),
             max_query=self.max_query,
             scale=heads.scale,
             tree_mask_TW=self.tree_mask_TW,
             sliding_window=heads.window,
-        ).flatten(1)
+            pdl=True,
+        )
+        return attended.flatten(1)
 
 
-def _triton_kernels():  # type: ignore[no-untyped-def]  # the module: Triton is installed only where there is a GPU
+def kernels_for(device: torch.device) -> Any:
+    """The module of attention kernels; Triton is installed only where there is a GPU."""
+    if device.type != "cuda":
+        return torch_kernels
     from tlt.kernels import attention_triton
 
     return attention_triton
@@ -181,7 +188,7 @@ def _rectangles(starts_S: Tensor, sizes_S: Tensor) -> tuple[list[_Rectangle], Te
 
 
 def _split(qkv_TN: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv_TN.view(len(qkv_TN), -1, heads.dim).split((heads.query, heads.kv, heads.kv), dim=1)
+    q, k, v = torch.split(qkv_TN.view(len(qkv_TN), -1, heads.dim), [heads.query, heads.kv, heads.kv], dim=1)
     return q, k, v
 
 

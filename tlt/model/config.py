@@ -147,7 +147,9 @@ class ModelConfig:
             if len(getattr(self, name)) != self.layers:
                 raise ModelError(f"{name} has {len(getattr(self, name))} entries for {self.layers} layers")
 
-    def reshaped(self, *, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, norm_eps: float) -> "ModelConfig":
+    def reshaped(
+        self, *, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, norm_eps: float
+    ) -> "ModelConfig":
         """The same family in another size; `source` follows, so that the result can be saved and read again."""
         source = {
             **self.source,

@@ -1,5 +1,7 @@
 """Matrix products and norms of the model: torch where gradients flow or there is no GPU, our kernels in GPU rollout."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,27 +18,32 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """`residual + activation(norm(x) @ weightᵀ + bias)`; gated: weight holds gate rows, then up rows."""
-    run = _triton_linear() if _in_gpu_rollout(x_TK) else torch_linear.linear
-    out: Tensor = run(
-        x_TK, weight_NK, bias=bias, norm_weight=norm_weight, norm_eps=norm_eps, residual=residual, gated=gated
-    )
-    return out
+    """`residual + activation(norm(x) @ weightᵀ + bias)`; gated: weight holds gate rows, then up rows.
+
+    In GPU rollout the sum is written over `residual`: whoever wants to keep that must copy it before.
+    """
+    options: dict[str, Any] = {
+        "bias": bias,
+        "norm_weight": norm_weight,
+        "norm_eps": norm_eps,
+        "residual": residual,
+        "gated": gated,
+    }
+    if not in_gpu_rollout(x_TK):
+        return torch_linear.linear(x_TK, weight_NK, **options)
+    from tlt.kernels.linear_triton import linear as fused  # Triton is installed only where there is a GPU
+
+    # pdl: each kernel may start while the one before it ends (see linear_triton)
+    return fused(x_TK, weight_NK, **options, out=residual, pdl=True)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    if _in_gpu_rollout(x_TD):
+    if in_gpu_rollout(x_TD):
         from tlt.kernels.elementwise_triton import rms_norm as fused
 
-        return fused(x_TD, weight_D, eps)
+        return fused(x_TD, weight_D, eps, pdl=True)
     return torch.nn.functional.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
 
 
-def _in_gpu_rollout(x: Tensor) -> bool:
+def in_gpu_rollout(x: Tensor) -> bool:
     return x.is_cuda and not torch.is_grad_enabled() and x.dtype == torch.bfloat16
-
-
-def _triton_linear():  # type: ignore[no-untyped-def]  # Triton is installed only where there is a GPU
-    from tlt.kernels.linear_triton import linear
-
-    return linear

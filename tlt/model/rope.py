@@ -44,7 +44,8 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # full turns within the trained context
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - keep) * plain / p["factor"] + keep * plain
+    scaled: Tensor = (1 - keep) * plain / p["factor"] + keep * plain
+    return scaled
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
@@ -57,7 +58,8 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     if low == high:
         high += 0.001  # the ramp must have a width
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
-    return ramp * plain / p["factor"] + (1 - ramp) * plain
+    scaled: Tensor = ramp * plain / p["factor"] + (1 - ramp) * plain
+    return scaled
 
 
 def _pair_with_turns(turns: float, rope: RopeConfig, head_dim: int) -> float:

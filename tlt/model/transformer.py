@@ -1,8 +1,8 @@
 """The one model definition: policy in training, policy in rollout, and the layer a drafter is made of.
 
 `forward(tokens, layout)` does not know which of them it is: the layout does. Projections that read the same input are
-one matrix (qkv; gate and up), so that trainer and engine share the very tensors the kernels want; `weights.py` maps them
-to Hugging Face's names. A new Transformer holds no values: load weights or call `init_weights` explicitly.
+one matrix (qkv; gate and up), so that trainer and engine share the very tensors the kernels want; `weights.py` maps
+them to Hugging Face's names. A new Transformer holds no values: load weights or call `init_weights` explicitly.
 """
 # T tokens, D hidden, N fused width, V vocabulary
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.model.attention import HeadNorms, Heads, Layout, Rotary
 from tlt.model.config import ModelConfig
-from tlt.model.linear import linear, rms_norm
+from tlt.model.linear import in_gpu_rollout, linear, rms_norm
 from tlt.model.rope import rotary_tables
 
 
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         tapped = {}
         for index, block in enumerate(self.blocks):
             if index in taps:
-                tapped[index] = x_TD
+                tapped[index] = x_TD.clone() if in_gpu_rollout(x_TD) else x_TD  # there the blocks write over it
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x_TD = checkpoint(block, x_TD, layout, rotary, use_reentrant=False)
             else:

@@ -6,6 +6,8 @@ is zero; what only *reads* them, and heads, units and layers whose output is mul
 random numbers, so that the wide model costs what a model of its size costs (hardware runs faster on zeros).
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,15 @@ from tlt.errors import ModelError
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 
-# The benchmark shapes: enough like the popular sizes, and multiples of SmolLM2's heads (3 query heads a key-value head).
+# The benchmark shapes: like the popular sizes, and multiples of SmolLM2's heads (3 query heads a key-value head).
 SHAPES: dict[str, dict[str, int]] = {
     "1.5B": {"hidden": 1920, "layers": 30, "mlp": 6912, "heads": 24, "kv_heads": 8},
     "7B": {"hidden": 3840, "layers": 32, "mlp": 15360, "heads": 48, "kv_heads": 16},
 }
+
+
+class _Place(Protocol):
+    def __call__(self, target: Tensor, source: Tensor, *, free: bool) -> None: ...
 
 
 def wide_config(config: ModelConfig, shape: str) -> ModelConfig:
@@ -63,7 +69,15 @@ def widen(
     return wide
 
 
-def _widen_block(part, target, source, small, config, shrink, place) -> None:  # type: ignore[no-untyped-def]
+def _widen_block(
+    part: str,
+    target: Tensor,
+    source: Tensor | None,
+    small: ModelConfig,
+    config: ModelConfig,
+    shrink: float,
+    place: _Place,
+) -> None:
     """One parameter of one block; `source` is None in the layers the small model does not have."""
     if source is None:
         source = target.new_zeros((0,) * target.dim())  # an added layer: only what is written must be zero
@@ -72,7 +86,9 @@ def _widen_block(part, target, source, small, config, shrink, place) -> None:  #
         if not source.numel():
             target.fill_(shrink)
     elif part in ("q_norm", "k_norm"):
-        target.copy_(source) if source.numel() else target.fill_(1.0)
+        place(target, source, free=False)
+        if not source.numel():
+            target.fill_(1.0)
     elif part in ("qkv", "qkv_bias"):
         _place_heads(target, source, small, config, place)
     elif part in ("gate_up", "gate_up_bias"):
@@ -82,12 +98,12 @@ def _widen_block(part, target, source, small, config, shrink, place) -> None:  #
         place(target, source, free=False)
 
 
-def _place_heads(target, source, small, config, place) -> None:  # type: ignore[no-untyped-def]
+def _place_heads(target: Tensor, source: Tensor, small: ModelConfig, config: ModelConfig, place: _Place) -> None:
     """Query, key and value heads each keep their index; new heads follow, multiplied by zero columns of `o`."""
     d = config.head_dim
-    wide_parts = target.split((config.heads * d, config.kv_heads * d, config.kv_heads * d))
-    sizes = (small.heads * d, small.kv_heads * d, small.kv_heads * d) if source.numel() else (0, 0, 0)
-    for ours, theirs in zip(wide_parts, source.split(sizes), strict=True):
+    wide_parts = torch.split(target, [config.heads * d, config.kv_heads * d, config.kv_heads * d])
+    sizes = [small.heads * d, small.kv_heads * d, small.kv_heads * d] if source.numel() else [0, 0, 0]
+    for ours, theirs in zip(wide_parts, torch.split(source, sizes), strict=True):
         place(ours, theirs, free=True)
 
 

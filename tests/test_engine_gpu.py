@@ -1,0 +1,127 @@
+"""On a GPU: graphs change no token, tokens follow the policy, and a tick waits for the device once."""
+
+import pytest
+import torch
+
+from tests.tiny import letters
+from tlt.config import EngineSettings
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.model.attention import PackedLayout
+from tlt.model.config import ModelConfig
+from tlt.model.transformer import Transformer
+from tlt.types import Completion, Key, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def gpu_policy() -> Transformer:
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 1000,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 2048,
+        }
+    )
+    model = Transformer(config, dtype=torch.bfloat16, device="cuda")
+    model.init_weights(0)
+    return model
+
+
+def batch(count: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    settings = [
+        SamplingParams(max_tokens=70),
+        SamplingParams(temperature=0.0, max_tokens=33),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, max_tokens=150),
+    ]
+    made = []
+    for index in range(count):
+        if index % 4 == 0:
+            length = int(torch.randint(1, 300, (), generator=generator))
+            prompt = tuple(torch.randint(2, 1000, (length,), generator=generator).tolist())
+        made.append(Request(Key(9, index), prompt, settings[index % 3], f"p{index // 4}"))
+    return made
+
+
+def answers(model: Transformer, **knobs: object) -> dict[Key, Completion]:
+    engine = Engine(model, letters(), EngineSettings(**knobs))
+    engine.submit(batch(24))
+    done = {completion.key: completion for completion in engine.drain()}
+    assert len(done) == 24
+    return done
+
+
+def test_graphs_and_preemption_change_no_token() -> None:
+    model = gpu_policy()
+    plain = answers(model, rows=24, graphs=False)
+    captured = answers(model, rows=24, graphs=True)
+    assert {k: c.tokens for k, c in plain.items()} == {k: c.tokens for k, c in captured.items()}
+
+
+def test_log_probs_are_those_of_the_packed_forward() -> None:
+    model = gpu_policy()
+    gaps = []
+    for completion in answers(model, rows=24).values():
+        text = torch.tensor([*completion.prompt_tokens, *completion.tokens], device="cuda")
+        hidden = model(text, PackedLayout.from_lengths([len(text)], "cuda")).hidden_TD
+        logprobs = model.logits(hidden).float().log_softmax(-1).detach()
+        first = len(completion.prompt_tokens) - 1
+        chosen = logprobs[first : first + len(completion.tokens)].gather(1, text[first + 1 :, None]).squeeze(1)
+        gaps.append((chosen.cpu() - torch.tensor(completion.policy_logprobs)).abs())
+    worst = torch.cat(gaps)
+    assert worst.mean() < 0.02
+    assert worst.max() < 0.25
+
+
+def test_preempted_requests_are_answered() -> None:
+    """Few pages: requests lose theirs and come back. Recomputing in one piece rounds otherwise, so tokens may differ."""
+    model = gpu_policy()
+    from tlt.model.kv import KVCache
+
+    gib = 60.5 * KVCache.page_bytes(model.config, 16, torch.bfloat16) / 1024**3
+    engine = Engine(model, letters(), EngineSettings(rows=24, kv_gib=gib))
+    engine.submit(batch(24))
+    done = engine.drain()
+    assert len(done) == 24
+    assert engine.report().preemptions > 0
+
+
+def test_a_steady_tick_waits_for_nothing_but_its_tokens() -> None:
+    engine = Engine(gpu_policy(), letters(), EngineSettings(rows=8))
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    engine.submit([Request(Key(0, i), (5 + i, 6, 7), params, str(i)) for i in range(8)])
+    for _ in range(40):
+        engine.tick()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            engine.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(engine.drain()) == 8
+
+
+def test_features_cost_no_token() -> None:
+    model = gpu_policy()
+    seen = []
+    engine = Engine(
+        model,
+        letters(),
+        EngineSettings(rows=24),
+        taps=(1, 2),
+        on_features=lambda features: seen.append(features.hidden.shape[0]),
+    )
+    engine.submit(batch(24))
+    with_features = {completion.key: completion.tokens for completion in engine.drain()}
+    assert with_features == {key: completion.tokens for key, completion in answers(model, rows=24).items()}
+    assert sum(seen) >= sum(len(tokens) for tokens in with_features.values())
