@@ -1,0 +1,37 @@
+# Two commands for a fresh machine: `make quickstart` and `make test`. Each sets up .venv by itself; re-runs are instant.
+# No GPU and no compiler are needed. Once installed, everything works offline.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.PHONY: quickstart test lint types tests clean
+
+quickstart: $(STAMP)
+	$(BIN)/tlt rollout recipes/quickstart.toml
+
+test: lint types tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+tests: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# torch goes first and alone, so that nothing installed after it can choose another one.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "tlt needs Python 3.11 or newer, found: $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
