@@ -1,0 +1,166 @@
+"""The command line: fast help, and one clear line with the right exit code for every mistake."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import tlt
+from tlt.cli import VERBS, main
+from tlt.config import RunConfig, load_config
+from tlt.errors import ModelError
+
+HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "rich", "ray", "triton"}
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, verb: str, work: Callable[..., None]) -> None:
+    """Stands in for the module that does a verb's work."""
+    module = ModuleType(f"tlt.{verb}")
+    setattr(module, verb, work)
+    monkeypatch.setitem(sys.modules, f"tlt.{verb}", module)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    seen: list[tuple[Any, ...]] = []
+    for verb in ("generate", "rollout", "warmup"):
+        put_in_place(monkeypatch, verb, lambda *arguments, verb=verb: seen.append((verb, *arguments)))
+    return seen
+
+
+def recipe(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """The one line a failing command says."""
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tlt: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["rollout", "--help"], ["config"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "tlt", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "tlt" in imported
+    assert imported & HEAVY == set()
+    assert "temperature" in result.stdout or "usage: tlt" in result.stdout
+
+
+def test_generate(calls: list[tuple[Any, ...]]) -> None:
+    assert main(["generate", "some/model", "Hello", "--sampling.temperature", "0.5", "--raw"]) == 0
+    expected = load_config(None, ["--model.path=some/model", "--sampling.temperature=0.5"])
+    assert calls == [("generate", expected, "Hello", True)]
+
+
+def test_a_prompt_may_look_like_a_flag(calls: list[tuple[Any, ...]]) -> None:
+    assert main(["generate", "tiny", "--run.seed", "3", "--", "--run.seed"]) == 0
+    assert calls == [("generate", load_config(None, ["--run.seed=3"]), "--run.seed", False)]
+
+
+def test_rollout(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[task]\nprompts = 3\n")
+    assert main(["rollout", path, "--run.seed=7"]) == 0
+    assert calls == [("rollout", load_config(path, ["--run.seed=7"]))]
+
+
+def test_warmup(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[warmup]\nsteps = 3\n")
+    assert main(["warmup", "tiny", "toy", "--out", "there", "--recipe", path]) == 0
+    assert calls == [("warmup", load_config(path, ["--model.path=tiny", "--warmup.save=there"]), "toy")]
+
+
+def test_the_shipped_recipes_are_valid() -> None:
+    recipes = list((Path(tlt.__file__).parents[1] / "recipes").glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        load_config(path)
+
+
+def test_config_prints_what_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", "--sampling.top_k=3"]) == 0
+    printed = capsys.readouterr().out
+    assert "top_k = 3  # keep the k most probable tokens" in printed
+    assert load_config(recipe(tmp_path, printed)) == load_config(None, ["--sampling.top_k=3"]) != RunConfig()
+
+
+def test_train_checks_its_recipe_and_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "no such recipe" in refused(capsys, "train", str(tmp_path / "none.toml"))
+    bad = recipe(tmp_path, "[sampling]\ntemprature = 1\n")
+    assert "did you mean sampling.temperature?" in refused(capsys, "train", bad)
+    good = recipe(tmp_path, "[sampling]\ntemperature = 1\n")
+    assert "use `tlt rollout`" in refused(capsys, "train", good)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rolout", "x.toml"], "invalid choice: 'rolout'"),
+        (["rollout"], "arguments are required: RECIPE; see tlt rollout --help"),
+        (["generate", "tiny"], "arguments are required: PROMPT"),
+        (["generate", "tiny", "hi", "there"], "unexpected argument there"),
+        (
+            ["generate", "tiny", "hi", "--temperature", "1"],
+            "argument --temperature; did you mean --sampling.temperature?",
+        ),
+        (["generate", "tiny", "hi", "--ra"], "unexpected argument --ra"),
+        (["generate", "tiny", "hi", "--sampling.top_k", "x"], "--sampling.top_k: sampling.top_k is 'x'"),
+        (["generate", "", "hi"], "model.path is ''"),
+        (["warmup", "tiny", "toy", "--out"], "--out: expected one argument"),
+        (["config", "--recipe", "none.toml"], "none.toml: no such recipe"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    assert expected in refused(capsys, *arguments)
+
+
+def test_an_error_of_the_work_ends_with_its_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object) -> None:
+        raise ModelError("x: no config.json")
+
+    put_in_place(monkeypatch, "generate", work)
+    assert refused(capsys, "generate", "x", "hi", code=1) == "tlt: error: x: no config.json\n"
+
+
+def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    put_in_place(monkeypatch, "generate", work)
+    assert main(["generate", "tiny", "hi"]) == 130
+    assert capsys.readouterr().err == "tlt: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: object) -> None:
+        raise ZeroDivisionError
+
+    put_in_place(monkeypatch, "generate", work)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "tiny", "hi"])
+
+
+def test_no_verb_prints_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr().out
+    assert all(verb in printed for verb in VERBS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"tlt {tlt.__version__}\n"

@@ -1,0 +1,294 @@
+"""Configuration: strict in what it takes, exact in what it writes, and no knob that nobody reads."""
+
+import ast
+import dataclasses
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tlt
+from tlt.config import Knob, RunConfig, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
+from tlt.errors import ConfigError, TltError
+
+PACKAGE = Path(tlt.__file__).parent
+
+
+def recipe(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message(path: Path | None = None, *flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- reading
+
+
+def test_defaults_without_a_recipe() -> None:
+    assert load_config() == RunConfig()
+
+
+def test_recipe_then_flags(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[sampling]\ntemperature = 0.5\ntop_k = 7\n[task.toy]\nspread = 0\n")
+    config = load_config(path, ["--sampling.temperature", "0.7", "--run.seed=-3"])
+    assert (config.sampling.temperature, config.sampling.top_k, config.run.seed) == (0.7, 7, -3)
+    assert config.task.toy.spread == 0.0
+    assert isinstance(config.task.toy.spread, float)
+
+
+def test_an_integer_stands_for_a_float_in_both_sources(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[sampling]\ntemperature = 1\n")
+    assert isinstance(load_config(path).sampling.temperature, float)
+    assert isinstance(load_config(None, ["--sampling.temperature", "1"]).sampling.temperature, float)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--sampling.stop", "a,b"], ("a", "b")),
+        (["--sampling.stop=a", "--sampling.stop=b"], ("a", "b")),
+        (["--sampling.stop", '["a,b", "\\n"]'], ("a,b", "\n")),
+        (["--sampling.stop="], ()),
+    ],
+)
+def test_lists(flags: list[str], expected: tuple[str, ...]) -> None:
+    assert load_config(None, flags).sampling.stop == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--sampling.ignore_eos"], True),
+        (["--sampling.ignore_eos", "--run.seed", "1"], True),
+        (["--sampling.ignore_eos", "false"], False),
+        (["--sampling.ignore_eos=true"], True),
+    ],
+)
+def test_booleans(flags: list[str], expected: bool) -> None:
+    assert load_config(None, flags).sampling.ignore_eos is expected
+
+
+def test_flags_are_parted_from_the_rest() -> None:
+    arguments = ["tiny", "--sampling.ignore_eos", "hello", "--run.seed", "-1", "--raw", "--", "--run.seed"]
+    flags, rest = take_flags(arguments)
+    assert flags == ["--sampling.ignore_eos=true", "--run.seed=-1"]
+    assert rest == ["tiny", "hello", "--raw", "--", "--run.seed"]
+
+
+# ---- refusing
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[sampling]\ntemprature = 1", "unknown key sampling.temprature; did you mean sampling.temperature?"),
+        ("[run]\ntop_p = 1", "unknown key run.top_p; did you mean sampling.top_p?"),
+        ("zzzz = 1", "unknown key zzzz; `tlt config` lists what there is"),
+        ("[samplign]\ntop_k = 1", "unknown section [samplign]; did you mean [sampling]?"),
+        ("[task.tov]\nspread = 1", "unknown section [task.tov]; did you mean [task.toy]?"),
+        ("[qqqq]\n", "unknown section [qqqq]; expected one of run, model, task, sampling"),
+        ("sampling = 3", "sampling is 3; expected a section, [sampling]"),
+        ("[sampling]\ntop_k = true", "sampling.top_k is True; expected an integer"),
+        ("[sampling]\ntop_k = 1.0", "sampling.top_k is 1.0; expected an integer"),
+        ("[sampling]\ntemperature = true", "sampling.temperature is True; expected a finite number"),
+        ("[sampling]\ntemperature = nan", "sampling.temperature is nan; expected a finite number"),
+        ("[sampling]\nignore_eos = 1", "sampling.ignore_eos is 1; expected true or false"),
+        ("[sampling]\nstop = 'a'", "sampling.stop is 'a'; expected a list, each item a string"),
+        ("[sampling]\nstop = ['a', 1]", "sampling.stop is 1; expected a string"),
+        ("[sampling]\ntemperature = -1", "sampling.temperature is -1.0; expected a finite number ≥ 0"),
+        ("[model]\ndtype = 'bfloat61'", "did you mean bfloat16?"),
+        ("[model]\ndevice = 'gpu'", "model.device is 'gpu'; expected auto, cpu, cuda or cuda:N"),
+        ("[task.toy]\nmax_ops = 0", "task.toy.max_ops is 0; expected at least 1"),
+        ("[run\n", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_recipe_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = recipe(tmp_path, text)
+    said = message(path)
+    assert said.startswith(f"{path}: ")
+    assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--sampling.topk", "1"], "--sampling.topk: unknown key sampling.topk; did you mean sampling.top_k?"),
+        (["--sampling.top_k", "many"], "--sampling.top_k: sampling.top_k is 'many'; expected an integer"),
+        (["--sampling.top_k=1e3"], "expected an integer"),
+        (["--sampling.temperature=nan"], "expected a finite number"),
+        (["--sampling.ignore_eos=1"], "expected true or false"),
+        (["--sampling.stop=[a"], "expected a list, each item a string"),
+        (["--sampling.top_p", "0"], "--sampling.top_p: sampling.top_p is 0.0; expected a number in (0, 1]"),
+        (["--sampling.top_k"], "--sampling.top_k needs a value"),
+        (["--sampling.top_k", "--run.seed", "1"], "--sampling.top_k needs a value"),
+        (["stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_a_wrong_flag_is_refused(flags: list[str], expected: str) -> None:
+    assert expected in message(None, *flags)
+
+
+def test_a_bad_flag_is_not_blamed_on_the_recipe(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[sampling]\ntop_p = 0.5\n")
+    assert message(path, "--sampling.top_p", "2").startswith("--sampling.top_p: ")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "no such recipe" in message(tmp_path / "missing.toml")
+    assert "cannot be read" in message(tmp_path)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in message(tmp_path / "bytes.toml")
+
+
+def test_nearest_key_finds_a_key_without_its_section() -> None:
+    assert nearest_key("temperature") == "sampling.temperature"
+    assert nearest_key("something-else-entirely") is None
+
+
+# ---- writing
+
+
+def any_value(knob: Knob) -> st.SearchStrategy[Any]:
+    if get_origin(knob.type) is tuple:
+        return st.lists(st.text(min_size=1), max_size=3).map(tuple)
+    if get_origin(knob.type) is Literal:
+        return st.sampled_from(get_args(knob.type))
+    kinds = {bool: st.booleans(), str: st.text(), int: st.integers(-(2**63), 2**63 - 1)}
+    return kinds.get(knob.type, st.floats(allow_nan=False, allow_infinity=False))
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    name, _, tail = key.partition(".")
+    return dataclasses.replace(config, **{name: with_value(getattr(config, name), tail, value) if tail else value})
+
+
+@given(data=st.data())
+def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    config = RunConfig()
+    for knob in data.draw(st.lists(st.sampled_from(list(knobs())), max_size=4)):
+        try:
+            config = with_value(config, knob.key, data.draw(any_value(knob)))
+        except TltError:
+            continue  # out of the knob's range
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    for documented in (False, True):
+        path.write_text(to_toml(config, documented), encoding="utf-8", newline="")
+        assert load_config(path) == config
+
+
+def test_every_knob_is_documented_and_written() -> None:
+    assert [key for key, doc in knob_docs().items() if not doc] == []
+    written = tomllib.loads(to_toml(RunConfig()))
+    for knob in knobs():
+        table: Any = written
+        for name in knob.key.split("."):
+            table = table[name]
+
+
+# ---- every knob is read by somebody
+
+
+class Reads:
+    """Which knobs a set of sources reads. A read is an attribute of an expression that is known to hold a section:
+    `config.sampling` from a name annotated RunConfig, a name or field annotated with the section's class, or a name
+    assigned from either. Text, keywords, writes and attributes of other things are not reads."""
+
+    def __init__(self, sources: list[str]) -> None:
+        self.sections = {key for key, _ in sections(RunConfig, "")}
+        self.by_class = {kind.__name__: key for key, kind in sections(RunConfig, "")} | {"RunConfig": ""}
+        trees = [ast.parse(source) for source in sources]
+        self.keys: set[str] = set()
+        for tree in trees:
+            self.holders: set[tuple[str, str]] = self.annotated(tree, ast.arg)  # (name, section it may hold)
+            self.holders |= {pair for other in trees for pair in self.annotated(other, ast.AnnAssign)}
+            for _ in range(2):  # a name may be assigned from a name assigned further down
+                self.follow_assignments(tree)
+            self.collect(tree)
+
+    def annotated(self, tree: ast.Module, kind: type[ast.arg] | type[ast.AnnAssign]) -> set[tuple[str, str]]:
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, kind) and node.annotation is not None:
+                holder = node.arg if isinstance(node, ast.arg) else tail_name(node.target)
+                classes = {tail_name(part) for part in ast.walk(node.annotation)} & self.by_class.keys()
+                found |= {(holder, self.by_class[name]) for name in classes}
+        return found
+
+    def follow_assignments(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                held = self.sections_held(node.value)
+                self.holders |= {(tail_name(target), key) for target in node.targets for key in held}
+
+    def sections_held(self, node: ast.expr) -> set[str]:
+        """The sections an expression may hold, by dotted key; "" is the whole configuration."""
+        if isinstance(node, ast.BoolOp):
+            return {key for value in node.values for key in self.sections_held(value)}
+        held = {key for name, key in self.holders if name == tail_name(node)}
+        if isinstance(node, ast.Attribute):
+            held |= {f"{parent}.{node.attr}".strip(".") for parent in self.sections_held(node.value)} & self.sections
+        return held
+
+    def collect(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                self.keys |= {f"{section}.{node.attr}" for section in self.sections_held(node.value) if section}
+
+
+def sections(kind: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key and class of every section."""
+    for name, type_ in get_type_hints(kind).items():
+        if dataclasses.is_dataclass(type_):
+            yield f"{key}.{name}".strip("."), type_
+            yield from sections(type_, f"{key}.{name}".strip("."))
+
+
+def tail_name(node: ast.AST) -> str:
+    """`x` of x and of a.b.x."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def test_every_knob_is_read_by_some_module() -> None:
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py") if path != PACKAGE / "config.py"]
+    assert {knob.key for knob in knobs()} - Reads(sources).keys == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(config: RunConfig): return config.sampling.top_k",
+        "def f(sampling: SamplingParams): return sampling.top_k",
+        "def f(params: SamplingParams | None): return params.top_k",
+        "class A:\n  params: SamplingParams\ndef f(a): return a.params.top_k",
+        "def f(self, config: RunConfig):\n  self.shape = config.sampling\n  return self.shape.top_k",
+        "def f(config: RunConfig, given: SamplingParams):\n  x = given or config.sampling\n  return x.top_k",
+    ],
+)
+def test_a_read_is_seen(source: str) -> None:
+    assert Reads([source]).keys & {knob.key for knob in knobs()} == {"sampling.top_k"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "top_k = 3",
+        "'config.sampling.top_k'  # config.sampling.top_k",
+        "def f(other: Other): return other.top_k",
+        "def f(engine: Engine): return engine.sampling.top_k",
+        "def f(config: RunConfig): config.sampling.top_k = 3",
+        "def f(config: RunConfig): return config.sampling",
+        "def f(config: RunConfig): return replace(config.sampling, top_k=3)",
+    ],
+)
+def test_what_is_no_read_is_not_taken_for_one(source: str) -> None:
+    assert Reads([source]).keys & {knob.key for knob in knobs()} == set()

@@ -1,0 +1,32 @@
+"""The public names of tlt, each imported when it is first asked for, so that `import tlt` costs nothing."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tlt.config import RunConfig
+    from tlt.tasks.task import Task
+    from tlt.types import Completion, Rollout, SamplingParams
+    from tlt.watch.events import read_run
+
+__version__ = "0.1.0.dev0"
+__all__ = ["Completion", "Rollout", "RunConfig", "SamplingParams", "Task", "read_run"]
+
+_HOMES = {
+    "Completion": "tlt.types",
+    "Rollout": "tlt.types",
+    "RunConfig": "tlt.config",
+    "SamplingParams": "tlt.types",
+    "Task": "tlt.tasks.task",
+    "read_run": "tlt.watch.events",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tlt' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
