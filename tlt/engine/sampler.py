@@ -2,16 +2,16 @@
 
     token = argmax_v( filtered_logits[v] / T + G(seed, request, position, v) ),  G Gumbel noise from tlt.kernels.noise
 
-Always holds: a row's token is a function of its logits, its key and its settings alone, so any order or split of a batch,
+Always holds: a row's token is a function of its logits, its key and its settings alone: any order or split of a batch,
 the CPU and the GPU give the same tokens for the same logits. Nothing here waits for the device.
 Does not know requests, pages or drafts: a row is a row.
 
 Exactly:
 - T < 1e-5 is greedy: the largest logit, the lowest index among equals, no filters, logprob 0.
-- Otherwise logits are multiplied by the float32 reciprocal of T, in float32 (float64 logits on the torch path: float64).
+- Otherwise logits are multiplied by the float32 reciprocal of T, in float32 (in float64 for float64 logits).
 - top-k keeps every logit ≥ the k-th largest: equals at the threshold all stay. k ≤ 0 or k ≥ V keeps all.
-- top-p then keeps every logit ≥ the largest threshold whose tokens hold at least top_p of what top-k left. Probability is
-  counted in whole units of 2^-40 of the likeliest token, so the sum has no rounding and no order.
+- top-p then keeps every logit ≥ the largest threshold whose tokens hold at least top_p of what top-k left. Probability
+  is counted in whole units of 2^-40 of the likeliest token, so the sum has no rounding and no order.
 - The likeliest token always stays. Equal sums of logit and noise: the lowest index wins.
 - −inf is a token that cannot be drawn. A row with a NaN or +inf logit, or with no finite one, has no distribution: its
   token is −1 and both of its log-probabilities are NaN.

@@ -1,7 +1,7 @@
 """Keyed Gumbel noise in torch: G(seed, request, position, token), and the portable log and exp behind the sampler.
 
 Always holds: the noise is a pure function of its key. It does not depend on the vocabulary size, on the batch or on the
-device, and `sampling_triton` gives the same bits, because every floating-point operation here is one IEEE addition or
+device, and `noise_triton` gives the same bits, because every floating-point operation here is one IEEE addition or
 multiplication (never fused) and every integer operation is exact.
 Does not know logits, temperatures or filters.
 
@@ -10,8 +10,8 @@ random numbers: as easy as 1, 2, 3", 2011). The 3 further rounds of the usual 10
 sampler does not need; the tests hold both counts to published answers and look at the structured counters used here.
 Key: the 64-bit seed. Counter: 64-bit request, 32-bit position, 32-bit token counter. Nothing is folded, so no two
 (seed, request, position, token) share a number. One counter has four lanes, which serve four tokens of a 128-token
-block: token = 128·block + 32·lane + i  <->  counter = 32·block + i. A lane is 32 contiguous tokens, so a GPU thread still
-loads 16 bytes of logits at once, while a vocabulary of 100 costs 32 counters.
+block: token = 128·block + 32·lane + i  <->  counter = 32·block + i. A lane is 32 contiguous tokens, so a GPU loads
+logits in whole sectors and vectors, while a vocabulary of 100 costs only 32 counters.
 """
 
 import torch
@@ -49,8 +49,8 @@ LN2_LOW = -0.00021219444170128554  # ln 2 − LN2_HIGH
 EXP_LOWEST = -30.0  # exp is only ever asked for weights above 2^-40
 
 
-# The constants as 0-dim CPU tensors, never written to: torch takes 2 µs less to add one than to add a Python number, and
-# on small vocabularies nothing else costs.
+# The constants as 0-dim CPU tensors, never written to: adding one is 2 µs quicker than adding a Python number, which on
+# small vocabularies is half of the time.
 def _constant(value: float | int, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu")
 
