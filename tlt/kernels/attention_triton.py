@@ -37,10 +37,11 @@ class Launch:
     combine: Literal["fused", "separate"] = "fused"  # who sums the splits: the last of them, or a second kernel
 
 
-def plan_launch(n_requests: int, n_kv: int, group: int, max_query: int, d_head: int, multiprocessors: int) -> Launch:
+def plan_launch(n_requests: int, n_kv: int, group: int, max_query: int, multiprocessors: int) -> Launch:
     """Small batches are cut fine to fill the chip; large ones get big tiles, and split only contexts that are long.
 
-    A large batch still gets a few splits: one straggler of a long context would otherwise keep the whole chip waiting.
+    A large batch of few rows still gets a few splits: one straggler of a long context would otherwise keep the whole
+    chip waiting. With many rows it gets none: the parts would take more memory than that is worth.
     """
     rows = max_query * group
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
@@ -51,9 +52,8 @@ def plan_launch(n_requests: int, n_kv: int, group: int, max_query: int, d_head: 
     if programs < wanted:
         splits, min_split = min(triton.cdiv(wanted, programs), 32), 64
     else:
-        splits, min_split = max(1, min(4, 8192 // programs)), 1024
-    wide = block_m == 128 and d_head > 64
-    return Launch(block_m, 64, splits, min_split, num_warps=8 if wide else 4, num_stages=3)
+        splits, min_split = max(1, min(4, 8192 * 16 // (programs * block_m))), 1024
+    return Launch(block_m, 64, splits, min_split, num_warps=8 if block_m == 128 else 4, num_stages=3)
 
 
 @triton.jit
@@ -338,7 +338,7 @@ def paged_attention(
     _check_strides(q_THd, k_cache, v_cache, page_table_RP, tree_mask_TW)
     (_, page_size, n_kv, d_head), n_requests = k_cache.shape, context_len_R.shape[0]
     group = q_THd.shape[1] // n_kv
-    launch = launch or plan_launch(n_requests, n_kv, group, max_query, d_head, _multiprocessors(q_THd.device))
+    launch = launch or plan_launch(n_requests, n_kv, group, max_query, _multiprocessors(q_THd.device))
     row_blocks = triton.cdiv(max_query * group, launch.block_m)
     blocks = n_requests * n_kv * row_blocks
     block_d = triton.next_power_of_2(d_head)
