@@ -1,0 +1,112 @@
+"""Packing: sequences of unequal length laid end to end in rows of at most `budget` tokens, so that nothing is padded.
+
+Every token of every example lands in exactly one row, examples are never cut, positions start again at 0 with each
+example, and the first token of an example never counts towards the loss (nothing before it in its own example could
+predict it). Knows lengths and integers; knows nothing of models, losses or text.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.errors import TltError
+
+# T tokens of a row, S examples in it
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence to learn from: a prompt and, from `answer_start` on, the answer whose tokens count."""
+
+    tokens: tuple[int, ...]
+    answer_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Several examples as one flat row. Tensors are on the host."""
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, 0 at the start of each example
+    mask_T: Tensor  # bool: this token is one of the answer's, to be predicted from the token before it
+    starts: tuple[int, ...]  # S + 1 offsets: example s is [starts[s], starts[s + 1])
+    members: tuple[int, ...]  # S indices into the examples that were packed
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in zip(self.starts, self.starts[1:], strict=False))
+
+    def cu_seqlens(self) -> Tensor:
+        """The offsets as variable-length attention kernels want them: int32."""
+        return torch.tensor(self.starts, dtype=torch.int32)
+
+
+def plan_rows(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+    """Which examples share a row: best-fit decreasing, each into the fullest row that still has room for it.
+
+    Never uses more than 11/9 of the fewest possible rows (plus one). Deterministic; ties keep the given order.
+    """
+    _check_lengths(lengths, budget)
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending, so that the first that fits fits best
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        slot = bisect_left(room, (lengths[index], -1))
+        if slot == len(room):
+            rows.append([])
+            left, row = budget, len(rows) - 1
+        else:
+            left, row = room.pop(slot)
+        rows[row].append(index)
+        insort(room, (left - lengths[index], row))
+    return [tuple(row) for row in rows]
+
+
+def pack(examples: Sequence[Example], budget: int) -> list[PackedRow]:
+    """The examples as rows of at most `budget` tokens each."""
+    for index, example in enumerate(examples):
+        _check_answer(index, example)
+    plan = plan_rows([len(example.tokens) for example in examples], budget)
+    return [_lay_out(examples, members) for members in plan]
+
+
+def _lay_out(examples: Sequence[Example], members: tuple[int, ...]) -> PackedRow:
+    tokens: list[int] = []
+    positions: list[int] = []
+    mask: list[bool] = []
+    starts = [0]
+    for index in members:
+        example = examples[index]
+        length = len(example.tokens)
+        tokens.extend(example.tokens)
+        positions.extend(range(length))
+        mask.extend(position >= example.answer_start for position in range(length))
+        starts.append(starts[-1] + length)
+    return PackedRow(
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        positions_T=torch.tensor(positions, dtype=torch.int64),
+        mask_T=torch.tensor(mask, dtype=torch.bool),
+        starts=tuple(starts),
+        members=members,
+    )
+
+
+def _check_lengths(lengths: Sequence[int], budget: int) -> None:
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise TltError(f"example {index} has no tokens; leave empty examples out")
+        if length > budget:
+            raise TltError(
+                f"example {index} has {length} tokens but a row holds {budget}; "
+                "raise the tokens per row, or leave out or shorten the example"
+            )
+
+
+def _check_answer(index: int, example: Example) -> None:
+    if not 1 <= example.answer_start < len(example.tokens):
+        raise TltError(
+            f"example {index}: the answer starts at token {example.answer_start} of {len(example.tokens)}; "
+            "expected at least one token of prompt before it and one token of answer"
+        )
