@@ -84,7 +84,7 @@ def test_log_probs_are_those_of_the_packed_forward() -> None:
 
 
 def test_preempted_requests_are_answered() -> None:
-    """Few pages: requests lose theirs and come back. Recomputing in one piece rounds otherwise, so tokens may differ."""
+    """Few pages: requests lose theirs and come back. Recomputing in one piece rounds otherwise: tokens may differ."""
     model = gpu_policy()
     from tlt.model.kv import KVCache
 

@@ -1,0 +1,86 @@
+"""Words of speculation: the shape of a draft, and a draft itself as a tree of tokens. No tensors.
+
+A tree's node 0 is the root: the request's newest token, whose successor nobody knows yet. Parents come before children.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How to speculate in one tick."""
+
+    drafters: tuple[str, ...] = ()  # who contributes branches, sorted; none = plain decoding
+    depth: int = 0  # tokens a branch may run ahead
+    width: int = 0  # candidates considered after each node
+    verify: int = 1  # nodes the policy checks per request, the root included
+
+    @property
+    def off(self) -> bool:
+        return self.verify == 1
+
+
+OFF = Shape()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Candidate tokens for one request, without the root: node i here is node i + 1 of the tree."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()  # index in `tokens`, or −1 for the root
+    scores: tuple[float, ...] = ()  # estimated probability that the policy walks through this node
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+EMPTY = Draft()
+
+
+def depths(draft: Draft) -> list[int]:
+    """Of each node; children of the root have depth 1."""
+    found: list[int] = []
+    for parent in draft.parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def merge(drafts: Sequence[Draft], budget: int) -> Draft:
+    """One tree of at most `budget` nodes: equal branches become one, the likeliest nodes stay.
+
+    A node's score is the largest any drafter gave it; a node is kept only if its parent is.
+    """
+    children: dict[tuple[int, int], int] = {}  # (parent node, token) → node
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    for draft in drafts:
+        place: list[int] = []
+        for token, parent, score in zip(draft.tokens, draft.parents, draft.scores, strict=True):
+            under = -1 if parent < 0 else place[parent]
+            node = children.setdefault((under, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(under)
+                scores.append(score)
+            else:
+                scores[node] = max(scores[node], score)
+            place.append(node)
+    return _best(Draft(tuple(tokens), tuple(parents), tuple(scores)), budget)
+
+
+def _best(draft: Draft, budget: int) -> Draft:
+    """The `budget` likeliest nodes. A child can never outlive its parent: it counts at most as much."""
+    limited: list[float] = []
+    for parent, score in zip(draft.parents, draft.scores, strict=True):
+        limited.append(score if parent < 0 else min(score, limited[parent]))
+    order = sorted(range(len(draft)), key=lambda node: (-limited[node], node))
+    kept = sorted(order[:budget])
+    new = {node: index for index, node in enumerate(kept)}
+    return Draft(
+        tuple(draft.tokens[node] for node in kept),
+        tuple(-1 if draft.parents[node] < 0 else new[draft.parents[node]] for node in kept),
+        tuple(limited[node] for node in kept),
+    )

@@ -1,0 +1,81 @@
+"""Draft trees as tensors: R requests with Q nodes each, node 0 the root, padding nodes at the end.
+
+What always holds: a node sees itself and its ancestors, nobody else; a padding node sees itself alone, hangs on nothing
+(parent −1) and is never walked to. The root's token is the request's newest one; the device fills it in.
+"""
+# R requests, Q nodes of a tree, W mask words of 32 bits
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.spec.shape import Draft
+
+_PADDING = -1
+WORD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    token_RQ: Tensor  # int64; column 0 is overwritten by the request's newest token
+    parent_RQ: Tensor  # int64, index of the node it follows; −1 for the root and for padding
+    depth_RQ: Tensor  # int64, distance from the root
+    mask_RQW: Tensor  # int32 bits: which nodes of its tree a node sees
+
+    @classmethod
+    def empty(cls, rows: int, nodes: int, device: torch.device | str) -> "Trees":
+        """Room for trees; graphs read it where it lies: `fill` it, never rebind."""
+        words = -(-nodes // WORD)
+        return cls(
+            torch.zeros((rows, nodes), dtype=torch.int64, device=device),
+            torch.full((rows, nodes), _PADDING, dtype=torch.int64, device=device),
+            torch.zeros((rows, nodes), dtype=torch.int64, device=device),
+            torch.zeros((rows, nodes, words), dtype=torch.int32, device=device),
+        )
+
+    def fill(self, drafts: Sequence[Draft]) -> None:
+        """Lays one draft into each of the first rows; nodes beyond a draft's end become padding."""
+        packed = torch.from_numpy(_pack(drafts, self.token_RQ.shape[1]))
+        if self.token_RQ.is_cuda:
+            packed = packed.pin_memory().to(self.token_RQ.device, non_blocking=True)
+        rows = len(drafts)
+        self.token_RQ[:rows] = packed[0]
+        self.parent_RQ[:rows] = packed[1]
+        self.depth_RQ[:rows] = packed[2]
+        for word in range(self.mask_RQW.shape[2]):
+            self.mask_RQW[:rows, :, word] = packed[3 + word].int()
+
+    def first(self, rows: int) -> "Trees":
+        """Views of the first rows."""
+        return Trees(self.token_RQ[:rows], self.parent_RQ[:rows], self.depth_RQ[:rows], self.mask_RQW[:rows])
+
+
+def _pack(drafts: Sequence[Draft], nodes: int) -> np.ndarray:
+    """[3 + words, R, Q]: tokens, parents, depths and mask words (as signed 32-bit values)."""
+    words = -(-nodes // WORD)
+    packed = np.zeros((3 + words, len(drafts), nodes), dtype=np.int64)
+    packed[1] = _PADDING
+    for node in range(nodes):
+        packed[3 + node // WORD, :, node] = _signed(1 << (node % WORD))
+    for row, draft in enumerate(drafts):
+        if len(draft) >= nodes:
+            raise ValueError(f"a draft of {len(draft)} nodes and its root do not fit a tree of {nodes}")
+        sees, depth = [1], [0]
+        for index, parent in enumerate(draft.parents, start=1):
+            sees.append(sees[parent + 1] | 1 << index)
+            depth.append(depth[parent + 1] + 1)
+        size = len(draft) + 1
+        packed[0, row, 1:size] = draft.tokens
+        packed[1, row, 1:size] = [parent + 1 for parent in draft.parents]
+        packed[2, row, :size] = depth
+        for word in range(words):
+            packed[3 + word, row, :size] = [_signed(bits >> (WORD * word) & 0xFFFFFFFF) for bits in sees]
+    return packed
+
+
+def _signed(word: int) -> int:
+    """The int32 with these 32 bits."""
+    return word - (1 << 32) if word >> 31 else word
