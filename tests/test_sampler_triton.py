@@ -70,7 +70,7 @@ def assert_equal_samples(logits_RV: Tensor, params: list[SamplingParams]) -> Sam
     expected = sampler.sample(logits_RV, rows_for(params, len(logits_RV)))
     fused = sampler._sample_fused(logits_RV.to(DEVICE), rows_for(params, len(logits_RV), DEVICE), None)
     assert torch.equal(fused.token_R.cpu(), expected.token_R)
-    close = {"atol": 5e-6, "rtol": 1e-6, "equal_nan": True}
+    close = {"atol": 5e-5, "rtol": 1e-6, "equal_nan": True}  # 152k float32 terms summed in another order
     torch.testing.assert_close(fused.logprob_R.cpu(), expected.logprob_R, **close)
     torch.testing.assert_close(fused.policy_logprob_R.cpu(), expected.policy_logprob_R, **close)
     return fused

@@ -23,8 +23,8 @@ def _rms_norm_kernel(
     ok = column < width
     weight = tl.load(weight_ptr + column, mask=ok, other=0.0).to(tl.float32)
     if PDL:  # the weights were there long before; x comes from the kernel this one may have overtaken
+        gdc_launch_dependents()  # whoever comes next waits for us in turn, and may fetch its weights meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * stride_x + column, mask=ok, other=0.0)
     if ADD:
@@ -75,8 +75,8 @@ def _launch_norm(
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
+        gdc_launch_dependents()  # whoever comes next waits for us in turn, and may fetch its weights meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < width

@@ -5,7 +5,7 @@ by the same kernel in the same order and a row's result does not depend on how m
 Knows nothing of how a kernel works; the numbers come from `benchmarks/linear.py --tune`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BUCKETS = (16, 32, 64, 128, 256)
 """Upper ends of the ranges of M that share a configuration. Above the last one the vendor's library is used."""
@@ -29,6 +29,12 @@ class Config:
     """Fetch weight tiles with the bulk copy engine instead of by the threads."""
     prefetch: int = 0
     """Columns of each weight row asked into L2 before waiting for the previous kernel: 0 or a power of two."""
+    late: bool = False
+    """Let the next kernel start when this one's weights are read, rather than at once."""
+    apart: bool = False
+    """Run the norm as a kernel of its own before this one."""
+    wide: bool = False
+    """All of K at once, in slices of block_k side by side: no loop, no split. For layers where latency rules."""
 
 
 def bucket_of(m: int) -> int | None:
@@ -41,7 +47,7 @@ TABLE: dict[tuple[int, int, bool, int], Config | None] = {
     (5120, 3840, False, 16): Config(16, 64, 128, 3, 8, 4, prefetch=256, swap=True, tma=True),
     (3840, 3072, False, 16): Config(16, 64, 128, 4, 4, 5, prefetch=256, swap=True),
     (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
-    (3840, 15360, False, 16): None,
+    (3840, 15360, False, 16): Config(32, 128, 128, 4, 8, 3, prefetch=256, swap=True, tma=True),
     (49152, 3840, False, 16): None,
     (5120, 3840, False, 32): Config(32, 64, 128, 3, 8, 4, prefetch=256, swap=True, tma=True),
     (3840, 3072, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=256, swap=True),
@@ -123,15 +129,18 @@ def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
         return None
     if (n, k, gated, bucket) in TABLE:
         return TABLE[n, k, gated, bucket]
-    return None if bucket > 64 else _guess(bucket, n, k, gated)
+    return _guess(bucket, n, k, gated)
 
 
-def _guess(bucket: int, n: int, k: int, gated: bool) -> Config:
-    """Sound for a shape nobody has measured: enough programs for every multiprocessor, then wide tiles."""
-    block_n = 16 if n * k <= 4_000_000 else 32 if bucket <= 16 else 64
-    block_k = 128 if bucket <= 32 else 64
-    tiles = -(-n // block_n)
-    split_k = 1
-    while tiles * split_k < 200 and split_k < 8 and k // (block_k * split_k) >= 8:
-        split_k *= 2
-    return Config(bucket, block_n, block_k, split_k, stages=4, prefetch=block_k * 2)
+def _guess(bucket: int, n: int, k: int, gated: bool) -> Config | None:
+    """For a shape nobody has measured: what was never far from the best in those that were, else the library."""
+    if bucket > 64 or (bucket == 64 and n > k and not gated):
+        return None
+    if n * k <= 4_000_000:
+        tile = Config(bucket, 64, 64, stages=6, swap=True, prefetch=128)
+    elif bucket == 64 and not gated:
+        tile = Config(bucket, 64, 128, stages=4, swap=True, prefetch=256)
+    else:
+        tile = Config(bucket, 128, 64, stages=4 if bucket == 64 else 5, swap=True, prefetch=256)
+    one_each = 132 // -(-n // tile.block_n)  # programs for the multiprocessors of a Hopper
+    return replace(tile, split_k=max(1, min(8, one_each, k // (2 * tile.block_k))))

@@ -14,15 +14,15 @@ visible. Before the wait only weights are asked into L2: that is a hint without 
 that writes weights is safe. Every program waits, hence this kernel completes only after its predecessor has, hence
 waiting for it covers all earlier kernels too; and a kernel launched the ordinary way (a library call) is a barrier.
 A kernel launched with `launch_pdl` that does NOT wait in every program would break this chain for all that follow.
-The signal that lets the successor start is given at once: programs of the successor can only occupy what is free once
-all programs of this kernel are resident, and while waiting they fill the gap with their own prefetch.
+The signal that lets the successor start is given at once, or (`late`) when the weights have been read: programs of the
+successor can only occupy what is free once all programs of this kernel are resident, and while waiting they fill the
+gap with their own prefetch.
 
 Knows tiles, pipelines and memory order; knows nothing of models or of which configuration is best (`linear_table`).
 """
 
 # M rows (tokens), N outputs after gating, K inputs. On tiles M, N, K stand for BLOCK_M, BLOCK_N, BLOCK_K.
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt.kernels import elementwise_triton
 from tlt.kernels.linear_table import Config, choose
+from tlt.kernels.workspace import Workspace, shared_workspace
 
 
 @triton.jit
@@ -56,6 +57,19 @@ def _ask_into_l2(rows_ptr, rows, row_stride, first_k, last_k, BLOCK_N: tl.conste
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _begin(w_ptr, up_ptr, rows, row_stride, first_k, last_k, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
+           PREFETCH: tl.constexpr, LATE: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
+    """What a dependent launch does before it may touch anything: signal, prefetch, wait."""
+    if not LATE:
+        gdc_launch_dependents()
+    if PREFETCH > 0:
+        _ask_into_l2(w_ptr, rows, row_stride, first_k, last_k, BLOCK_N, PREFETCH, THREADS)
+        if GATED:
+            _ask_into_l2(up_ptr, rows, row_stride, first_k, last_k, BLOCK_N, PREFETCH, THREADS)
+    gdc_wait()
 
 
 @triton.jit
@@ -109,7 +123,7 @@ def _skinny_linear(
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-    THREADS: tl.constexpr, STEPS: tl.constexpr,
+    LATE: tl.constexpr, THREADS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     HAS_NORM: tl.constexpr = norm_ptr is not None
     split = tl.program_id(0) % SPLIT_K
@@ -125,12 +139,7 @@ def _skinny_linear(
     w_ptr += first_n.to(tl.int64) * w_stride
     up_ptr = w_ptr + N.to(tl.int64) * w_stride
     if PDL:
-        gdc_launch_dependents()
-        if PREFETCH > 0:
-            _ask_into_l2(w_ptr, N - first_n, w_stride, first_k, last_k, BLOCK_N, PREFETCH, THREADS)
-            if GATED:
-                _ask_into_l2(up_ptr, N - first_n, w_stride, first_k, last_k, BLOCK_N, PREFETCH, THREADS)
-        gdc_wait()
+        _begin(w_ptr, up_ptr, N - first_n, w_stride, first_k, last_k, BLOCK_N, GATED, PREFETCH, LATE, THREADS)
 
     m_M = first_m + tl.arange(0, BLOCK_M)
     n_N = first_n + tl.arange(0, BLOCK_N)
@@ -168,6 +177,8 @@ def _skinny_linear(
             up_NK = _weight_tile(up_ptr, w_desc, row_N, N + first_n, w_stride, k, k_K, K, EVEN_K)
             up = _product(up, y_MK, up_NK, SWAP)
 
+    if PDL and LATE:
+        gdc_launch_dependents()
     if SWAP:
         acc = tl.trans(acc)
         up = tl.trans(up)
@@ -205,38 +216,53 @@ def _skinny_linear(
                     out_stride, eps, HAS_NORM, GATED)  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["M"])
+def _wide_linear(
+    x_ptr, w_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, K, x_stride, w_stride, residual_stride, out_stride, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    GATED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """All loads in flight at once. S: slices of K, one warp's work each, added up at the end within the program."""
+    HAS_NORM: tl.constexpr = norm_ptr is not None
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    first_m = (tl.program_id(0) % tiles_m) * BLOCK_M
+    first_n = (tl.program_id(0) // tiles_m) * BLOCK_N
+    w_ptr += first_n.to(tl.int64) * w_stride
+    up_ptr = w_ptr + N.to(tl.int64) * w_stride
+    if PDL:
+        _begin(w_ptr, up_ptr, N - first_n, w_stride, 0, K, BLOCK_N, GATED, PREFETCH, LATE, THREADS)
+
+    m_M = first_m + tl.arange(0, BLOCK_M)
+    n_N = first_n + tl.arange(0, BLOCK_N)
+    row_N = tl.minimum(tl.arange(0, BLOCK_N), N - first_n - 1)  # rows past the end repeat the last one, unused
+    k_S1K = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+    inside_S1K = k_S1K < K
+    at_SNK = row_N[None, :, None] * w_stride + k_S1K
+    w_SNK = tl.load(w_ptr + at_SNK, mask=inside_S1K, other=0.0, eviction_policy="evict_first")
+    up_SNK = w_SNK
+    if GATED:
+        up_SNK = tl.load(up_ptr + at_SNK, mask=inside_S1K, other=0.0, eviction_policy="evict_first")
+    at_SMK = m_M[None, :, None].to(tl.int64) * x_stride + k_S1K
+    y_SMK = tl.load(x_ptr + at_SMK, mask=inside_S1K & (m_M < M)[None, :, None], other=0.0)
+    squares_M = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_NORM:  # weight now, scale at the end, as above
+        norm_S1K = tl.load(norm_ptr + k_S1K, mask=inside_S1K, other=0.0)
+        wide_SMK = y_SMK.to(tl.float32)
+        squares_M = tl.sum(tl.sum(wide_SMK * wide_SMK, axis=2), axis=0)
+        y_SMK = (wide_SMK * norm_S1K.to(tl.float32)).to(y_SMK.dtype)
+    if PDL and LATE:
+        gdc_launch_dependents()
+    acc_MN = tl.sum(tl.dot(y_SMK, tl.permute(w_SNK, (0, 2, 1)), input_precision="ieee"), axis=0)
+    up_MN = acc_MN
+    if GATED:
+        up_MN = tl.sum(tl.dot(y_SMK, tl.permute(up_SNK, (0, 2, 1)), input_precision="ieee"), axis=0)
+    _finish(acc_MN, up_MN, squares_M, bias_ptr, residual_ptr, out_ptr, m_M, n_N, M, N, K, residual_stride, out_stride,
+            eps, HAS_NORM, GATED)  # fmt: skip
+
+
 INTERPRETED = not isinstance(_skinny_linear, triton.JITFunction)
 """Whether kernels run in Triton's interpreter: no dependent launch and no inline assembly there."""
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Scratch for split-K. Kernels that may run at the same time (two streams) need one each."""
-
-    partials: Tensor
-    counters: Tensor
-
-    @classmethod
-    def on(cls, device: torch.device, floats: int = 1 << 23, tiles: int = 1 << 14) -> "Workspace":
-        return cls(
-            torch.empty(floats, dtype=torch.float32, device=device),
-            torch.zeros(tiles, dtype=torch.int32, device=device),
-        )
-
-
-_WORKSPACES: dict[torch.device, Workspace] = {}
-
-
-def shared_workspace(device: torch.device) -> Workspace:
-    """The device's own workspace. The first call must come before any graph capture: graphs keep its address."""
-    if device not in _WORKSPACES:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the split-K workspace was first asked for during graph capture, where it cannot be created; "
-                "run the layer once, or call shared_workspace(device), before capturing"
-            )
-        _WORKSPACES[device] = Workspace.on(device)
-    return _WORKSPACES[device]
 
 
 def linear(
@@ -295,36 +321,49 @@ def skinny_linear(
     pdl: bool = False,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """One fused kernel with the given configuration."""
+    """One fused kernel with the given configuration (two where the norm is `apart`)."""
     m, k = x_MK.shape
     n = weight_NK.shape[0] // (2 if gated else 1)
     _check(x_MK, weight_NK, residual, out, n)
+    pdl = pdl and not INTERPRETED
+    if config.apart and norm_weight is not None:
+        x_MK, norm_weight = elementwise_triton.rms_norm(x_MK, norm_weight, norm_eps, pdl=pdl), None
     if out is None:
         out = torch.empty((m, n), dtype=x_MK.dtype, device=x_MK.device)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    # The bulk copy engine wants rows on 16-byte borders. Blocks are multiples of that, so only K and the rows decide.
+    aligned = weight_NK.stride(0) * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
+    aligned = aligned and k * weight_NK.element_size() % 16 == 0
+    prefetch = config.prefetch if pdl and aligned else 0
+    launch_options: dict[str, Any] = {} if INTERPRETED else {"launch_pdl": pdl}
+    if config.wide:
+        programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+        _wide_linear[(programs,)](
+            x_MK, weight_NK, norm_weight, bias, residual, out,
+            m, n, k, x_MK.stride(0), weight_NK.stride(0), residual_stride, out.stride(0), norm_eps,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            SLICES=triton.next_power_of_2(triton.cdiv(k, config.block_k)),
+            GATED=gated, PREFETCH=prefetch, PDL=pdl, LATE=config.late, THREADS=config.warps * 32,
+            num_warps=config.warps, **launch_options,
+        )  # fmt: skip
+        return out
     programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.split_k
     partials = counters = None
     if config.split_k > 1:
         scratch = workspace or shared_workspace(x_MK.device)
-        _check_fits(scratch, config, programs, gated)
+        scratch.check(config, programs, gated)
         partials, counters = scratch.partials, scratch.counters
-    pdl = pdl and not INTERPRETED
-    # The bulk copy engine wants rows on 16-byte borders.
-    aligned = weight_NK.stride(0) * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
-    # A split must start on a whole tile for the prefetch addresses to be aligned; blocks are, so only K decides.
-    aligned = aligned and k * weight_NK.element_size() % 16 == 0
     descriptor = None
     if config.tma and aligned and not INTERPRETED:
         descriptor = TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k])
     # The interpreter cannot count to a tensor: there the number of steps is a constant and K is always masked.
     steps = triton.cdiv(triton.cdiv(k, config.block_k), config.split_k) if INTERPRETED else 0
-    launch_options: dict[str, Any] = {} if INTERPRETED else {"launch_pdl": pdl}
     _skinny_linear[(programs,)](
         x_MK, weight_NK, descriptor, norm_weight, bias, residual, out, partials, counters,
-        m, n, k, x_MK.stride(0), weight_NK.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
-        norm_eps,
+        m, n, k, x_MK.stride(0), weight_NK.stride(0), residual_stride, out.stride(0), norm_eps,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k,
         GATED=gated, EVEN_K=k % config.block_k == 0 and not INTERPRETED, SWAP=config.swap,
-        PREFETCH=config.prefetch if pdl and aligned else 0, PDL=pdl, THREADS=config.warps * 32, STEPS=steps,
+        PREFETCH=prefetch, PDL=pdl, LATE=config.late, THREADS=config.warps * 32, STEPS=steps,
         num_warps=config.warps, num_stages=config.stages, **launch_options,
     )  # fmt: skip
     return out
@@ -369,12 +408,3 @@ def _check(x_MK: Tensor, weight_NK: Tensor, residual: Tensor | None, out: Tensor
             raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {(x_MK.shape[0], n)} with contiguous rows")
     if out is not None and out.data_ptr() == x_MK.data_ptr():
         raise ValueError("out must not be x: other programs still read it; pass a buffer of its own")
-
-
-def _check_fits(workspace: Workspace, config: Config, programs: int, gated: bool) -> None:
-    slot = config.block_m * config.block_n * (2 if gated else 1) + config.block_m
-    if programs * slot > workspace.partials.numel() or programs // config.split_k > workspace.counters.numel():
-        raise ValueError(
-            f"{config} needs {programs * slot} floats and {programs // config.split_k} counters of workspace, which "
-            f"has {workspace.partials.numel()} and {workspace.counters.numel()}; use less split_k or a larger Workspace"
-        )

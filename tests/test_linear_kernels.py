@@ -1,0 +1,225 @@
+"""The fused linear kernels against fp64, in Triton's interpreter or, where there is one, on the GPU in bf16."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlt.kernels import linear_triton
+from tlt.kernels.linear import linear as torch_linear
+from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
+from tlt.kernels.linear_triton import skinny_linear
+from tlt.kernels.workspace import Workspace
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TOLERANCE = 8e-3 if ON_GPU else 2e-6
+EPS = 1e-5
+
+SMALL = Config(block_m=16, block_n=16, block_k=64)
+CONFIGS = {
+    "plain": SMALL,
+    "split": replace(SMALL, split_k=3),
+    "swapped": Config(block_m=16, block_n=64, block_k=64, swap=True),
+    "swapped split": Config(block_m=16, block_n=64, block_k=64, split_k=4, swap=True),
+    "copy engine": Config(block_m=16, block_n=32, block_k=64, tma=True),
+    "norm apart": replace(SMALL, split_k=2, apart=True, late=True),
+    "wide": Config(block_m=16, block_n=8, block_k=64, wide=True),
+}
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, DTYPE)
+
+
+def fp64_linear(x, weight, *, bias=None, norm_weight=None, residual=None, gated=False) -> Tensor:
+    """The definition, with no rounding to speak of."""
+    y = x.double()
+    if norm_weight is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS) * norm_weight.double()
+    y = y @ weight.double().t()
+    if bias is not None:
+        y = y + bias.double()
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    return float((out.double() - reference).norm() / reference.norm())
+
+
+def layer(
+    m: int, n: int, k: int, *, norm=False, bias=False, residual=False, gated=False
+) -> tuple[Tensor, Tensor, dict]:
+    rows = 2 * n if gated else n
+    extras = {
+        "norm_weight": 1 + 0.3 * tensor(k, seed=2) if norm else None,
+        "bias": tensor(rows, seed=3) if bias else None,
+        "residual": tensor(m, n, seed=4) if residual else None,
+        "gated": gated,
+    }
+    return 3 * tensor(m, k, seed=5), tensor(rows, k, seed=6) * k**-0.5, extras
+
+
+FUSIONS = list(itertools.product([False, True], repeat=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "fusion"),
+    [(CONFIGS["plain"], fusion) for fusion in FUSIONS]
+    + [(config, fusion) for config in CONFIGS.values() for fusion in [(True,) * 4, (True, False, True, False)]],
+)
+def test_every_fusion_matches_fp64(config: Config, fusion: tuple[bool, bool, bool, bool]) -> None:
+    norm, bias, residual, gated = fusion
+    x, weight, extras = layer(3, 40, 200, norm=norm, bias=bias, residual=residual, gated=gated)
+    out = torch.full((3, 40), float("nan"), dtype=DTYPE, device=DEVICE)
+    skinny_linear(x, weight, config, norm_eps=EPS, out=out, **extras)
+    assert error(out, fp64_linear(x, weight, **extras)) < TOLERANCE
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 24, 576), (17, 65, 72), (16, 64, 128)])
+def test_odd_shapes_match_fp64(config: Config, m: int, n: int, k: int) -> None:
+    x, weight, extras = layer(m, n, k, norm=True, residual=True)
+    out = skinny_linear(x, weight, config, norm_eps=EPS, **extras)
+    assert error(out, fp64_linear(x, weight, **extras)) < TOLERANCE
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_residual_in_place(config: Config) -> None:
+    x, weight, extras = layer(5, 72, 192, residual=True)
+    reference = fp64_linear(x, weight, **extras)
+    out = skinny_linear(x, weight, config, out=extras["residual"], **extras)
+    assert out is extras["residual"]
+    assert error(out, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_row_does_not_depend_on_its_neighbours(config: Config) -> None:
+    x, weight, extras = layer(13, 40, 200, norm=True, gated=True)
+    together = skinny_linear(x, weight, config, norm_eps=EPS, **extras)
+    alone = skinny_linear(x[4:5], weight, config, norm_eps=EPS, **extras)
+    assert torch.equal(together[4:5], alone)
+
+
+def test_split_k_repeats_bit_for_bit_and_leaves_its_counters_at_zero() -> None:
+    x, weight, extras = layer(16, 40, 768, norm=True, residual=True)
+    workspace = Workspace.on(x.device, floats=1 << 16, tiles=64)
+    config = replace(SMALL, split_k=6)
+    outs = [
+        skinny_linear(x, weight, config, norm_eps=EPS, workspace=workspace, **extras) for _ in range(8 if ON_GPU else 2)
+    ]
+    assert all(torch.equal(outs[0], out) for out in outs)
+    assert workspace.counters.count_nonzero() == 0
+
+
+def test_more_splits_than_steps_of_k() -> None:
+    x, weight, extras = layer(2, 16, 128)
+    out = skinny_linear(x, weight, replace(SMALL, split_k=4), **extras)
+    assert error(out, fp64_linear(x, weight, **extras)) < TOLERANCE
+
+
+def test_rows_of_a_wider_buffer() -> None:
+    x, weight, extras = layer(4, 24, 64)
+    wide = torch.zeros(4, 100, dtype=DTYPE, device=DEVICE)
+    skinny_linear(x, weight, SMALL, out=wide[:, 8:32], **extras)
+    assert error(wide[:, 8:32], fp64_linear(x, weight, **extras)) < TOLERANCE
+    assert wide[:, :8].count_nonzero() == 0
+    assert wide[:, 32:].count_nonzero() == 0
+
+
+def test_the_fused_norm_is_no_worse_than_rounding_after_the_norm() -> None:
+    """Scaling the accumulator instead of the input rounds once where Hugging Face's order rounds twice."""
+    x, weight, extras = layer(16, 64, 576, norm=True)
+    reference = fp64_linear(x, weight, **extras)
+    ours = error(skinny_linear(x, weight, SMALL, norm_eps=EPS, **extras), reference)
+    theirs = error(torch_linear(x, weight, norm_eps=EPS, **extras), reference)
+    assert ours < theirs * 1.05 + 1e-7
+
+
+def test_torch_version_is_the_definition() -> None:
+    x, weight, extras = layer(3, 40, 200, norm=True, bias=True, residual=True, gated=True)
+    assert error(torch_linear(x, weight, norm_eps=EPS, **extras), fp64_linear(x, weight, **extras)) < 2 * TOLERANCE
+
+
+def test_torch_version_keeps_float64() -> None:
+    x, weight, extras = layer(3, 40, 200, norm=True, bias=True, residual=True, gated=True)
+    wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in extras.items()}
+    out = torch_linear(x.double(), weight.double(), norm_eps=EPS, **wide)
+    assert error(out, fp64_linear(x, weight, **extras)) < 1e-14
+
+
+def test_all_rows_of_a_bucket_share_a_configuration() -> None:
+    assert [bucket_of(m) for m in (1, 16, 17, BUCKETS[-1], BUCKETS[-1] + 1)] == [16, 16, 32, BUCKETS[-1], None]
+    shapes = {(n, k, gated) for n, k, gated, _ in TABLE} | {(5120, 3840, False), (100, 72, True)}
+    for (n, k, gated), bucket in itertools.product(shapes, BUCKETS):
+        low = next((b for b in reversed(BUCKETS) if b < bucket), 0) + 1
+        assert choose(low, n, k, gated) == choose(bucket, n, k, gated)
+    assert choose(BUCKETS[-1] + 1, 5120, 3840, False) is None
+
+
+def test_every_choice_is_one_a_kernel_can_run() -> None:
+    shapes = [(n, k, gated) for n, k, gated, _ in TABLE] + [(100, 72, True), (18944, 3584, True), (3584, 18944, False)]
+    for (n, k, gated), bucket in itertools.product(shapes, BUCKETS):
+        config = choose(bucket, n, k, gated)
+        if config is not None:
+            sizes = (config.block_m, config.block_n, config.block_k, config.warps, config.prefetch)
+            assert all(size & (size - 1) == 0 for size in sizes), config
+            assert 1 <= config.split_k <= -(-k // config.block_k), config
+            assert not (config.wide and (config.split_k > 1 or config.tma or config.swap)), config
+
+
+def test_a_guess_for_an_unmeasured_shape_computes_the_layer() -> None:
+    assert choose(4, 16, 136, False) is not None
+    x, weight, extras = layer(4, 16, 136, norm=True)
+    out = linear_triton.linear(x, weight, norm_eps=EPS, **extras)
+    assert error(out, fp64_linear(x, weight, **extras)) < TOLERANCE
+
+
+def test_out_must_not_be_x() -> None:
+    x, weight, extras = layer(2, 64, 64)
+    with pytest.raises(ValueError, match="out must not be x"):
+        skinny_linear(x, weight, SMALL, out=x, **extras)
+
+
+def test_a_workspace_too_small_is_an_error() -> None:
+    x, weight, extras = layer(2, 64, 128)
+    with pytest.raises(ValueError, match="use less split_k or a larger Workspace"):
+        skinny_linear(x, weight, replace(SMALL, split_k=2), workspace=Workspace.on(x.device, 10, 1), **extras)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="dependent launches exist on the GPU only")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_graph_of_dependent_launches_equals_ordinary_launches(config: Config) -> None:
+    """Each layer reads what the one before wrote, in buffers used over and over: any early read or write shows."""
+    width, depth, m = 256, 12, 8
+    weights = [tensor(width, width, seed=i) * width**-0.5 for i in range(depth)]
+    gates = [tensor(2 * width, width, seed=100 + i) * width**-0.5 for i in range(depth)]
+    norm_weight = 1 + 0.1 * tensor(width, seed=7)
+    start = tensor(m, width, seed=8)
+    hidden, inner = torch.empty_like(start), torch.empty_like(start)
+    config = replace(config, prefetch=256)
+
+    def chain(pdl: bool) -> None:
+        hidden.copy_(start)
+        for weight, gate in zip(weights, gates, strict=True):
+            skinny_linear(hidden, gate, config, norm_weight=norm_weight, norm_eps=EPS, gated=True, out=inner, pdl=pdl)
+            skinny_linear(inner, weight, config, residual=hidden, out=hidden, pdl=pdl)
+
+    chain(pdl=False)
+    expected = hidden.clone()
+    chain(pdl=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(pdl=True)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(hidden, expected)
