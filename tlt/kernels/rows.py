@@ -1,4 +1,4 @@
-"""What surrounds a decode tick, in torch: row state → inputs, drawn tokens → row state. Rows beyond `count` are idle."""
+"""What surrounds a decode tick, in torch: row state → inputs, drawn tokens → row state. Rows past `count` are idle."""
 # R rows, P pages of a row
 
 import torch

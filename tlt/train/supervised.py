@@ -2,7 +2,7 @@
 
 The loss is the mean cross-entropy over the answers' tokens; prompts are read, never learned. Examples share packed rows
 and cannot see each other, so a step equals the same examples one by one. Logits of a whole row never exist at once.
-Half-precision weights are updated through float32 masters. Knows nothing of files of runs, events or devices' names.
+Half-precision weights are updated through float32 masters. Knows nothing of runs, events or configured devices.
 """
 # T tokens of a row, N answer tokens, D hidden, V vocabulary
 

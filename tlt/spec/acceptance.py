@@ -1,0 +1,269 @@
+"""What the policy will accept: survival per depth and rank of each drafter, and a shape's accept length from it.
+
+What always holds: the estimates come from what policies really walked, newer verifies counting more; a verify speaks for
+all shorter depths and narrower widths too. Knows nothing of costs, tensors or the choice of a shape.
+
+The rule of the tree. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a node
+is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and width, and
+its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores and do better (or
+worse): what a shape really gave, over what the rule foresaw, corrects it.
+Several drafters in one tree count as one whose rank is the best of theirs, each rank costing one node per drafter; at least
+what the best of them would give alone.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from tlt.spec.shape import Draft, Shape
+
+Drafters = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """How far one drafter's own branches, alone, go along with the policy. The policy's tokens beyond its walk are unknown."""
+
+    ranks: tuple[int, ...] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, 1 = first
+    missed_among: int = 0  # then the policy's token was none of this many candidates; 0: nobody looked further
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """What one request did with its draft."""
+
+    accepted: int  # draft tokens the policy walked through; the verify emitted one more
+    tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters
+
+
+def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:
+    """Of a drafter's own draft, before anything was pruned, against the tokens a verify emitted.
+
+    A drafter that named fewer candidates than it was asked for has missed among all it could have named.
+    """
+    node, ranks = -1, list[int]()
+    for token in emitted[: shape.depth]:
+        children = [child for child, parent in enumerate(draft.parents) if parent == node]
+        children.sort(key=lambda child: -draft.scores[child])
+        found = next((rank for rank, child in enumerate(children) if draft.tokens[child] == token), None)
+        if found is None or found >= shape.width:
+            return Track(tuple(ranks), shape.width)
+        node = children[found]
+        ranks.append(found + 1)
+    return Track(tuple(ranks))
+
+
+def together(tracks: Sequence[Track]) -> Track:
+    """Of several drafters in one tree: the best rank at each depth, until all that are still in the race miss."""
+    ranks: list[int] = []
+    while hits := [found.ranks[len(ranks)] for found in tracks if len(found.ranks) > len(ranks)]:
+        ranks.append(min(hits))
+    return Track(tuple(ranks), min(found.missed_among for found in tracks if len(found.ranks) == len(ranks)))
+
+
+_COLD = 0.3  # chance of the first candidate before anything is known …
+_NEXT_RANK = 0.5  # … and of a rank nobody tried, given that those before missed, against the rank before it
+_PRIOR = 4.0  # verifies the prior is worth
+
+
+class Survival:
+    """Of one drafter, or of one set of drafters together."""
+
+    def __init__(self, depth: int, width: int, horizon: float) -> None:
+        self._width, self._depth = width, depth
+        self._hits = [[0.0] * width for _ in range(depth)]  # policy's token had this rank
+        self._misses = [[0.0] * width for _ in range(depth)]  # it was none of so many candidates
+        self._weight = 1.0  # of the newest verify: growing it forgets the older ones
+        self._growth = 1.0 + 1.0 / horizon
+        self.fresh = 0.0  # verifies since the last `fade` or since somebody set it to 0
+
+    @property
+    def evidence(self) -> float:
+        """Verifies it rests on; those of long ago count for little."""
+        return (sum(self._hits[0]) + sum(self._misses[0])) / self._weight
+
+    def see(self, tracks: Iterable[Track]) -> None:
+        for seen in tracks:
+            self._weight *= self._growth
+            self.fresh += 1
+            self._add(seen)
+        if self._weight > 1e12:
+            self._scale(1.0 / self._weight)
+            self._weight = 1.0
+
+    def fade(self, most: float) -> None:
+        """Keeps what is known as worth at most so many verifies."""
+        if self.evidence > most:
+            self._scale(most / self.evidence)
+        self.fresh += 1
+
+    def ranks(self) -> list[list[float]]:
+        """p_d(r). Each rank's chance is estimated among the verifies that looked so far; little known, it leans on the
+        depth before, and at depth 1 on the rank before."""
+        table: list[list[float]] = []
+        chances: list[float] = []
+        for hits, misses in zip(self._hits, self._misses, strict=True):
+            looked = 0.0
+            at_risk = [0.0] * self._width
+            for rank in reversed(range(self._width)):
+                looked += hits[rank] + misses[rank]
+                at_risk[rank] = looked
+            chances = self._chances(hits, at_risk, chances)
+            left, row = 1.0, []
+            for chance in chances:
+                row.append(left * chance)
+                left *= 1.0 - chance
+            table.append(row)
+        return table
+
+    def _chances(self, hits: list[float], at_risk: list[float], shallower: list[float]) -> list[float]:
+        chances: list[float] = []
+        strength = _PRIOR * self._weight
+        for rank in range(self._width):
+            prior = shallower[rank] if shallower else chances[-1] * _NEXT_RANK if chances else _COLD
+            chances.append((hits[rank] + strength * prior) / (at_risk[rank] + strength))
+        return chances
+
+    def _add(self, seen: Track) -> None:
+        for depth, rank in enumerate(seen.ranks[: self._depth]):
+            if rank > self._width:
+                self._misses[depth][-1] += self._weight
+                return
+            self._hits[depth][rank - 1] += self._weight
+        if seen.missed_among and len(seen.ranks) < self._depth:
+            self._misses[len(seen.ranks)][min(seen.missed_among, self._width) - 1] += self._weight
+
+    def _scale(self, factor: float) -> None:
+        for row in (*self._hits, *self._misses):
+            row[:] = [value * factor for value in row]
+
+
+def likeliest_nodes(ranks: list[list[float]], count: int) -> list[tuple[float, int, int]]:
+    """(probability of being walked through, depth, largest rank on its path) of the likeliest nodes, best first."""
+    found: list[tuple[float, int, int]] = []
+    heap = [(-ranks[0][0], 1, 1, 1.0, 1)]  # −probability, depth, rank, the parent's probability and largest rank
+    while heap and len(found) < count:
+        negative, depth, rank, above, largest = heappop(heap)
+        widest = max(rank, largest)
+        found.append((-negative, depth, widest))
+        if rank < len(ranks[0]):
+            heappush(heap, (-above * ranks[depth - 1][rank], depth, rank + 1, above, largest))
+        if depth < len(ranks):
+            heappush(heap, (negative * ranks[depth][0], depth + 1, 1, -negative, widest))
+    return found
+
+
+@dataclass(slots=True)
+class _Foreseen:
+    """A drafter set's likeliest nodes as of its last review, and accept lengths cut from them."""
+
+    nodes: list[tuple[float, int, int]] = field(default_factory=list)
+    lengths: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (depth, width) → by nodes kept
+
+
+_SAMPLE = 32  # walks of one tick that are looked into; of more, every n-th
+_MODEL_WORTH = 32.0  # verifies that the rule of the tree is worth against what a shape really gave
+_NEWS = 0.1  # share of new evidence that makes the accept lengths worth computing again
+
+
+class Acceptance:
+    """Survival of every drafter and set of drafters among the shapes, and what follows from it."""
+
+    def __init__(self, shapes: Sequence[Shape], horizon: float) -> None:
+        self._depth = max((shape.depth for shape in shapes), default=0)
+        self._width = max((shape.width for shape in shapes), default=0)
+        self._nodes = 2 * max((shape.verify for shape in shapes), default=1)
+        self._horizon = horizon
+        self._sets = {shape.drafters for shape in shapes if not shape.off}
+        keys = self._sets | {(drafter,) for drafters in self._sets for drafter in drafters}
+        self._survival = {key: self._new_survival() for key in keys}
+        self._foreseen = {key: _Foreseen() for key in keys}
+        self._real: dict[Shape, tuple[float, float]] = {}  # tokens emitted, tokens foreseen: both fading
+        self._sampled = 0
+        self._reached: dict[str, list[list[int]]] = {key[0]: [] for key in keys if len(key) == 1}
+
+    def evidence(self, drafters: Drafters) -> float:
+        return self._survival[drafters].evidence
+
+    def known(self, drafters: Drafters) -> float:
+        """Evidence there is for an estimate of this set: its own, or that of a member."""
+        return max(self.evidence(drafters), *(self.evidence((drafter,)) for drafter in drafters))
+
+    def length(self, shape: Shape) -> float:
+        """Expected accept length."""
+        if shape.off:
+            return 1.0
+        emitted, foreseen = self._real.get(shape, (0.0, 0.0))
+        rule = self._rule(shape)
+        return max(1.0, rule * (emitted + _MODEL_WORTH * rule) / (foreseen + _MODEL_WORTH * rule))
+
+    def see(self, shape: Shape, walks: Sequence[Walked]) -> None:
+        stride = -(-len(walks) // _SAMPLE)
+        sample = walks[self._sampled % stride :: stride]
+        self._sampled += 1
+        for index, drafter in enumerate(shape.drafters):
+            own = [walked.tracks[index] for walked in sample]
+            self._survival[(drafter,)].see(own)
+            self._count_depths(drafter, own)
+        if len(shape.drafters) > 1:
+            self._survival[shape.drafters].see(together(walked.tracks) for walked in sample)
+        kept = max(0.0, 1.0 - len(walks) / self._horizon)
+        emitted, foreseen = self._real.get(shape, (0.0, 0.0))
+        tokens = len(walks) + sum(walked.accepted for walked in walks)
+        self._real[shape] = (emitted * kept + tokens, foreseen * kept + len(walks) * self._rule(shape))
+
+    def refresh(self) -> None:
+        """Takes new evidence into the accept lengths, where there is enough of it to matter."""
+        for key, survival in self._survival.items():
+            if survival.fresh > _NEWS * survival.evidence:
+                self._foreseen[key] = _Foreseen()
+                survival.fresh = 0.0
+
+    def changed(self, drafter: str, worth: float) -> None:
+        """Another version of the drafter: what is known of the old one is a guess worth this many verifies."""
+        for key in self._of(drafter):
+            self._survival[key].fade(worth)
+        self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
+
+    def forget(self, drafter: str) -> None:
+        for key in self._of(drafter):
+            self._survival[key], self._foreseen[key] = self._new_survival(), _Foreseen()
+        self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
+
+    def by_depth(self, drafter: str) -> tuple[float, ...]:
+        """Share accepted at each depth, of the tracks that got there, since the beginning."""
+        return tuple(accepted / looked for looked, accepted in self._reached[drafter] if looked)
+
+    def _of(self, drafter: str) -> list[Drafters]:
+        return [key for key in self._survival if drafter in key]
+
+    def _new_survival(self) -> Survival:
+        return Survival(self._depth, self._width, self._horizon)
+
+    def _count_depths(self, drafter: str, tracks: list[Track]) -> None:
+        counts = self._reached[drafter] = self._reached[drafter] or [[0, 0] for _ in range(self._depth)]
+        for seen in tracks:
+            for depth in range(min(len(seen.ranks), self._depth)):
+                counts[depth][0] += 1
+                counts[depth][1] += 1
+            if seen.missed_among and len(seen.ranks) < self._depth:
+                counts[len(seen.ranks)][0] += 1
+
+    def _rule(self, shape: Shape) -> float:
+        """Accept length by the rule of the tree alone."""
+        alone = max(self._cut((drafter,), shape, shape.verify - 1) for drafter in shape.drafters)
+        if len(shape.drafters) == 1 or not self.evidence(shape.drafters):
+            return alone
+        return max(alone, self._cut(shape.drafters, shape, (shape.verify - 1) // len(shape.drafters)))
+
+    def _cut(self, key: Drafters, shape: Shape, nodes: int) -> float:
+        foreseen = self._foreseen[key]
+        lengths = foreseen.lengths.get((shape.depth, shape.width))
+        if lengths is None:
+            foreseen.nodes = foreseen.nodes or likeliest_nodes(self._survival[key].ranks(), self._nodes)
+            lengths = [1.0]
+            for probability, depth, rank in foreseen.nodes:
+                if depth <= shape.depth and rank <= shape.width:
+                    lengths.append(lengths[-1] + probability)
+            foreseen.lengths[(shape.depth, shape.width)] = lengths
+        return lengths[min(nodes, len(lengths) - 1)]

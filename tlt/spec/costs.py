@@ -1,0 +1,130 @@
+"""What a tick costs: seconds of each (role, size) as measured, and from them the seconds of a tick of any shape.
+
+What always holds: an estimate never falls as the size grows, and is there as soon as one size of its role was measured.
+Knows nothing of acceptance, of who measures, or of what a role does.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection
+from statistics import median
+
+from tlt.spec.shape import OFF, Shape
+
+POLICY = "policy"  # one run of the policy; size = padded tokens
+EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded requests
+DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
+LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
+
+_WINDOW = 9  # measurements kept of a (role, size): their median shrugs off four outliers and forgets the capture
+
+
+class CostTable:
+    """Seconds by role and size, first from capture, then refreshed by every run that is recorded."""
+
+    def __init__(self) -> None:
+        self._measured: dict[str, dict[int, deque[float]]] = {}
+        self._curves: dict[str, tuple[list[int], list[float]]] = {}  # role → sizes, seconds; built when asked for
+
+    def record(self, role: str, size: int, seconds: float) -> None:
+        if size < 1 or not 0.0 <= seconds < float("inf"):
+            raise ValueError(f"{role} of size {size} took {seconds} s; expected a size ≥ 1 and finite seconds ≥ 0")
+        self._measured.setdefault(role, {}).setdefault(size, deque(maxlen=_WINDOW)).append(seconds)
+        self._curves.pop(role, None)
+
+    def estimate(self, role: str, size: int) -> float | None:
+        """Straight lines between measured sizes; below the smallest as dear as that one; beyond the largest in
+        proportion to the size, which is the safe side. None if nothing of the role was measured."""
+        if role not in self._measured:
+            return None
+        if role not in self._curves:
+            self._curves[role] = self._curve(role)
+        sizes, seconds = self._curves[role]
+        right = bisect_left(sizes, size)
+        if right == len(sizes):
+            return seconds[-1] * size / sizes[-1]
+        if right == 0 or sizes[right] == size:
+            return seconds[right]
+        part = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return seconds[right - 1] + part * (seconds[right] - seconds[right - 1])
+
+    def _curve(self, role: str) -> tuple[list[int], list[float]]:
+        measured = sorted(self._measured[role].items())
+        return [size for size, _ in measured], never_falling([median(window) for _, window in measured])
+
+
+def never_falling(values: list[float]) -> list[float]:
+    """The closest sequence that never falls: neighbours in the wrong order share their mean."""
+    pools: list[tuple[float, int]] = []  # mean, how many
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+_PRIOR_TICKS = 4  # how many ticks of agreement with the table a shape is credited with before it ever ran
+_KNOWN_TICKS = 32  # later ticks at a boundary count as the 32nd did, so that a change is followed
+_BOUNDARY = 8  # ticks after a switch in which the new shape is compared with the one before
+_DRIFT = 1 / 16  # weight of a tick in what all shapes share
+_STRANGE = 1.25  # a tick counts as at most this many times dearer (or cheaper) than foreseen
+
+
+class TickCosts:
+    """Seconds of a whole tick: the table's sum, corrected by how long ticks really took.
+
+    Two corrections. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when shapes are compared.
+    A shape's `relative` one is what its own sum leaves out; it is learned only in the few ticks after a switch, when
+    the shape before ran in the same conditions.
+    """
+
+    def __init__(self, table: CostTable, pad: Callable[[int], int], learned: Collection[str] = ()) -> None:
+        self._table = table
+        self.pad = pad  # of tokens, and of requests: the size of the graph that would run
+        self._learned = frozenset(learned)  # drafters that run on the device; the others only cost the host a lookup
+        self._drift = 1.0
+        self._relative: dict[Shape, tuple[float, int]] = {}  # correction, ticks it was learned from
+        self._last: Shape | None = None
+        self._since = _BOUNDARY + 1  # ticks since the shape changed
+
+    def seconds(self, shape: Shape, batch: int) -> float | None:
+        """Expected of one tick; None as long as no run of the policy was ever measured."""
+        summed = self._sum(shape, batch)
+        return None if summed is None else summed * self._relative.get(shape, (1.0, 0))[0] * self._drift
+
+    def observe(self, shape: Shape, batch: int, seconds: float) -> None:
+        """A tick took this long, one-off work left out."""
+        self._since = self._since + 1 if self._last in (shape, None) else 1
+        self._last = shape
+        expected = self.seconds(shape, batch)
+        if expected is None:
+            if shape.off:
+                self._table.record(POLICY, self.pad(batch), seconds)
+            return
+        surprise = min(max(seconds / expected, 1 / _STRANGE), _STRANGE) if expected > 0 else 1.0
+        if self._since > _BOUNDARY:
+            self._drift *= surprise**_DRIFT
+            return
+        correction, ticks = self._relative.get(shape, (1.0, 0))
+        ticks = min(ticks + 1, _KNOWN_TICKS)
+        self._relative[shape] = (correction * surprise ** (1 / (ticks + _PRIOR_TICKS)), ticks)
+
+    def _sum(self, shape: Shape, batch: int) -> float | None:
+        policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
+        if policy is None or shape == OFF:
+            return policy
+        requests = self.pad(batch)
+        total = policy
+        for drafter in shape.drafters:
+            if drafter in self._learned:
+                total += self._run(EXTEND, requests) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
+            else:
+                total += self._table.estimate(LOOKUP, requests) or 0.0
+        return total
+
+    def _run(self, role: str, size: int) -> float:
+        """A drafter's run nobody has measured is taken to cost what the policy's would: never more, so the safe side."""
+        known = self._table.estimate(role, size)
+        return known if known is not None else self._table.estimate(POLICY, size) or 0.0

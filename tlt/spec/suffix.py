@@ -1,0 +1,437 @@
+"""The model-free drafter: what followed the last time this was written?
+
+Owns the texts of every prompt (the prompt, its running answers, its earlier answers) and an index of what each token
+followed. A draft is what came after the places whose preceding tokens agree longest with a request's newest tokens.
+
+Always holds: every token held is found by its context, and no index entry points into a text that is gone; the texts
+have at most `memory_tokens` tokens, unless the running requests alone have more; the same calls give the same drafts.
+Knows tokens and counts. Knows nothing of tensors, policies or temperatures: a draft is advice.
+
+The index of a prompt is a compressed trie of reversed contexts with one leaf per token: the tokens before it, read
+backwards until no other place agrees (`max_match` at most). Looking a context up is a walk down the trie, so neither
+`extend` nor `propose` ever scans a text.
+"""
+
+import math
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import itemgetter
+
+from tlt.errors import ConfigError, RequestError
+from tlt.spec.shape import EMPTY, Draft
+from tlt.types import Key
+
+_RECENT = 8  # places remembered per shared context, and followed per draft: the newest
+_OFFSET_BITS = 32  # a place is a text's number and an offset in it, packed into one integer
+_OFFSET = (1 << _OFFSET_BITS) - 1
+
+_Match = tuple[list[int], int, int]  # text, offset of what comes next in it, tokens before that agree
+# A way to go on: whether a longest match goes there, probability, token, kind of evidence, the matches that go there.
+_Branch = tuple[bool, float, int, int, list[_Match]]
+
+
+class _Fork(dict[int, "_Fork | int"]):
+    """A context that several places share: `depth` tokens before them agree. Keyed by the token before those.
+
+    A value is a further fork, or a place without its like. Beyond max_match nothing is compared: there, places are
+    their own keys. Below the root, a fork has at least two entries and `recent` at least one.
+    """
+
+    __slots__ = ("depth", "recent")
+
+    def __init__(self, depth: int, recent: list[int]) -> None:
+        self.depth = depth
+        self.recent = recent  # the newest places below, the newest last
+
+
+def _agreement(left: list[int], left_end: int, right: list[int], right_end: int, known: int, most: int) -> int:
+    """How many tokens before two places agree, at most `most`; of `known` it is known."""
+    while known < most and left[left_end - 1 - known] == right[right_end - 1 - known]:
+        known += 1
+    return known
+
+
+class _Library:
+    """The texts of one prompt and their index. A text opens with max_match tokens that are only context."""
+
+    def __init__(self, max_match: int) -> None:
+        self.max_match = max_match
+        self.texts: dict[int, list[int]] = {}  # by number
+        self.prompt_number = -1  # of the prompt's own text
+        self.running = 0  # requests that need the prompt
+        self.root = _Fork(0, [])
+
+    def insert(self, number: int, tokens: list[int], end: int) -> None:
+        """Makes the token at `end` of a text findable by what precedes it."""
+        place = number << _OFFSET_BITS | end
+        fork, most = self.root, self.max_match
+        while True:
+            depth = fork.depth
+            key = tokens[end - 1 - depth] if depth < most else place
+            below = fork.get(key)
+            if below is None:
+                fork[key] = place
+                return
+            if type(below) is _Fork:
+                recent, reach = below.recent, below.depth
+                agreed = depth + 1
+                if agreed < reach:
+                    like = recent[-1]
+                    agreed = _agreement(tokens, end, self.texts[like >> _OFFSET_BITS], like & _OFFSET, agreed, reach)
+                if agreed == reach:
+                    recent.append(place)
+                    if len(recent) > _RECENT:
+                        del recent[0]
+                    fork = below
+                    continue
+                fork[key] = self._part(below, recent, agreed, tokens, end, place)
+                return
+            assert isinstance(below, int)
+            agreed = _agreement(tokens, end, self.texts[below >> _OFFSET_BITS], below & _OFFSET, depth + 1, most)
+            fork[key] = self._part(below, [below], agreed, tokens, end, place)
+            return
+
+    def _part(
+        self, below: "_Fork | int", recent: list[int], agreed: int, tokens: list[int], end: int, place: int
+    ) -> _Fork:
+        """A fork where a new place parts from what was there."""
+        like = recent[-1]
+        fork = _Fork(agreed, [*recent[1 - _RECENT :], place])
+        if agreed < self.max_match:
+            fork[self.texts[like >> _OFFSET_BITS][(like & _OFFSET) - 1 - agreed]] = below
+            fork[tokens[end - 1 - agreed]] = place
+        else:
+            fork[like] = below
+            fork[place] = place
+        return fork
+
+    def remove(self, number: int) -> None:
+        """Takes a text away, and all its places out of the index."""
+        tokens = self.texts[number]
+        for end in range(self.max_match, len(tokens)):
+            self._remove_place(tokens, end, number << _OFFSET_BITS | end)
+        del self.texts[number]
+
+    def _remove_place(self, tokens: list[int], end: int, place: int) -> None:
+        path: list[tuple[_Fork, int]] = []  # forks and the keys by which they were left
+        below: _Fork | int = self.root
+        while isinstance(below, _Fork):
+            key = tokens[end - 1 - below.depth] if below.depth < self.max_match else place
+            path.append((below, key))
+            below = below[key]
+        fork, key = path.pop()
+        del fork[key]
+        if path and len(fork) == 1:  # no longer a fork
+            (only,) = fork.values()
+            above, key = path[-1]
+            above[key] = only
+        else:
+            path.append((fork, key))
+        for fork, _ in reversed(path[1:]):
+            if place in fork.recent:
+                fork.recent.remove(place)
+                if not fork.recent:
+                    fork.recent = sorted(self._some_below(fork))[-_RECENT:]
+
+    def _some_below(self, fork: _Fork) -> Iterator[int]:
+        """The newest places of each of the newest branches: enough to refill `recent`."""
+        for _, below in zip(range(_RECENT), reversed(fork.values()), strict=False):
+            if isinstance(below, _Fork):
+                yield from below.recent
+            else:
+                yield below
+
+    def matches(self, tokens: list[int], least: int) -> list[_Match]:
+        """The newest places whose context agrees with the end of `tokens`, those that agree longest first."""
+        end, most, texts = len(tokens), self.max_match, self.texts
+        found: list[tuple[int, list[int]]] = []  # tokens that agree, places; shortest first
+        fork = self.root
+        while (depth := fork.depth) < most:
+            below = fork.get(tokens[end - 1 - depth])
+            if below is None:
+                break
+            if type(below) is _Fork:
+                recent, reach = below.recent, below.depth
+            else:
+                assert isinstance(below, int)
+                recent, reach = [below], most
+            agreed = depth + 1
+            if agreed < reach:
+                like = recent[-1]
+                agreed = _agreement(tokens, end, texts[like >> _OFFSET_BITS], like & _OFFSET, agreed, reach)
+            if agreed >= least:
+                found.append((agreed, recent))
+            if agreed < reach or type(below) is not _Fork:
+                break
+            fork = below
+        return self._newest(found)
+
+    def _newest(self, found: list[tuple[int, list[int]]]) -> list[_Match]:
+        seen: list[int] = []
+        matches: list[_Match] = []
+        for agreed, places in reversed(found):
+            for place in reversed(places):
+                if place not in seen:
+                    seen.append(place)
+                    matches.append((self.texts[place >> _OFFSET_BITS], place & _OFFSET, agreed))
+                    if len(seen) == _RECENT:
+                        return matches
+        return matches
+
+    def entries(self) -> int:
+        """Everything the index holds; walks all of it."""
+        count, forks = 0, [self.root]
+        while forks:
+            fork = forks.pop()
+            count += len(fork) + len(fork.recent)
+            forks += [below for below in fork.values() if isinstance(below, _Fork)]
+        return count
+
+
+class _HitRates:
+    """How often the next token was the one foretold, per kind of evidence.
+
+    A kind is how many tokens agreed, what share of the matches say so, and whether no longer match says otherwise.
+    """
+
+    _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the longest agreement of each class but the last
+    _SHARES = 8
+    _KINDS = 2 * _SHARES  # per class of lengths
+    _GUESS = 4.0  # what the first guess weighs, in trials
+    _WINDOW = 2048.0  # trials after which the older ones fade: the policy changes
+
+    def __init__(self) -> None:
+        self._base = [self._KINDS * bisect_left(self._LENGTHS, length) for length in range(self._LENGTHS[-1] + 2)]
+        self.rates: list[float] = []  # by kind
+        for length in (*self._LENGTHS, self._LENGTHS[-1] + 1):
+            for share in range(self._SHARES):
+                rate = (share + 0.5) / self._SHARES * length / (length + 1)
+                self.rates += [rate / 2, rate]
+        self._trials = [self._GUESS] * len(self.rates)
+        self._hits = [self._GUESS * rate for rate in self.rates]
+
+    def kind(self, agreed: int, matches: int, of: int, longest: bool) -> int:
+        share = self._SHARES * matches // (of + 1)  # one of one is weaker evidence than eight of eight
+        return self._base[min(agreed, len(self._base) - 1)] + 2 * share + longest
+
+    def observe(self, kind: int, hit: bool) -> None:
+        self._trials[kind] += 1
+        self._hits[kind] += hit
+        if self._trials[kind] > self._WINDOW:
+            self._trials[kind] /= 2
+            self._hits[kind] /= 2
+        self.rates[kind] = self._hits[kind] / self._trials[kind]
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """A tree that was proposed, and how far along it the request has come since."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    reached: int = -1  # a node; −1 is the root
+
+    def follow(self, token: int, rates: _HitRates) -> bool:
+        """Goes on by the token that was really written; false where the tree has no such node."""
+        here, hit = self.reached, False
+        for node in range(here + 1, len(self.parents)):
+            if self.parents[node] == here:
+                foretold = self.tokens[node] == token
+                rates.observe(self.kinds[node], foretold)
+                if foretold:
+                    self.reached, hit = node, True
+        return hit
+
+
+@dataclass(slots=True)
+class _Request:
+    """A running answer. Its text is in its prompt's library under its number."""
+
+    number: int
+    prompt_id: str
+    library: _Library
+    tokens: list[int]
+    proposal: _Proposal | None = None
+
+
+class SuffixDrafter:
+    """Drafts for a request from its own text, its group's answers and earlier answers to the same prompt."""
+
+    def __init__(self, memory_tokens: int, min_match: int = 2, max_match: int = 16) -> None:
+        if memory_tokens < 1:
+            raise ConfigError(f"memory_tokens is {memory_tokens}; expected at least 1")
+        if not 1 <= min_match <= max_match:
+            raise ConfigError(f"min_match is {min_match} and max_match {max_match}; expected 1 ≤ min_match ≤ max_match")
+        self.memory_tokens, self.min_match, self.max_match = memory_tokens, min_match, max_match
+        self.tokens = 0  # held, over all texts
+        self._requests: dict[Key, _Request] = {}
+        self._libraries: dict[str, _Library] = {}
+        self._history: OrderedDict[int, str] = OrderedDict()  # numbers of texts nobody needs → prompt; oldest first
+        self._numbers = 0
+        self._rates = _HitRates()
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+        """A request starts. Its prompt is read now; its answer comes by `extend`."""
+        if key in self._requests:
+            raise RequestError(f"{key} is running already; expected a new key, or end() of the first request before")
+        library = self._libraries.setdefault(prompt_id, _Library(self.max_match))
+        library.running += 1
+        self._keep_prompt(library, prompt_id, list(prompt))
+        number = self._shelve(library, prompt[-self.max_match :], ())
+        self._requests[key] = _Request(number, prompt_id, library, library.texts[number])
+        self._evict()
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        """Tokens the policy really wrote. They also tell how good the latest proposal was."""
+        request = self._request(key)
+        self._learn(request, tokens)
+        text, library, number = request.tokens, request.library, request.number
+        for token in tokens:
+            text.append(token)
+            library.insert(number, text, len(text) - 1)
+        self.tokens += len(tokens)
+        if self.tokens > self.memory_tokens:
+            self._evict()
+
+    def end(self, key: Key) -> None:
+        """A request is finished or given up. What it wrote stays as history of its prompt while there is room."""
+        request = self._request(key)
+        del self._requests[key]
+        self._history[request.number] = request.prompt_id
+        library = request.library
+        library.running -= 1
+        if not library.running:
+            self._history[library.prompt_number] = request.prompt_id
+        self._evict()
+
+    def forget(self, prompt_id: str) -> None:
+        """Drops the history of a prompt. Requests that are running keep what they wrote, and the prompt."""
+        library = self._libraries.get(prompt_id)
+        if library is not None:
+            for number in [number for number in library.texts if number in self._history]:
+                self._drop(number)
+
+    def propose(self, key: Key, depth: int, width: int, budget: int) -> Draft:
+        """A tree of at most `budget` nodes, `depth` deep, with at most `width` children each.
+
+        Its first node is what followed a longest match; the others come by falling probability.
+        """
+        request = self._request(key)
+        request.proposal = None
+        if min(depth, width, budget) < 1:
+            return EMPTY
+        matches = request.library.matches(request.tokens, self.min_match)
+        if not matches:
+            return EMPTY
+        request.proposal = proposal = self._grow(matches, depth, width, budget)
+        return Draft(tuple(proposal.tokens), tuple(proposal.parents), tuple(proposal.scores))
+
+    def entries(self) -> int:
+        """Everything the index holds, to watch that it is bounded. Walks all of it: not for the critical path."""
+        return sum(library.entries() for library in self._libraries.values())
+
+    # ---- drafting
+
+    def _grow(self, matches: list[_Match], depth: int, width: int, budget: int) -> _Proposal:
+        """Takes the likeliest branch at hand until the budget is spent."""
+        proposal = _Proposal()
+        tokens, parents, scores, kinds = proposal.tokens, proposal.parents, proposal.scores, proposal.kinds
+        waiting: list[tuple[float, int, int, int, float, _Branch]] = []  # rank, arrival, parent, depth, score, branch
+        node, score, ahead, arrival = -1, 1.0, 0, 0
+        while True:
+            if ahead < depth:
+                for branch in self._branches(matches, ahead, width):
+                    chance = score * branch[1]
+                    rank = -chance if arrival else -math.inf  # a longest match speaks first
+                    heappush(waiting, (rank, arrival, node, ahead + 1, chance, branch))
+                    arrival += 1
+            if not waiting:
+                return proposal
+            _, _, parent, ahead, score, (_, _, token, kind, matches) = heappop(waiting)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(score)
+            kinds.append(kind)
+            node = len(tokens) - 1
+            if len(tokens) == budget:
+                return proposal
+
+    def _branches(self, matches: list[_Match], ahead: int, width: int) -> list[_Branch]:
+        """What is written `ahead` tokens on: where the longest matches go first, then by probability."""
+        ways: dict[int, list[_Match]] = {}
+        going = 0
+        for match in matches:
+            text, at, _ = match
+            at += ahead
+            if at < len(text):
+                going += 1
+                token = text[at]
+                if token in ways:
+                    ways[token].append(match)
+                else:
+                    ways[token] = [match]
+        branches: list[_Branch] = []
+        longest = 0
+        for token, followers in ways.items():  # in the order of the matches: the longest first
+            agreed = followers[0][2]
+            longest = longest or agreed
+            kind = self._rates.kind(agreed + ahead, len(followers), going, agreed == longest)
+            branches.append((agreed == longest, self._rates.rates[kind], token, kind, followers))
+        if len(branches) > 1:
+            branches.sort(key=itemgetter(0, 1), reverse=True)
+            del branches[width:]
+        return branches
+
+    def _learn(self, request: _Request, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if request.proposal is None:
+                return
+            if not request.proposal.follow(token, self._rates):
+                request.proposal = None
+
+    # ---- texts
+
+    def _request(self, key: Key) -> _Request:
+        request = self._requests.get(key)
+        if request is None:
+            raise RequestError(f"{key} is not running here; expected a key that begin() was given and end() was not")
+        return request
+
+    def _shelve(self, library: _Library, context: Sequence[int], tokens: Sequence[int]) -> int:
+        """A new text, with what stands before it; returns its number."""
+        number = self._numbers
+        self._numbers += 1
+        nothing = [-1 - number] * (self.max_match - len(context))  # before a beginning: agrees with no other text
+        library.texts[number] = text = [*nothing, *context, *tokens]
+        for end in range(self.max_match, len(text)):
+            library.insert(number, text, end)
+        self.tokens += len(text)
+        return number
+
+    def _keep_prompt(self, library: _Library, prompt_id: str, prompt: list[int]) -> None:
+        """The prompt is in its library, once, and in use."""
+        known = library.texts.get(library.prompt_number)
+        if known is not None:
+            if known[self.max_match :] == prompt:
+                self._history.pop(library.prompt_number, None)
+                return
+            self._history[library.prompt_number] = prompt_id  # rendered anew: the old one is history
+        library.prompt_number = self._shelve(library, (), prompt)
+
+    def _evict(self) -> None:
+        while self.tokens > self.memory_tokens and self._history:
+            self._drop(next(iter(self._history)))
+
+    def _drop(self, number: int) -> None:
+        prompt_id = self._history.pop(number)
+        library = self._libraries[prompt_id]
+        self.tokens -= len(library.texts[number])
+        if len(library.texts) > 1:
+            library.remove(number)
+        else:
+            del self._libraries[prompt_id]
