@@ -20,6 +20,8 @@ from tlt.engine.scheduler import Plan, Progress, Scheduler, Stay
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.speculation import NoSpeculation, Speculation
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
 
@@ -52,15 +54,18 @@ class Engine:
         version: int = 0,
         taps: Sequence[int] = (),
         on_features: Callable[[Features], None] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         settings = settings or EngineSettings()
         self._tokenizer = tokenizer
         self._version = version
+        self._speculation = speculation or NoSpeculation()
         pages = cache_pages(model, settings)
         self._limits = Limits(
             vocab=model.config.vocab,
             context=model.config.max_positions,
-            cache_tokens=(pages - 1) * settings.page_size,  # a prompt's partial page may lie twice
+            # a prompt's partial page may lie twice, and a tree needs room for its branches
+            cache_tokens=(pages - 1) * settings.page_size - (MOST_NODES if speculation else 0),
         )
         cache = KVCache.allocate(model.config, pages, settings.page_size, model.embed.dtype, model.embed.device)
         admission = ADMISSIONS[settings.admission]()
@@ -72,6 +77,7 @@ class Engine:
         )
         self._ahead = model.embed.is_cuda  # launch the next tick before reading this one
         self._flight: _Flight | None = None
+        self._read_s: float | None = None  # when the last plain tick was read
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, Progress] = {}
         self._failures: list[str] = []
@@ -101,11 +107,19 @@ class Engine:
         for request in batch:
             progress = Progress(request, self._submitted, now)
             self._in_flight[request.key] = progress
+            self._speculation.begin(request.key, request.prompt_id, request.prompt)
             self._scheduler.submit(progress)
             self._submitted += 1
 
     def tick(self) -> list[Completion]:
         """One step for every running request; the completions that ended."""
+        shape = self._speculation.choose(self._scheduler.running)
+        completions = self._plain_tick() if shape.off else self._verify_tick(shape)
+        if self.idle:
+            self._settle()
+        return completions
+
+    def _plain_tick(self) -> list[Completion]:
         plan = self._scheduler.plan()
         launched = None if plan.empty else _Flight(plan, self._runner.launch(plan))
         if launched is None and self._flight is None and not self.idle:
@@ -114,9 +128,37 @@ class Engine:
         if self._ahead:
             launched, self._flight = self._flight, launched
         completions = self._observe(launched) if launched else []
-        if self.idle:
-            self._settle()
+        self._tell_seconds(launched)
         return completions
+
+    def _tell_seconds(self, flight: _Flight | None) -> None:
+        """A plain tick takes from the reading of the one before to its own; with prefill in it, it says nothing."""
+        now = time.perf_counter()
+        if flight and self._read_s is not None and not flight.plan.chunks:
+            self._speculation.decoded(len(flight.plan.stays), now - self._read_s)
+        self._read_s = now if flight else None
+
+    def _verify_tick(self, shape: Shape) -> list[Completion]:
+        """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first."""
+        completions = self._land()
+        plan = self._scheduler.plan(nodes=shape.verify)
+        if plan.empty:
+            return completions
+        keys = [stay.progress.request.key for stay in plan.stays]
+        started = time.perf_counter()
+        drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
+        drawn = self._runner.launch(plan, drafts, steps=shape.depth + 1).drawn()
+        for stay, tokens in zip(plan.stays, drawn.tokens, strict=True):
+            self._scheduler.advance(stay, len(tokens))
+        self._speculation.verified(shape, drawn.tokens, time.perf_counter() - started)
+        self._read_s = None  # the next plain tick starts afresh
+        self._ticks += 1
+        return completions + self._read(plan, drawn)
+
+    def _land(self) -> list[Completion]:
+        """Reads the tick in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        return self._observe(flight) if flight else []
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -153,30 +195,39 @@ class Engine:
     # ---- reading a tick
 
     def _observe(self, flight: _Flight) -> list[Completion]:
-        drawn = flight.pending.drawn()
+        return self._read(flight.plan, flight.pending.drawn())
+
+    def _read(self, plan: Plan, drawn: Drawn) -> list[Completion]:
         now = time.perf_counter()
         completions = []
-        for row, stay in enumerate(flight.plan.stays):
+        for row, stay in enumerate(plan.stays):
             if stay.over:
                 self._dropped += 1
                 continue
-            if drawn.tokens[row] < 0:
-                self._fail(stay)
-                continue
-            reason = self._append(stay.progress, drawn, row, now)
+            reason = self._append(stay, drawn, row, now)
             if reason is not None:
                 self._scheduler.finish(stay)
                 completions.append(self._complete(stay.progress, reason, now))
         return completions
 
-    def _append(self, progress: Progress, drawn: Drawn, row: int, now: float) -> FinishReason | None:
-        """Adds the row's token; says why the answer ends, if it does."""
-        token = drawn.tokens[row]
+    def _append(self, stay: Stay, drawn: Drawn, row: int, now: float) -> FinishReason | None:
+        """Adds the row's tokens up to the end of the answer; says why it ends, if it does."""
+        progress = stay.progress
         if not progress.tokens:
             progress.first_token_s = now
-        progress.tokens.append(token)
-        progress.logprobs.append(drawn.logprobs[row])
-        progress.policy_logprobs.append(drawn.policy_logprobs[row])
+        for step, token in enumerate(drawn.tokens[row]):
+            if token < 0:
+                self._fail(stay)
+                return None
+            progress.tokens.append(token)
+            progress.logprobs.append(drawn.logprobs[row][step])
+            progress.policy_logprobs.append(drawn.policy_logprobs[row][step])
+            reason = self._ends(progress, token)
+            if reason is not None:
+                return reason
+        return None
+
+    def _ends(self, progress: Progress, token: int) -> FinishReason | None:
         params = progress.request.params
         if token in self._tokenizer.eos_ids and not params.ignore_eos:
             return "eos"
@@ -222,12 +273,11 @@ class Engine:
 
     def _forget(self, progress: Progress) -> None:
         del self._in_flight[progress.request.key]
+        self._speculation.end(progress.request.key, progress.tokens)
         self._watches.pop(progress.request.key, None)
         self._preemptions += progress.preemptions
 
     def _settle(self) -> None:
         """Idle: the tick that may still be in flight belongs to nobody, and no page may be missing."""
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            self._observe(flight)
+        self._land()
         self._scheduler.check_integrity()

@@ -4,7 +4,7 @@ The host sends only what changes (entries, moves, grown pages); a tick reads and
 that the next tick can start before the host has seen this one's tokens. Rows at or beyond `count` are idle: they write
 nothing.
 """
-# R rows, P pages of a row, E changed rows
+# R rows, P pages of a row, E changed rows, Q nodes of a draft tree, S steps of a walk
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from torch import Tensor
 from tlt.engine.sampler import Sampled, SamplingRows, signed
 from tlt.engine.scheduler import Plan
 from tlt.kernels import rows as row_kernels
+from tlt.spec.tree import Trees
+from tlt.spec.verify import Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,17 @@ class TickInputs:
     context_R: Tensor  # int32, tokens in the cache once it is written; 0 in idle rows
     pages_RP: Tensor
     sampling: SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class TreeInputs:
+    """The first rows' draft trees as a forward and a sampler want them."""
+
+    position_RQ: Tensor  # a node stands as far behind the root as it is deep
+    slot_RQ: Tensor  # int32: nodes lie one behind the other from the root's place on; −1 in idle rows
+    context_R: Tensor  # int32, 0 in idle rows
+    pages_RP: Tensor
+    sampling: SamplingRows  # R · Q rows
 
 
 class Rows:
@@ -51,10 +64,12 @@ class Rows:
             self._pages[row, column] = page.int()
         self.set_count(len(plan.stays))
 
-    def set_count(self, count: int) -> None:
-        if count != self._known_count:
+    def set_count(self, count: int) -> int:
+        """Rows from here on are idle; returns how many were not before."""
+        before, self._known_count = self._known_count, count
+        if count != before:
             self._count.fill_(count)
-            self._known_count = count
+        return before
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
         """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
@@ -72,6 +87,52 @@ class Rows:
         drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
         packed_R3: Tensor = self._fused().finish(ints, count, *drawn_parts, rows)
         return packed_R3
+
+    def tree_inputs(self, trees: Trees, filtered: bool) -> TreeInputs:
+        """Puts each row's newest token at the root of its tree."""
+        rows, nodes = trees.token_RQ.shape
+        ints, floats, pages = self._ints[:rows], self._floats[:rows], self._pages[:rows]
+        trees.token_RQ[:, 0] = ints[:, 0]
+        position_R1 = ints[:, 1:2]
+        live_R1 = self._live(rows)[:, None]
+        place_RQ = position_R1 + torch.arange(nodes, device=self._device)
+        # idle rows hold positions of the past: they must not look beyond the table
+        page_RQ = pages.gather(1, (place_RQ * live_R1) // self._page_size)
+        slot_RQ = (page_RQ * self._page_size + place_RQ % self._page_size).masked_fill(~live_R1, -1)
+        position_RQ = (position_R1 + trees.depth_RQ) * live_R1
+
+        def each(column_R: Tensor) -> Tensor:
+            return column_R[:, None].expand(rows, nodes).reshape(-1)
+
+        sampling = SamplingRows(
+            seed_R=each(ints[:, 2]),
+            request_R=each(ints[:, 3]),
+            position_R=position_RQ.flatten() + 1,
+            temperature_R=each(floats[:, 0]),
+            top_k_R=each(ints[:, 4]),
+            top_p_R=each(floats[:, 1]),
+            filtered=filtered,
+        )
+        context_R = ((position_R1 + nodes) * live_R1).squeeze(1).int()
+        return TreeInputs(position_RQ, slot_RQ.int(), context_R, pages, sampling)
+
+    def finish_trees(self, drawn: Sampled, walked: Walk) -> Tensor:
+        """The last token of each walk becomes the next root. Returns int32 [R, 3·S + 1]: tokens, bits of both
+        log-probabilities, and the number of steps."""
+        rows = len(walked.node_RS)
+        live_R = self._live(rows)
+        token_RS, logprob_RS, policy_RS = (
+            part.view(rows, -1).gather(1, walked.node_RS)
+            for part in (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
+        )
+        ints = self._ints[:rows]
+        ints[:, 0] = torch.where(live_R, token_RS[:, -1].clamp(min=0), ints[:, 0])
+        ints[:, 1] += walked.steps_R * live_R
+        bits = (logprob_RS.contiguous().view(torch.int32), policy_RS.contiguous().view(torch.int32))
+        return torch.cat((token_RS.int(), *bits, walked.steps_R[:, None].int()), dim=1)
+
+    def _live(self, rows: int) -> Tensor:
+        return torch.arange(rows, device=self._device) < self._count
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._ints, self._floats, self._pages, self._count

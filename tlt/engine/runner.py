@@ -1,33 +1,36 @@
 """The runner: carries out plans. Owns the cache, the rows and the graphs; decides nothing.
 
-One tick = prefill chunks (their keys and values only), page copies, row changes, then one decode of all rows: forward,
-sample, advance. The only thing read back is the drawn tokens and their log-probabilities, one copy per tick, and it is
-waited for only when asked for.
+One tick = prefill chunks (their keys and values only), page copies, row changes, then all rows at once: a forward of
+each row's newest token, or of its draft tree; sample; advance. The only thing read back is the drawn tokens and their
+log-probabilities, one copy per tick, and it is waited for only when asked for.
 """
-# R rows, T tokens, D hidden
+# R rows, T tokens, D hidden, Q nodes of a draft tree, S steps of a walk, W mask words
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt.engine.graphs import GraphPool, PoolReport, bucket, buckets
-from tlt.engine.rows import Rows, send
+from tlt.engine.rows import Rows, TreeInputs, send
 from tlt.engine.sampler import sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
 from tlt.model.attention import PagedLayout, kernels_for
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.shape import MOST_NODES, Draft
+from tlt.spec.tree import Trees
+from tlt.spec.verify import Walk, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a tick drew, row by row."""
+    """What a tick drew, row by row: a list of tokens each, one in plain decoding."""
 
-    tokens: list[int]  # −1 where the logits were no distribution
-    logprobs: list[float]
-    policy_logprobs: list[float]
+    tokens: list[list[int]]  # −1 where the logits were no distribution
+    logprobs: list[list[float]]
+    policy_logprobs: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,17 @@ class Features:
     """Hidden states of the positions a tick decoded, on the device; valid until the next tick starts."""
 
     stays: tuple[Stay, ...]
-    taps: tuple[Tensor, ...]  # [R, D] each: the residual stream after each tapped layer
-    hidden: Tensor  # [R, D], after the final norm
+    taps: tuple[Tensor, ...]  # [R, S, D] each: the residual stream after each tapped layer
+    hidden: Tensor  # [R, S, D], after the final norm
+    steps: Tensor | None  # [R], how many of the S positions are real; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    packed_R3: Tensor  # int32: token, and the bits of logprob and policy logprob
+    packed: Tensor  # int32 [R, 3·S + 1]: token, bits of logprob and policy logprob of each step; then the steps
     taps: tuple[Tensor, ...]
     hidden: Tensor
+    steps: Tensor | None = None
 
 
 class Pending:
@@ -56,8 +61,15 @@ class Pending:
     def drawn(self) -> Drawn:
         if self._ready is not None:
             self._ready.synchronize()
-        numbers = self._packed[:, 1:].view(torch.float32)
-        return Drawn(self._packed[:, 0].tolist(), numbers[:, 0].tolist(), numbers[:, 1].tolist())
+        steps = self._packed.shape[1] // 3
+        tokens, logprobs, policy_logprobs = torch.split(self._packed[:, : 3 * steps], steps, dim=1)
+        drawn = Drawn(
+            tokens.tolist(), logprobs.view(torch.float32).tolist(), policy_logprobs.view(torch.float32).tolist()
+        )
+        if self._packed.shape[1] % 3:  # a walk: each row has its own number of steps
+            for row, count in enumerate(self._packed[:, -1].tolist()):
+                del drawn.tokens[row][count:]
+        return drawn
 
 
 class Runner:
@@ -75,8 +87,10 @@ class Runner:
         self._cache = cache
         self._page_size = cache.k.shape[2]
         self._device = model.embed.device
-        pages = -(-model.config.max_positions // self._page_size)
+        pages = -(-(model.config.max_positions + MOST_NODES) // self._page_size)
+        self._max_rows = rows
         self._rows = Rows(rows, min(pages, cache.k.shape[1]), self._page_size, self._device)
+        self._trees: dict[int, Trees] = {}  # by number of nodes; graphs hold these pointers
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         self._taps = tuple(taps) if on_features else ()
         self._on_features = on_features
@@ -86,20 +100,25 @@ class Runner:
         self._turn = 0
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> Pending:
-        """Starts a tick; returns before the device has done it."""
+    def launch(self, plan: Plan, drafts: Sequence[Draft] = (), steps: int = 1) -> Pending:
+        """Starts a tick; returns before the device has done it.
+
+        Where the plan has trees, `drafts` holds one per stay, and a walk emits at most `steps` tokens.
+        """
         if plan.chunks:
             self._prefill(plan.chunks)
         if plan.copies:
             self._copy(plan.copies)
         self._rows.apply(plan)
         count = len(plan.stays)
-        result = self._decode(count, plan.filtered) if count else None
-        if result is None:
+        if not count:
             return Pending(torch.empty((0, 3), dtype=torch.int32), None)
-        if self._on_features:
-            self._on_features(Features(plan.stays, tuple(tap[:count] for tap in result.taps), result.hidden[:count]))
-        return self._fetch(result.packed_R3[:count])
+        if plan.nodes == 1:
+            result = self._run("decode", count, lambda rows: self._forward(rows, plan.filtered), plan.filtered)
+        else:
+            result = self._verify(plan, drafts, steps)
+        self._hand_out(plan.stays, result)
+        return self._fetch(result.packed[:count])
 
     def report(self) -> PoolReport | None:
         return self._pool.report() if self._pool else None
@@ -108,30 +127,32 @@ class Runner:
     def capture(self, sizes: Sequence[int]) -> None:
         """Captures the graphs of these batch sizes now rather than when they are first met."""
         for size in sizes:
-            self._graph(size, filtered=False)
+            self._rows.set_count(0)
+            self._run("decode", size, lambda rows: self._forward(rows, filtered=False), False)
 
     # ---- decode
 
-    def _decode(self, count: int, filtered: bool) -> _Result:
+    def _run(self, role: str, count: int, function: Callable[[int], _Result], *variant: Hashable) -> _Result:
+        """The function over `count` rows: its graph for the bucket they fit, captured if it was not; else eagerly."""
+        size = bucket(count, self._sizes)
         if self._pool is None:
-            return self._forward(count, filtered)
-        key = self._graph(count, filtered)
-        if key is None:
+            return function(count)
+        if size is None:
             self._pool.count_eager()
-            return self._forward(count, filtered)
+            return function(count)
+        key = (role, size, *variant)
+        if not self._pool.has(key):
+            live = self._rows.set_count(0)  # all rows idle: the trial runs change nothing
+            self._pool.capture(key, lambda: function(size))
+            self._rows.set_count(live)
         return self._pool.replay(key)
 
-    def _graph(self, count: int, filtered: bool) -> tuple[int, bool] | None:
-        """The key of the graph for this many rows, captured if it was not; None without a fitting bucket."""
-        size = bucket(count, self._sizes)
-        if self._pool is None or size is None:
-            return None
-        key = (size, filtered)
-        if not self._pool.has(key):
-            self._rows.set_count(0)  # all rows idle: the trial runs change nothing
-            self._pool.capture(key, lambda: self._forward(size, filtered))
-            self._rows.set_count(count)
-        return key
+    def _hand_out(self, stays: tuple[Stay, ...], result: _Result) -> None:
+        if self._on_features:
+            rows = len(stays)
+            taps = tuple(tap[:rows] for tap in result.taps)
+            steps = None if result.steps is None else result.steps[:rows]
+            self._on_features(Features(stays, taps, result.hidden[:rows], steps))
 
     def _forward(self, rows: int, filtered: bool) -> _Result:
         """One token for each of the first `rows` rows."""
@@ -147,14 +168,66 @@ class Runner:
         )
         out = self._model(inputs.token_R, layout, self._taps)
         sampled = sample(self._model.logits(out.hidden_TD), inputs.sampling)
-        return _Result(self._rows.finish(rows, sampled), out.taps, out.hidden_TD)
+        taps = tuple(tap[:, None] for tap in out.taps)
+        return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
 
-    def _fetch(self, packed_R3: Tensor) -> Pending:
+    # ---- verify
+
+    def _verify(self, plan: Plan, drafts: Sequence[Draft], steps: int) -> _Result:
+        if plan.nodes not in self._trees:
+            self._trees[plan.nodes] = Trees.empty(self._max_rows, plan.nodes, self._device)
+        trees = self._trees[plan.nodes]
+        trees.fill(drafts)
+        steps = min(steps, plan.nodes)
+
+        def forward(rows: int) -> _Result:
+            return self._forward_trees(trees.first(rows), steps, plan.filtered)
+
+        return self._run("verify", len(plan.stays), forward, plan.nodes, steps, plan.filtered)
+
+    def _forward_trees(self, trees: Trees, steps: int, filtered: bool) -> _Result:
+        """The policy's token at every node of every tree, and how far they lead."""
+        rows, nodes = trees.token_RQ.shape
+        inputs = self._rows.tree_inputs(trees, filtered)
+        layout = PagedLayout(
+            cache=self._cache,
+            positions_T=inputs.position_RQ.flatten(),
+            slots_T=inputs.slot_RQ.flatten(),
+            query_start_R1=self._starts[: rows + 1] * nodes,
+            context_R=inputs.context_R,
+            pages_RP=inputs.pages_RP,
+            max_query=nodes,
+            tree_mask_TW=trees.mask_RQW.flatten(0, 1),
+        )
+        out = self._model(trees.token_RQ.flatten(), layout, self._taps)
+        sampled = sample(self._model.logits(out.hidden_TD), inputs.sampling)
+        walked = walk(trees, sampled.token_R.view(rows, nodes), steps)
+        self._compact(inputs, walked)
+        packed = self._rows.finish_trees(sampled, walked)
+        at_node = walked.node_RS[:, :, None].expand(-1, -1, self._model.config.hidden)
+
+        def walked_only(states_TD: Tensor) -> Tensor:
+            return states_TD.view(rows, nodes, -1).gather(1, at_node)
+
+        return _Result(packed, tuple(map(walked_only, out.taps)), walked_only(out.hidden_TD), walked.steps_R)
+
+    def _compact(self, inputs: TreeInputs, walked: Walk) -> None:
+        """Moves the keys and values of accepted nodes to where plain decoding would have put them."""
+        count = walked.node_RS.shape[1]
+        if count == 1:
+            return
+        place = torch.arange(1, count, device=self._device)
+        node = walked.node_RS[:, 1:]
+        moved = (place < walked.steps_R[:, None]) & (node != place)
+        source = inputs.slot_RQ.gather(1, node).masked_fill(~moved, -1)
+        kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, source, inputs.slot_RQ[:, 1:count].contiguous())
+
+    def _fetch(self, packed: Tensor) -> Pending:
         if self._landing is None:
-            return Pending(packed_R3, None)
+            return Pending(packed, None)
         self._turn = (self._turn + 1) % len(self._landing)
-        landed = self._landing[self._turn][: len(packed_R3)]
-        landed.copy_(packed_R3, non_blocking=True)
+        landed = self._landing[self._turn][: packed.numel()].view(packed.shape)
+        landed.copy_(packed, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(self._device))
         return Pending(landed, ready)
@@ -203,4 +276,5 @@ class Runner:
 
 def _landing(rows: int) -> tuple[Tensor, ...]:
     """Pinned host memory the tokens arrive in: two ticks may be under way, a third place keeps them apart."""
-    return tuple(torch.empty((rows, 3), dtype=torch.int32, pin_memory=True) for _ in range(3))
+    numbers = rows * (3 * MOST_NODES + 1)
+    return tuple(torch.empty(numbers, dtype=torch.int32, pin_memory=True) for _ in range(3))

@@ -5,8 +5,10 @@ What always holds:
 - A request is waiting, staying in a row, or over; it is answered exactly once.
 - Every request samples in decode ticks only: a prompt's last token is its first decode input, so that what is
   prefilled is the prompt without that token, shared by all requests with that prompt.
-- Plans are made before the tokens of the tick in flight are known: a stay that turns out to be over computes one token
-  more, which is dropped. Work is executed in plan order, so that a page may change hands between two plans.
+- Plain ticks are planned before the tokens of the tick in flight are known: a stay that turns out to be over computes
+  one token more, which is dropped. Work is executed in plan order, so that a page may change hands between two plans.
+- A tick that verifies draft trees emits as many tokens as the policy accepts; `advance` tells how many before the next
+  plan is made.
 """
 
 from collections import Counter
@@ -48,7 +50,7 @@ class Stay:
     row: int
     pages: list[int]
     position: int  # of the next token to compute
-    left: int  # tokens that may still be launched
+    left: int  # tokens that may still be launched; below 0 where a verified tree ran past the limit
     over: bool = False  # tokens that come later belong to nobody
 
 
@@ -92,6 +94,7 @@ class Plan:
     grown: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
     stays: tuple[Stay, ...]  # row → whose token will come out
     filtered: bool  # some request uses top-k or top-p
+    nodes: int = 1  # of each request's tree; 1 = plain decoding
 
     @property
     def empty(self) -> bool:
@@ -109,6 +112,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._admission = admission
         self._awaited: Counter[tuple[int, ...]] = Counter()  # prefixes that waiting requests will start from
+        self._nodes = 1  # tokens each request computes in the tick being planned
         self._blocked = False  # nothing was freed since a request found no room
         self._waiting: list[Progress] = []
         self._resuming: list[Progress] = []  # preempted: they go before anyone new
@@ -154,24 +158,30 @@ class Scheduler:
             self._preempt(stay)
         self._shelf.clear()
 
-    def plan(self) -> Plan:
-        """Decides the next tick."""
+    def advance(self, stay: Stay, steps: int) -> None:
+        """A verified tree emitted `steps` tokens."""
+        stay.position += steps
+        stay.left -= steps
+
+    def plan(self, nodes: int = 1) -> Plan:
+        """Decides the next tick, in which each request computes that many tokens."""
+        self._nodes = nodes
         self._retire()
         grown = self._grow()
         chunks, copies, entries = self._admit()
         self._book.release([copy.source for copy in copies])
         moves, self._moves = tuple(self._moves), []
         stays = tuple(self._stays)
-        for stay in stays:
-            stay.position += 1
-            stay.left -= 1
-        return Plan(chunks, copies, moves, entries, grown, stays, self._filtered > 0)
+        if nodes == 1:
+            for stay in stays:
+                self.advance(stay, 1)
+        return Plan(chunks, copies, moves, entries, grown, stays, self._filtered > 0, nodes)
 
     # ---- leaving
 
     def _retire(self) -> None:
         """Stays whose last token is in flight need no row any more."""
-        for stay in [stay for stay in self._stays if stay.left == 0]:
+        for stay in [stay for stay in self._stays if stay.left <= 0]:
             self._vacate(stay)
 
     def _leave(self, stay: Stay) -> None:
@@ -202,17 +212,21 @@ class Scheduler:
     # ---- growing
 
     def _grow(self) -> tuple[tuple[int, int, int], ...]:
-        """A page for every stay whose next position has none; the youngest give way when pages run out."""
-        needy = [stay for stay in self._stays if stay.position == len(stay.pages) * self._page_size]
+        """Pages for every stay whose next positions have none; the youngest give way when pages run out."""
+        size, nodes = self._page_size, self._nodes
+        needy = [stay for stay in self._stays if stay.position + nodes > len(stay.pages) * size]
         given: list[tuple[Stay, int]] = []
         for stay in needy:
-            while not stay.over and not self._room(1):
+            lacking = self._pages_for(stay.position + nodes) - len(stay.pages)
+            while not stay.over and not self._room(lacking):
                 self._preempt(max(self._stays, key=lambda stay: stay.progress.order))
             if not stay.over:
-                page = self._book.take(1)[0]
-                stay.pages.append(page)
-                given.append((stay, page))
-        return tuple((stay.row, len(stay.pages) - 1, page) for stay, page in given if not stay.over)
+                given += [(stay, len(stay.pages) + index) for index in range(lacking)]
+                stay.pages += self._book.take(lacking)
+        return tuple((stay.row, index, stay.pages[index]) for stay, index in given if not stay.over)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
 
     def _room(self, pages: int, keep: Prefix | None = None) -> bool:
         """Makes that many pages free by dropping cached prefixes, if it can: first those nobody waits for."""
@@ -265,9 +279,10 @@ class Scheduler:
             return found
         shared = self._shared_start(progress)
         self._book.share(shared)  # before making room, which could drop the prefix they come from
-        pages = -(-len(tokens) // self._page_size) - len(shared)
-        reserve = 1 + len(self._stays)  # a page for the entry itself and one for everybody's next
-        if not self._room(pages + reserve) and (self._stays or not self._room(pages + 1)):
+        pages = self._pages_for(len(tokens)) - len(shared)
+        entry = self._pages_for(len(tokens) % self._page_size + self._nodes)
+        reserve = entry + len(self._stays)  # for the entry itself, and one for everybody's next
+        if not self._room(pages + reserve) and (self._stays or not self._room(pages + entry)):
             self._book.release(shared)
             return None
         prefix = Prefix(tokens, shared + self._book.take(pages), len(shared) * self._page_size, bool(progress.tokens))
@@ -294,10 +309,11 @@ class Scheduler:
         full, rest = divmod(len(prefix.tokens), self._page_size)
         shared = prefix.pages[:full]
         self._book.share(shared)
-        if not self._room(1, keep=prefix):
+        needed = self._pages_for(len(prefix.tokens) + self._nodes) - full
+        if not self._room(needed, keep=prefix):
             self._book.release(shared)
             return False
-        own = self._book.take(1)
+        own = self._book.take(needed)
         if rest:
             copies.append(Copy(prefix.pages[full], own[0], rest))
             self._book.share([prefix.pages[full]])  # until the plan is made: no chunk may write it before the copy

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from tlt.model.config import ModelConfig, RopeConfig
 
+BEYOND = 128
+
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0 … max_positions − 1."""
+    """cos and sin for every position, and some beyond the last, where the nodes of a draft tree may stand."""
     frequency, factor = _frequencies(config.rope, config.head_dim)
-    angle = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * frequency[None, :]
+    angle = torch.arange(config.max_positions + BEYOND, dtype=torch.float32)[:, None] * frequency[None, :]
     return angle.cos() * factor, angle.sin() * factor
 
 

@@ -24,7 +24,9 @@ Drafters = tuple[str, ...]
 class Track:
     """How far one drafter's own branches, alone, go along with the policy. The policy's tokens beyond its walk are unknown."""
 
-    ranks: tuple[int, ...] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, 1 = first
+    ranks: tuple[
+        int, ...
+    ] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, 1 = first
     missed_among: int = 0  # then the policy's token was none of this many candidates; 0: nobody looked further
 
 
@@ -163,6 +165,7 @@ class _Foreseen:
 
 _SAMPLE = 32  # walks of one tick that are looked into; of more, every n-th
 _MODEL_WORTH = 32.0  # verifies that the rule of the tree is worth against what a shape really gave
+_SETTLED = 64.0  # verifies before the rule says enough to be compared with what a shape gives
 _NEWS = 0.1  # share of new evidence that makes the accept lengths worth computing again
 
 
@@ -207,10 +210,8 @@ class Acceptance:
             self._count_depths(drafter, own)
         if len(shape.drafters) > 1:
             self._survival[shape.drafters].see(together(walked.tracks) for walked in sample)
-        kept = max(0.0, 1.0 - len(walks) / self._horizon)
-        emitted, foreseen = self._real.get(shape, (0.0, 0.0))
-        tokens = len(walks) + sum(walked.accepted for walked in walks)
-        self._real[shape] = (emitted * kept + tokens, foreseen * kept + len(walks) * self._rule(shape))
+        if self.known(shape.drafters) > _SETTLED:
+            self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
 
     def refresh(self) -> None:
         """Takes new evidence into the accept lengths, where there is enough of it to matter."""
@@ -248,6 +249,11 @@ class Acceptance:
                 counts[depth][1] += 1
             if seen.missed_among and len(seen.ranks) < self._depth:
                 counts[len(seen.ranks)][0] += 1
+
+    def _compare(self, shape: Shape, verifies: int, tokens: int) -> None:
+        kept = max(0.0, 1.0 - verifies / self._horizon)
+        emitted, foreseen = self._real.get(shape, (0.0, 0.0))
+        self._real[shape] = (emitted * kept + tokens, foreseen * kept + verifies * self._rule(shape))
 
     def _rule(self, shape: Shape) -> float:
         """Accept length by the rule of the tree alone."""

@@ -22,6 +22,7 @@ class Shape:
 
 
 OFF = Shape()
+MOST_NODES = 128  # of a tree, the root included: what masks, cache and positions leave room for
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,25 @@ backwards until no other place agrees (`max_match` at most). Looking a context u
 `extend` nor `propose` ever scans a text.
 """
 
-import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from operator import itemgetter
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heappushpop
+from operator import neg
 
 from tlt.errors import ConfigError, RequestError
 from tlt.spec.shape import EMPTY, Draft
 from tlt.types import Key
 
-_RECENT = 8  # places remembered per shared context, and followed per draft: the newest
+DEEPEST = 64  # no branch is longer
+_RECENT = 6  # places remembered per shared context, and followed per draft: the newest
 _OFFSET_BITS = 32  # a place is a text's number and an offset in it, packed into one integer
 _OFFSET = (1 << _OFFSET_BITS) - 1
 
-_Match = tuple[list[int], int, int]  # text, offset of what comes next in it, tokens before that agree
-# A way to go on: whether a longest match goes there, probability, token, kind of evidence, the matches that go there.
-_Branch = tuple[bool, float, int, int, list[_Match]]
+_Line = tuple[tuple[int, ...], int, int]  # tokens that were written after this, how many agreed before, how often
+# A node the tree could get: −score, arrival (breaks ties), parent, depth, token, kind of evidence, lines that go there.
+_Step = tuple[float, int, int, int, int, int, list[_Line]]
 
 
 class _Fork(dict[int, "_Fork | int"]):
@@ -144,8 +144,8 @@ class _Library:
             else:
                 yield below
 
-    def matches(self, tokens: list[int], least: int) -> list[_Match]:
-        """The newest places whose context agrees with the end of `tokens`, those that agree longest first."""
+    def lines(self, tokens: list[int], least: int, ahead: int) -> list[_Line]:
+        """What follows the newest places whose context agrees with the end of `tokens`, the longest agreement first."""
         end, most, texts = len(tokens), self.max_match, self.texts
         found: list[tuple[int, list[int]]] = []  # tokens that agree, places; shortest first
         fork = self.root
@@ -167,19 +167,23 @@ class _Library:
             if agreed < reach or type(below) is not _Fork:
                 break
             fork = below
-        return self._newest(found)
+        return self._follow(found, ahead)
 
-    def _newest(self, found: list[tuple[int, list[int]]]) -> list[_Match]:
+    def _follow(self, found: list[tuple[int, list[int]]], depth: int) -> list[_Line]:
         seen: list[int] = []
-        matches: list[_Match] = []
+        lines: dict[tuple[int, ...], _Line] = {}
         for agreed, places in reversed(found):
             for place in reversed(places):
-                if place not in seen:
-                    seen.append(place)
-                    matches.append((self.texts[place >> _OFFSET_BITS], place & _OFFSET, agreed))
-                    if len(seen) == _RECENT:
-                        return matches
-        return matches
+                if place in seen:
+                    continue
+                seen.append(place)
+                at = place & _OFFSET
+                ahead = tuple(self.texts[place >> _OFFSET_BITS][at : at + depth])
+                known = lines.get(ahead)
+                lines[ahead] = (ahead, agreed, 1) if known is None else (ahead, known[1], known[2] + 1)
+                if len(seen) == _RECENT:
+                    return list(lines.values())
+        return list(lines.values())
 
     def entries(self) -> int:
         """Everything the index holds; walks all of it."""
@@ -203,19 +207,23 @@ class _HitRates:
     _GUESS = 4.0  # what the first guess weighs, in trials
     _WINDOW = 2048.0  # trials after which the older ones fade: the policy changes
 
-    def __init__(self) -> None:
-        self._base = [self._KINDS * bisect_left(self._LENGTHS, length) for length in range(self._LENGTHS[-1] + 2)]
+    def __init__(self, longest: int) -> None:
+        self._base = [self._KINDS * bisect_left(self._LENGTHS, length) for length in range(longest + 1)]
         self.rates: list[float] = []  # by kind
-        for length in (*self._LENGTHS, self._LENGTHS[-1] + 1):
+        for length in (*self._LENGTHS, longest):
             for share in range(self._SHARES):
                 rate = (share + 0.5) / self._SHARES * length / (length + 1)
                 self.rates += [rate / 2, rate]
         self._trials = [self._GUESS] * len(self.rates)
         self._hits = [self._GUESS * rate for rate in self.rates]
+        self.unanimous = [  # by matches and length: the kind where no match says otherwise
+            [self.kind(length, matches, matches, True) for length in range(longest + 1)]
+            for matches in range(_RECENT + 1)
+        ]
 
     def kind(self, agreed: int, matches: int, of: int, longest: bool) -> int:
         share = self._SHARES * matches // (of + 1)  # one of one is weaker evidence than eight of eight
-        return self._base[min(agreed, len(self._base) - 1)] + 2 * share + longest
+        return self._base[agreed] + 2 * share + longest
 
     def observe(self, kind: int, hit: bool) -> None:
         self._trials[kind] += 1
@@ -230,18 +238,16 @@ class _HitRates:
 class _Proposal:
     """A tree that was proposed, and how far along it the request has come since."""
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
+    draft: Draft
+    kinds: tuple[int, ...]  # of evidence, per node
     reached: int = -1  # a node; −1 is the root
 
     def follow(self, token: int, rates: _HitRates) -> bool:
         """Goes on by the token that was really written; false where the tree has no such node."""
         here, hit = self.reached, False
-        for node in range(here + 1, len(self.parents)):
-            if self.parents[node] == here:
-                foretold = self.tokens[node] == token
+        for node, parent in enumerate(self.draft.parents):
+            if parent == here:
+                foretold = self.draft.tokens[node] == token
                 rates.observe(self.kinds[node], foretold)
                 if foretold:
                     self.reached, hit = node, True
@@ -262,7 +268,7 @@ class _Request:
 class SuffixDrafter:
     """Drafts for a request from its own text, its group's answers and earlier answers to the same prompt."""
 
-    def __init__(self, memory_tokens: int, min_match: int = 2, max_match: int = 16) -> None:
+    def __init__(self, memory_tokens: int, min_match: int = 1, max_match: int = 16) -> None:
         if memory_tokens < 1:
             raise ConfigError(f"memory_tokens is {memory_tokens}; expected at least 1")
         if not 1 <= min_match <= max_match:
@@ -273,7 +279,7 @@ class SuffixDrafter:
         self._libraries: dict[str, _Library] = {}
         self._history: OrderedDict[int, str] = OrderedDict()  # numbers of texts nobody needs → prompt; oldest first
         self._numbers = 0
-        self._rates = _HitRates()
+        self._rates = _HitRates(max_match + DEEPEST)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
         """A request starts. Its prompt is read now; its answer comes by `extend`."""
@@ -325,11 +331,11 @@ class SuffixDrafter:
         request.proposal = None
         if min(depth, width, budget) < 1:
             return EMPTY
-        matches = request.library.matches(request.tokens, self.min_match)
-        if not matches:
+        lines = request.library.lines(request.tokens, self.min_match, min(depth, DEEPEST))
+        if not lines:
             return EMPTY
-        request.proposal = proposal = self._grow(matches, depth, width, budget)
-        return Draft(tuple(proposal.tokens), tuple(proposal.parents), tuple(proposal.scores))
+        request.proposal = self._grow(lines, width, budget)
+        return request.proposal.draft
 
     def entries(self) -> int:
         """Everything the index holds, to watch that it is bounded. Walks all of it: not for the critical path."""
@@ -337,55 +343,59 @@ class SuffixDrafter:
 
     # ---- drafting
 
-    def _grow(self, matches: list[_Match], depth: int, width: int, budget: int) -> _Proposal:
-        """Takes the likeliest branch at hand until the budget is spent."""
-        proposal = _Proposal()
-        tokens, parents, scores, kinds = proposal.tokens, proposal.parents, proposal.scores, proposal.kinds
-        waiting: list[tuple[float, int, int, int, float, _Branch]] = []  # rank, arrival, parent, depth, score, branch
-        node, score, ahead, arrival = -1, 1.0, 0, 0
-        while True:
-            if ahead < depth:
-                for branch in self._branches(matches, ahead, width):
-                    chance = score * branch[1]
-                    rank = -chance if arrival else -math.inf  # a longest match speaks first
-                    heappush(waiting, (rank, arrival, node, ahead + 1, chance, branch))
-                    arrival += 1
+    def _grow(self, lines: list[_Line], width: int, budget: int) -> _Proposal:
+        """Takes the likeliest step at hand until the budget is spent. A longest match takes the first."""
+        unanimous, rates = self._rates.unanimous, self._rates.rates
+        step, *waiting = self._steps(lines, -1, 0, -1.0, width)
+        heapify(waiting)
+        taken = [step]
+        for node in range(budget - 1):
+            rank, _, _, ahead, _, _, lines = step
+            if len(lines) > 1:
+                for step in self._steps(lines, node, ahead, rank, width):
+                    heappush(waiting, step)
+            else:  # one line to copy: the most frequent case by far
+                written, agreed, times = lines[0]
+                if ahead < len(written):
+                    kind = unanimous[times][agreed + ahead]
+                    step = rank * rates[kind], node * width, node, ahead + 1, written[ahead], kind, lines
+                    step = heappushpop(waiting, step)
+                    taken.append(step)
+                    continue
             if not waiting:
-                return proposal
-            _, _, parent, ahead, score, (_, _, token, kind, matches) = heappop(waiting)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(score)
-            kinds.append(kind)
-            node = len(tokens) - 1
-            if len(tokens) == budget:
-                return proposal
+                break
+            step = heappop(waiting)
+            taken.append(step)
+        ranks, _, parents, _, tokens, kinds, _ = zip(*taken, strict=True)
+        return _Proposal(Draft(tokens, parents, tuple(map(neg, ranks))), kinds)
 
-    def _branches(self, matches: list[_Match], ahead: int, width: int) -> list[_Branch]:
-        """What is written `ahead` tokens on: where the longest matches go first, then by probability."""
-        ways: dict[int, list[_Match]] = {}
+    def _steps(self, lines: list[_Line], node: int, ahead: int, rank: float, width: int) -> list[_Step]:
+        """From a node `ahead` tokens deep: where a longest match goes first, then by probability."""
+        ways: dict[int, list[_Line]] = {}
         going = 0
-        for match in matches:
-            text, at, _ = match
-            at += ahead
-            if at < len(text):
-                going += 1
-                token = text[at]
+        for line in lines:
+            written, _, times = line
+            if ahead < len(written):
+                going += times
+                token = written[ahead]
                 if token in ways:
-                    ways[token].append(match)
+                    ways[token].append(line)
                 else:
-                    ways[token] = [match]
-        branches: list[_Branch] = []
+                    ways[token] = [line]
+        steps: list[_Step] = []
+        first = node * width  # arrivals are unique: the heap never compares further
         longest = 0
-        for token, followers in ways.items():  # in the order of the matches: the longest first
-            agreed = followers[0][2]
+        for token, followers in ways.items():  # in the order of the lines: the longest agreement first
+            _, agreed, times = followers[0]
             longest = longest or agreed
-            kind = self._rates.kind(agreed + ahead, len(followers), going, agreed == longest)
-            branches.append((agreed == longest, self._rates.rates[kind], token, kind, followers))
-        if len(branches) > 1:
-            branches.sort(key=itemgetter(0, 1), reverse=True)
-            del branches[width:]
-        return branches
+            if len(followers) > 1:
+                times = sum([line[2] for line in followers])
+            kind = self._rates.kind(agreed + ahead, times, going, agreed == longest)
+            steps.append((rank * self._rates.rates[kind], first + len(steps), node, ahead + 1, token, kind, followers))
+        if len(steps) > 1:
+            steps.sort(key=lambda step: (step[6][0][1] < longest, step[0]))
+            del steps[width:]
+        return steps
 
     def _learn(self, request: _Request, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -1,0 +1,92 @@
+"""What a drafter is: someone who guesses the policy's next tokens. Wrong, stale or absent, only speed changes."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from tlt.spec.shape import EMPTY, Draft, Shape
+from tlt.spec.suffix import SuffixDrafter
+from tlt.types import Key
+
+
+class Drafter(Protocol):
+    """Told when requests begin and end; asked for a tree per running request."""
+
+    name: str
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None: ...
+
+    def end(self, key: Key, answer: Sequence[int]) -> None:
+        """The answer is complete."""
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        """A draft of at most `shape.verify − 1` nodes for each request; `answers` is what they have written so far."""
+        ...
+
+
+class NoDrafter:
+    """Proposes nothing."""
+
+    name = "none"
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+        pass
+
+    def end(self, key: Key, answer: Sequence[int]) -> None:
+        pass
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        return [EMPTY] * len(keys)
+
+
+_ANSWERS_KEPT = 16  # finished answers per prompt that wait to be indexed
+_PROMPTS_KEPT = 4096
+
+
+class SuffixDrafting:
+    """The model-free drafter behind the protocol. Texts are indexed when somebody first asks about their prompt.
+
+    While nobody speculates (a full batch decodes plainly) it costs a list append per answer and nothing per token.
+    """
+
+    name = "suffix"
+
+    def __init__(self, memory_tokens: int) -> None:
+        self._suffix = SuffixDrafter(memory_tokens)
+        self._waiting: dict[Key, tuple[str, Sequence[int]]] = {}  # begun, not indexed yet
+        self._indexed: dict[Key, int] = {}  # tokens of the answer that the index has
+        self._finished: OrderedDict[str, deque[tuple[Key, Sequence[int], Sequence[int]]]] = OrderedDict()
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+        self._waiting[key] = (prompt_id, prompt)
+
+    def end(self, key: Key, answer: Sequence[int]) -> None:
+        if key in self._indexed:
+            self._suffix.extend(key, answer[self._indexed.pop(key) :])
+            self._suffix.end(key)
+            return
+        prompt_id, prompt = self._waiting.pop(key)
+        kept = self._finished.setdefault(prompt_id, deque(maxlen=_ANSWERS_KEPT))
+        kept.append((key, prompt, tuple(answer)))
+        if len(self._finished) > _PROMPTS_KEPT:
+            self._finished.popitem(last=False)
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        drafts = []
+        for key, answer in zip(keys, answers, strict=True):
+            if key in self._waiting:
+                self._index(key)
+            self._suffix.extend(key, answer[self._indexed[key] :])
+            self._indexed[key] = len(answer)
+            drafts.append(self._suffix.propose(key, shape.depth, shape.width, shape.verify - 1))
+        return drafts
+
+    def _index(self, key: Key) -> None:
+        """The request, and whatever its group has finished."""
+        prompt_id, prompt = self._waiting.pop(key)
+        for other, other_prompt, answer in self._finished.pop(prompt_id, ()):
+            self._suffix.begin(other, prompt_id, other_prompt)
+            self._suffix.extend(other, answer)
+            self._suffix.end(other)
+        self._suffix.begin(key, prompt_id, prompt)
+        self._indexed[key] = 0

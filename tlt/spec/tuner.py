@@ -1,0 +1,335 @@
+"""The tuner: which shape this tick, from what was measured. "Off" is always a candidate.
+
+What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning costs
+at most a small share of the time so far (and a first allowance of two plain ticks), counted against the best known shape.
+Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf, sqrt
+from typing import Protocol
+
+from tlt.spec.acceptance import Acceptance, Drafters, Walked
+from tlt.spec.alarm import Alarm, CollapseWatch
+from tlt.spec.costs import TickCosts
+from tlt.spec.shape import OFF, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One tick as it went."""
+
+    shape: Shape
+    batch: int  # requests that decoded
+    walks: Sequence[Walked] = ()  # one per request; none when off
+    seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
+    once_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
+
+
+class TunerPolicy(Protocol):
+    """What the engine asks. Calls need not alternate: a tick may be chosen before the last one is observed."""
+
+    def choose(self, batch: int) -> Shape: ...
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
+
+    def drafter_changed(self, drafter: str) -> None:
+        """Another version of this drafter is in place from the next tick on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunerSettings:
+    exploration: float = 0.005  # share of all time that may be lost by learning
+    allowance_ticks: float = 2.0  # plain ticks that may be lost before there is any time to take a share of
+    margin: float = 0.01  # a shape must promise this much more than the one in use …
+    doubt: float = 0.5  # … and doubt / √verifies more on top, as long as little is known
+    off_margin: float = 0.005  # switching off needs less
+    settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
+    review_ticks: int = 32  # between two looks at a batch size; the first come sooner
+    horizon: float = 2000.0  # verifies after which an observation counts 1/e
+    probe_pause: int = 64  # ticks until a drafter found wanting is tried again; doubles every time
+    longest_pause: int = 4096
+    swap_worth: float = 8.0  # verifies that the old version's record is worth for a new one
+
+
+@dataclass(frozen=True, slots=True)
+class TunerReport:
+    ticks: int
+    verifies: int
+    accepted: int
+    accept_length: float  # pooled: 1 + accepted / verifies
+    by_depth: Mapping[str, tuple[float, ...]]  # drafter → share accepted at depth 1, 2, … of what got there
+    ticks_by_shape: Mapping[tuple[int, Shape], int]  # (padded batch, shape) → ticks
+    seconds: float
+    saved_s: float  # against plain ticks for the same tokens, by the measured costs; what learning lost is taken off
+    explored_ticks: int
+    explored_s: float  # lost by learning, as it went
+    switches: int  # changes of mind at one batch size
+    alarms: int
+
+
+def candidates(
+    drafters: Iterable[Iterable[str]], depths: Iterable[int], widths: Iterable[int], verifies: Iterable[int]
+) -> tuple[Shape, ...]:
+    """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill."""
+    found = {OFF}
+    sets = {tuple(sorted(names)) for names in drafters}
+    for names, depth, width, verify in product(sets, depths, widths, verifies):
+        room = sum(min(width**level, width * width) for level in range(1, depth + 1)) * len(names)
+        if names and width >= 1 and depth < verify <= 1 + room:
+            found.add(Shape(names, depth, width, verify))
+    return tuple(sorted(found))
+
+
+_UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
+
+
+@dataclass(slots=True)
+class _Stand:
+    """What is thought best at one batch size."""
+
+    shape: Shape = OFF
+    rate: float = 0.0  # tokens per second and request expected of it
+    since: int = -(10**9)  # tick of the last change of mind
+    reviews: int = 0
+    until: int = 0  # tick of the next review
+    probe: Shape | None = None  # what would be worth trying …
+    worst: float = 0.0  # … and the seconds it loses if nothing is accepted
+
+
+@dataclass(slots=True)
+class _Pause:
+    wait: int
+    until: int | None = None  # tick; None: no reason to wait yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    shape: Shape
+    size: int
+    rate: float  # of the shape it stood in for
+    worst: float
+    tick: int
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """Time spent, and how much of it was lost by learning."""
+
+    share: float
+    spent: float = 0.0
+    lost: float = 0.0  # a probe that paid off gives back, but never below 0
+    open: list[_Probe] = field(default_factory=list)  # chosen, not yet observed: booked at their worst
+
+    def left(self, allowance: float) -> float:
+        return self.share * self.spent + allowance - self.lost - sum(probe.worst for probe in self.open)
+
+    def close(self, shape: Shape, size: int, tick: int) -> _Probe | None:
+        """The probe this tick was, if it was one. One that never ran is dropped."""
+        found = next((probe for probe in self.open if (probe.shape, probe.size) == (shape, size)), None)
+        self.open = [probe for probe in self.open if probe is not found and tick - probe.tick < 16]
+        return found
+
+
+@dataclass(slots=True)
+class _Tally:
+    ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)
+    verifies: int = 0
+    accepted: int = 0
+    saved_s: float = 0.0
+    explored: int = 0
+    switches: int = 0
+    alarms: int = 0
+
+
+class Tuner:
+    """`choose` a shape for a batch, `observe` how it went."""
+
+    def __init__(self, shapes: Sequence[Shape], costs: TickCosts, settings: TunerSettings | None = None) -> None:
+        self._settings = settings or TunerSettings()
+        self._shapes = tuple(sorted({OFF, *shapes}))
+        self._costs = costs
+        self._acceptance = Acceptance(self._shapes, self._settings.horizon)
+        self._sets = sorted({shape.drafters for shape in self._shapes if not shape.off}, key=lambda s: (-len(s), s))
+        self._drafters = sorted({drafter for drafters in self._sets for drafter in drafters})
+        self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
+        self._pauses = {drafters: _Pause(self._settings.probe_pause) for drafters in self._sets}
+        self._stands: dict[int, _Stand] = {}
+        self._ledger = _Ledger(self._settings.exploration)
+        self._tally = _Tally()
+        self._ticks = 0
+        self.evaluations = 0  # of a shape's rate: what a choice costs the host
+
+    def choose(self, batch: int) -> Shape:
+        size = self._costs.pad(batch)
+        stand = self._stands.get(size)
+        if stand is None or self._ticks >= stand.until:
+            stand = self._review(size)
+        if stand.probe is not None and stand.worst <= self._budget_left(size):
+            return self._try(stand, size)
+        return stand.shape
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        """Learns from a tick. Alarms are returned once, when the collapse shows."""
+        size = self._costs.pad(outcome.batch)
+        seconds = outcome.seconds
+        if seconds is None:
+            seconds = self._costs.seconds(outcome.shape, size) or 0.0
+        else:
+            self._costs.observe(outcome.shape, size, seconds)
+        self._ticks += 1
+        self._book(outcome, size, seconds + outcome.once_s)
+        if not outcome.walks:
+            return ()
+        self._acceptance.see(outcome.shape, outcome.walks)
+        return self._sound(outcome)
+
+    def drafter_changed(self, drafter: str) -> None:
+        """What was known becomes a weak guess, and the new version is tried at once."""
+        if drafter not in self._drafters:
+            raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {self._drafters}")
+        self._acceptance.changed(drafter, self._settings.swap_worth)
+        self._reopen(drafter)
+
+    def expected(self, shape: Shape, batch: int) -> tuple[float, float | None]:
+        """Accept length and seconds of a tick, as estimated now."""
+        self._acceptance.refresh()
+        return self._acceptance.length(shape), self._costs.seconds(shape, self._costs.pad(batch))
+
+    def report(self) -> TunerReport:
+        tally = self._tally
+        return TunerReport(
+            ticks=self._ticks,
+            verifies=tally.verifies,
+            accepted=tally.accepted,
+            accept_length=1.0 + tally.accepted / max(1, tally.verifies),
+            by_depth={drafter: self._acceptance.by_depth(drafter) for drafter in self._drafters},
+            ticks_by_shape=dict(tally.ticks),
+            seconds=self._ledger.spent,
+            saved_s=tally.saved_s,
+            explored_ticks=tally.explored,
+            explored_s=self._ledger.lost,
+            switches=tally.switches,
+            alarms=tally.alarms,
+        )
+
+    # ---- choosing
+
+    def _review(self, size: int) -> _Stand:
+        stand = self._stands.setdefault(size, _Stand())
+        stand.reviews += 1
+        stand.until = self._ticks + min(self._settings.review_ticks, 2 + 2 * stand.reviews)
+        seconds = {shape: self._costs.seconds(shape, size) or 0.0 for shape in self._shapes}
+        if not seconds[OFF]:
+            return stand  # nothing was ever measured: plain ticks tell what plain ticks cost
+        self._acceptance.refresh()
+        self.evaluations += len(seconds)
+        rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
+        self._decide(stand, rates)
+        self._plan_probe(stand, rates, seconds)
+        return stand
+
+    def _decide(self, stand: _Stand, rates: dict[Shape, float]) -> None:
+        """Stays with the shape in use unless another is better beyond doubt."""
+        known = {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
+        used = stand.shape if stand.shape in known else OFF
+        best = max(known, key=known.__getitem__)
+        settled = best.off or self._ticks - stand.since >= self._settings.settle_ticks
+        if best != used and settled and known[best] > known[used] * (1.0 + self._margin(used, best)):
+            used = best
+        if used != stand.shape:
+            self._tally.switches += stand.reviews > 1
+            stand.shape, stand.since = used, self._ticks
+        stand.rate = known[used]
+
+    def _margin(self, used: Shape, best: Shape) -> float:
+        if best.off:
+            return self._settings.off_margin
+        evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
+        return self._settings.margin + self._settings.doubt / sqrt(evidence)
+
+    def _known(self, shape: Shape) -> float:
+        return self._acceptance.known(shape.drafters)
+
+    # ---- learning
+
+    def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float]) -> None:
+        """The drafters least is known about that are worth a try now, in the shape that promises most."""
+        stand.probe = None
+        for drafters in sorted(self._sets, key=self._acceptance.evidence):
+            mine = [
+                shape
+                for shape in rates
+                if shape.drafters == drafters and (shape.depth + 1) / seconds[shape] > stand.rate
+            ]  # others could not pay if everything were accepted
+            if not mine or drafters == stand.shape.drafters:
+                continue
+            if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
+                worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) for shape in mine}
+                left = self._ledger.left(self._settings.allowance_ticks * seconds[OFF])
+                affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
+                stand.probe = max(affordable, key=rates.__getitem__)
+                stand.worst = worst[stand.probe]
+                return
+
+    def _worth_a_try(self, drafters: Drafters, promised: float, used: float) -> bool:
+        """As long as it might be better; then now and then, more rarely every time."""
+        evidence = self._acceptance.evidence(drafters)
+        doubt = inf if evidence < _UNKNOWN else self._settings.doubt / sqrt(evidence)
+        pause = self._pauses[drafters]
+        if evidence < _DECIDED and promised * (1.0 + doubt) > used * (1.0 + self._settings.margin):
+            return True
+        if pause.until is None:
+            pause.until = self._ticks + pause.wait
+        return self._ticks >= pause.until
+
+    def _try(self, stand: _Stand, size: int) -> Shape:
+        shape, stand.probe = stand.probe or OFF, None
+        self._ledger.open.append(_Probe(shape, size, stand.rate, stand.worst, self._ticks))
+        pause = self._pauses[shape.drafters]
+        if pause.until is not None:
+            pause.wait = min(2 * pause.wait, self._settings.longest_pause)
+            pause.until = self._ticks + pause.wait
+        return shape
+
+    def _budget_left(self, size: int) -> float:
+        return self._ledger.left(self._settings.allowance_ticks * (self._costs.seconds(OFF, size) or 0.0))
+
+    # ---- observing
+
+    def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
+        tally, ledger = self._tally, self._ledger
+        accepted = sum(walked.accepted for walked in outcome.walks)
+        per_request = 1.0 + accepted / len(outcome.walks) if outcome.walks else 1.0
+        ledger.spent += seconds
+        probe = ledger.close(outcome.shape, size, self._ticks)
+        if probe is not None:
+            tally.explored += 1
+            ledger.lost = max(0.0, ledger.lost + seconds - per_request / probe.rate)
+            self._stands[size].until = self._ticks
+        tally.ticks[(size, outcome.shape)] += 1
+        tally.verifies += len(outcome.walks)
+        tally.accepted += accepted
+        if not outcome.shape.off:
+            tally.saved_s += per_request * (self._costs.seconds(OFF, size) or 0.0) - seconds
+
+    def _sound(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        seen = [self._watches[drafter].see(outcome.shape, outcome.walks) for drafter in outcome.shape.drafters]
+        alarms = tuple(alarm for alarm in seen if alarm is not None)
+        for alarm in alarms:
+            self._tally.alarms += 1
+            self._watches[alarm.drafter] = CollapseWatch(alarm.drafter)
+            self._acceptance.forget(alarm.drafter)
+            self._reopen(alarm.drafter)
+        return alarms
+
+    def _reopen(self, drafter: str) -> None:
+        """All that was decided with this drafter is open again."""
+        for drafters in self._sets:
+            if drafter in drafters:
+                self._pauses[drafters] = _Pause(self._settings.probe_pause)
+        for stand in self._stands.values():
+            stand.until = self._ticks
