@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlt.kernels.trees import walk
 from tlt.spec.shape import Draft, depths, merge
 from tlt.spec.tree import Trees
-from tlt.spec.verify import walk
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_the_walk_follows_the_drawn_tokens(draft: Draft, drawn: list[int], steps
             break
         node = children[0]
         expected.append(node)
-    walked = walk(trees, torch.tensor([drawn]), steps)
-    count = int(walked.steps_R)
-    assert walked.node_RS[0, :count].tolist() == expected
-    assert walked.node_RS[0, count:].tolist() == [node] * (steps - count)
+    node_RS, steps_R = walk(trees.parent_RQ, trees.token_RQ, torch.tensor([drawn]), steps)
+    count = int(steps_R)
+    assert node_RS[0, :count].tolist() == expected
+    assert node_RS[0, count:].tolist() == [node] * (steps - count)

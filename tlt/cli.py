@@ -165,7 +165,7 @@ VERBS: dict[str, Verb] = {
             ("--prompts", "a JSONL file with a question or prompt column; without one, prompts are made up"),
             ("--raw", "no chat template: plain prompts"),
             ("--shape", "widen the policy to this shape first: 1.5B or 7B"),
-            ("--sections", "some of floor,start,step,context,natural,logprobs,identity,features,sync,peers"),
+            ("--sections", "some of floor,start,step,context,natural,identity,logprobs,features,sync,peers"),
             ("--batches", "batch sizes of the step section, as in 1,8,64"),
             ("--cap", "tokens of a natural answer, at most"),
             ("--budget", "seconds for each peer, and for the context sweep"),

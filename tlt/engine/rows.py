@@ -17,7 +17,7 @@ from tlt.engine.sampler import Sampled, SamplingRows, signed
 from tlt.engine.scheduler import Plan
 from tlt.kernels import rows as row_kernels
 from tlt.spec.tree import Trees
-from tlt.spec.verify import Walk
+from tlt.spec.verify import Walk, tree_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,49 +90,19 @@ class Rows:
 
     def tree_inputs(self, trees: Trees, filtered: bool) -> TreeInputs:
         """Puts each row's newest token at the root of its tree."""
-        rows, nodes = trees.token_RQ.shape
-        ints, floats, pages = self._ints[:rows], self._floats[:rows], self._pages[:rows]
-        trees.token_RQ[:, 0] = ints[:, 0]
-        position_R1 = ints[:, 1:2]
-        live_R1 = self._live(rows)[:, None]
-        place_RQ = position_R1 + torch.arange(nodes, device=self._device)
-        # idle rows hold positions of the past: they must not look beyond the table
-        page_RQ = pages.gather(1, (place_RQ * live_R1) // self._page_size)
-        slot_RQ = (page_RQ * self._page_size + place_RQ % self._page_size).masked_fill(~live_R1, -1)
-        position_RQ = (position_R1 + trees.depth_RQ) * live_R1
+        prepare = tree_kernels(self._device).prepare
+        int64s, slot_RQ, context_R, float32s = prepare(*self._state(), trees.token_RQ, trees.depth_RQ, self._page_size)
+        _, next_position, seed, request, top_k = int64s.flatten(1)
+        temperature, top_p = float32s.flatten(1)
+        sampling = SamplingRows(seed, request, next_position, temperature, top_k, top_p, filtered)
+        return TreeInputs(int64s[0], slot_RQ, context_R, self._pages[: len(slot_RQ)], sampling)
 
-        def each(column_R: Tensor) -> Tensor:
-            return column_R[:, None].expand(rows, nodes).reshape(-1)
-
-        sampling = SamplingRows(
-            seed_R=each(ints[:, 2]),
-            request_R=each(ints[:, 3]),
-            position_R=position_RQ.flatten() + 1,
-            temperature_R=each(floats[:, 0]),
-            top_k_R=each(ints[:, 4]),
-            top_p_R=each(floats[:, 1]),
-            filtered=filtered,
-        )
-        context_R = ((position_R1 + nodes) * live_R1).squeeze(1).int()
-        return TreeInputs(position_RQ, slot_RQ.int(), context_R, pages, sampling)
-
-    def finish_trees(self, drawn: Sampled, walked: Walk) -> Tensor:
-        """The last token of each walk becomes the next root. Returns int32 [R, 3·S + 1]: tokens, bits of both
-        log-probabilities, and the number of steps."""
-        rows = len(walked.node_RS)
-        live_R = self._live(rows)
-        token_RS, logprob_RS, policy_RS = (
-            part.view(rows, -1).gather(1, walked.node_RS)
-            for part in (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        )
-        ints = self._ints[:rows]
-        ints[:, 0] = torch.where(live_R, token_RS[:, -1].clamp(min=0), ints[:, 0])
-        ints[:, 1] += walked.steps_R * live_R
-        bits = (logprob_RS.contiguous().view(torch.int32), policy_RS.contiguous().view(torch.int32))
-        return torch.cat((token_RS.int(), *bits, walked.steps_R[:, None].int()), dim=1)
-
-    def _live(self, rows: int) -> Tensor:
-        return torch.arange(rows, device=self._device) < self._count
+    def finish_trees(self, trees: Trees, inputs: TreeInputs, drawn: Sampled, steps: int) -> Walk:
+        """Walks the trees; the last token of each walk becomes the next root."""
+        ints, _, _, count = self._state()
+        tree = (trees.parent_RQ, trees.token_RQ, inputs.slot_RQ)
+        drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
+        return Walk(*tree_kernels(self._device).finish(ints, count, tree, drawn_parts, steps))
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._ints, self._floats, self._pages, self._count

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt.engine.graphs import GraphPool, PoolReport, bucket, buckets
-from tlt.engine.rows import Rows, TreeInputs, send
+from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
 from tlt.model.attention import PagedLayout, kernels_for
@@ -21,7 +21,6 @@ from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.shape import MOST_NODES, Draft
 from tlt.spec.tree import Trees
-from tlt.spec.verify import Walk, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,26 +200,16 @@ class Runner:
         )
         out = self._model(trees.token_RQ.flatten(), layout, self._taps)
         sampled = sample(self._model.logits(out.hidden_TD), inputs.sampling)
-        walked = walk(trees, sampled.token_R.view(rows, nodes), steps)
-        self._compact(inputs, walked)
-        packed = self._rows.finish_trees(sampled, walked)
+        walked = self._rows.finish_trees(trees, inputs, sampled, steps)
+        if steps > 1:
+            places = inputs.slot_RQ[:, 1:steps].contiguous()  # where plain decoding would have put the accepted
+            kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, walked.moves_RS, places)
         at_node = walked.node_RS[:, :, None].expand(-1, -1, self._model.config.hidden)
 
         def walked_only(states_TD: Tensor) -> Tensor:
             return states_TD.view(rows, nodes, -1).gather(1, at_node)
 
-        return _Result(packed, tuple(map(walked_only, out.taps)), walked_only(out.hidden_TD), walked.steps_R)
-
-    def _compact(self, inputs: TreeInputs, walked: Walk) -> None:
-        """Moves the keys and values of accepted nodes to where plain decoding would have put them."""
-        count = walked.node_RS.shape[1]
-        if count == 1:
-            return
-        place = torch.arange(1, count, device=self._device)
-        node = walked.node_RS[:, 1:]
-        moved = (place < walked.steps_R[:, None]) & (node != place)
-        source = inputs.slot_RQ.gather(1, node).masked_fill(~moved, -1)
-        kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, source, inputs.slot_RQ[:, 1:count].contiguous())
+        return _Result(walked.packed, tuple(map(walked_only, out.taps)), walked_only(out.hidden_TD), walked.steps_R)
 
     def _fetch(self, packed: Tensor) -> Pending:
         if self._landing is None:

@@ -1,14 +1,14 @@
 """What the policy will accept: survival per depth and rank of each drafter, and a shape's accept length from it.
 
-What always holds: the estimates come from what policies really walked, newer verifies counting more; a verify speaks for
-all shorter depths and narrower widths too. Knows nothing of costs, tensors or the choice of a shape.
+What always holds: the estimates come from what policies really walked, newer verifies counting more; a verify speaks
+for all shorter depths and narrower widths too. Knows nothing of costs, tensors or the choice of a shape.
 
-The rule of the tree. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a node
-is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and width, and
-its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores and do better (or
-worse): what a shape really gave, over what the rule foresaw, corrects it.
-Several drafters in one tree count as one whose rank is the best of theirs, each rank costing one node per drafter; at least
-what the best of them would give alone.
+The rule of the tree. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a
+node is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and
+width, and its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores and do
+better (or worse): what a shape really gave, over what the rule foresaw, corrects it.
+Several drafters in one tree count as one whose rank is the best of theirs, each rank costing one node per drafter; at
+least what the best of them would give alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,9 @@ Drafters = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """How far one drafter's own branches, alone, go along with the policy. The policy's tokens beyond its walk are unknown."""
+    """How far one drafter's own branches, alone, go along with the policy, as far as the policy's tokens are known."""
 
-    ranks: tuple[
-        int, ...
-    ] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, 1 = first
+    ranks: tuple[int, ...] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, from 1
     missed_among: int = 0  # then the policy's token was none of this many candidates; 0: nobody looked further
 
 
@@ -98,6 +96,11 @@ class Survival:
         if self.evidence > most:
             self._scale(most / self.evidence)
         self.fresh += 1
+
+    def by_depth(self) -> tuple[float, ...]:
+        """Share accepted at depth 1, 2, … of what got there, at any rank; as deep as something got."""
+        looked = [(sum(hits), sum(misses)) for hits, misses in zip(self._hits, self._misses, strict=True)]
+        return tuple(hits / (hits + misses) for hits, misses in looked if hits + misses > 0.0)
 
     def ranks(self) -> list[list[float]]:
         """p_d(r). Each rank's chance is estimated among the verifies that looked so far; little known, it leans on the
@@ -183,7 +186,6 @@ class Acceptance:
         self._foreseen = {key: _Foreseen() for key in keys}
         self._real: dict[Shape, tuple[float, float]] = {}  # tokens emitted, tokens foreseen: both fading
         self._sampled = 0
-        self._reached: dict[str, list[list[int]]] = {key[0]: [] for key in keys if len(key) == 1}
 
     def evidence(self, drafters: Drafters) -> float:
         return self._survival[drafters].evidence
@@ -205,9 +207,7 @@ class Acceptance:
         sample = walks[self._sampled % stride :: stride]
         self._sampled += 1
         for index, drafter in enumerate(shape.drafters):
-            own = [walked.tracks[index] for walked in sample]
-            self._survival[(drafter,)].see(own)
-            self._count_depths(drafter, own)
+            self._survival[(drafter,)].see([walked.tracks[index] for walked in sample])
         if len(shape.drafters) > 1:
             self._survival[shape.drafters].see(together(walked.tracks) for walked in sample)
         if self.known(shape.drafters) > _SETTLED:
@@ -232,23 +232,13 @@ class Acceptance:
         self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
 
     def by_depth(self, drafter: str) -> tuple[float, ...]:
-        """Share accepted at each depth, of the tracks that got there, since the beginning."""
-        return tuple(accepted / looked for looked, accepted in self._reached[drafter] if looked)
+        return self._survival[(drafter,)].by_depth()
 
     def _of(self, drafter: str) -> list[Drafters]:
         return [key for key in self._survival if drafter in key]
 
     def _new_survival(self) -> Survival:
         return Survival(self._depth, self._width, self._horizon)
-
-    def _count_depths(self, drafter: str, tracks: list[Track]) -> None:
-        counts = self._reached[drafter] = self._reached[drafter] or [[0, 0] for _ in range(self._depth)]
-        for seen in tracks:
-            for depth in range(min(len(seen.ranks), self._depth)):
-                counts[depth][0] += 1
-                counts[depth][1] += 1
-            if seen.missed_among and len(seen.ranks) < self._depth:
-                counts[len(seen.ranks)][0] += 1
 
     def _compare(self, shape: Shape, verifies: int, tokens: int) -> None:
         kept = max(0.0, 1.0 - verifies / self._horizon)

@@ -1,8 +1,8 @@
-"""BEG-MAB, the TLT paper's bucketed ε-greedy bandit, with several shapes per bucket: the baseline the tuner has to beat.
+"""BEG-MAB, the TLT paper's bucketed ε-greedy bandit, with several shapes per bucket: the baseline to beat.
 
-Shapes that verify equally many tokens form a group; the group that verifies most serves the smallest batches, and so on.
-Beyond the last bucket decoding is plain. A shape's reward is (Σ accepted / batch + 1) · batch / seconds, its worth the
-median of its last rewards. Knows nothing of costs, survival or "off" as a choice; forgets by its windows alone.
+Shapes that verify equally many tokens form a group; the group that verifies most serves the smallest batches, and so
+on. Beyond the last bucket decoding is plain. A shape's reward is (Σ accepted / batch + 1) · batch / seconds, its worth
+the median of its last rewards. Knows nothing of costs, survival or "off" as a choice; forgets by its windows alone.
 """
 
 import random

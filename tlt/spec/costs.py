@@ -7,9 +7,10 @@ Knows nothing of acceptance, of who measures, or of what a role does.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection
+from math import copysign, exp, log
 from statistics import median
 
-from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape import Shape
 
 POLICY = "policy"  # one run of the policy; size = padded tokens
 EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded requests
@@ -65,19 +66,22 @@ def never_falling(values: list[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-_PRIOR_TICKS = 4  # how many ticks of agreement with the table a shape is credited with before it ever ran
-_KNOWN_TICKS = 32  # later ticks at a boundary count as the 32nd did, so that a change is followed
-_BOUNDARY = 8  # ticks after a switch in which the new shape is compared with the one before
+_PRIOR_TICKS = 4  # of agreement with the table that drafters, and shapes, are credited with before they ever ran
+_KNOWN_TICKS = 32  # later ticks after a switch count as the 32nd did, so that a change is followed
+_BOUNDARY = 16  # ticks after a switch in which the new shape is compared with the one before
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share
 _STRANGE = 1.25  # a tick counts as at most this many times dearer (or cheaper) than foreseen
+_STRANGE_DRAFT = 2.0  # and its drafting as this many times
+_UNSURE, _UNSURE_DRAFT = 0.02, 0.1  # corrections too small to be told from noise
+_LEAST_DRAFT_S = 20e-6  # of a tick that drafts: something to correct where the table knows of nothing
 
 
 class TickCosts:
     """Seconds of a whole tick: the table's sum, corrected by how long ticks really took.
 
-    Two corrections. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when shapes are compared.
-    A shape's `relative` one is what its own sum leaves out; it is learned only in the few ticks after a switch, when
-    the shape before ran in the same conditions.
+    Three corrections, all factors. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when
+    shapes are compared. What drafting costs beyond the table, and what a shape costs beyond that, is learned only in
+    the few ticks after a switch, when the shape before ran in the same conditions.
     """
 
     def __init__(self, table: CostTable, pad: Callable[[int], int], learned: Collection[str] = ()) -> None:
@@ -85,14 +89,19 @@ class TickCosts:
         self.pad = pad  # of tokens, and of requests: the size of the graph that would run
         self._learned = frozenset(learned)  # drafters that run on the device; the others only cost the host a lookup
         self._drift = 1.0
-        self._relative: dict[Shape, tuple[float, int]] = {}  # correction, ticks it was learned from
+        self._drafting = {True: _Factor(_UNSURE_DRAFT), False: _Factor(_UNSURE_DRAFT)}  # with a learned drafter?
+        self._shapes: dict[Shape, _Factor] = {}
         self._last: Shape | None = None
         self._since = _BOUNDARY + 1  # ticks since the shape changed
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
-        summed = self._sum(shape, batch)
-        return None if summed is None else summed * self._relative.get(shape, (1.0, 0))[0] * self._drift
+        policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
+        if policy is None:
+            return None
+        beside = 0.0 if shape.off else self._draft(shape, batch) * self._drafting_factor(shape).value
+        known = self._shapes.get(shape)
+        return (policy + beside) * (known.value if known is not None else 1.0) * self._drift
 
     def observe(self, shape: Shape, batch: int, seconds: float) -> None:
         """A tick took this long, one-off work left out."""
@@ -102,21 +111,28 @@ class TickCosts:
         if expected is None:
             if shape.off:
                 self._table.record(POLICY, self.pad(batch), seconds)
-            return
-        surprise = min(max(seconds / expected, 1 / _STRANGE), _STRANGE) if expected > 0 else 1.0
-        if self._since > _BOUNDARY:
-            self._drift *= surprise**_DRIFT
-            return
-        correction, ticks = self._relative.get(shape, (1.0, 0))
-        ticks = min(ticks + 1, _KNOWN_TICKS)
-        self._relative[shape] = (correction * surprise ** (1 / (ticks + _PRIOR_TICKS)), ticks)
+        elif self._since > _BOUNDARY:
+            self._drift *= _within(seconds / expected, _STRANGE) ** _DRIFT
+        else:
+            self._blame(shape, batch, seconds)
 
-    def _sum(self, shape: Shape, batch: int) -> float | None:
-        policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
-        if policy is None or shape == OFF:
-            return policy
+    def _blame(self, shape: Shape, batch: int, seconds: float) -> None:
+        """What the tick took beyond expectation goes to the drafting; what is left over, to the shape."""
+        own = self._shapes.setdefault(shape, _Factor(_UNSURE))
+        if not shape.off:
+            policy = self._table.estimate(POLICY, self.pad(batch * shape.verify)) or 0.0
+            drafting = self._drafting_factor(shape)
+            beside_policy = seconds / self._drift / own.value - policy
+            drafting.move(beside_policy / (self._draft(shape, batch) * drafting.value), _STRANGE_DRAFT)
+        own.move(seconds / (self.seconds(shape, batch) or seconds), _STRANGE)
+
+    def _drafting_factor(self, shape: Shape) -> "_Factor":
+        return self._drafting[not self._learned.isdisjoint(shape.drafters)]
+
+    def _draft(self, shape: Shape, batch: int) -> float:
+        """By the table alone."""
         requests = self.pad(batch)
-        total = policy
+        total = _LEAST_DRAFT_S
         for drafter in shape.drafters:
             if drafter in self._learned:
                 total += self._run(EXTEND, requests) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
@@ -125,6 +141,26 @@ class TickCosts:
         return total
 
     def _run(self, role: str, size: int) -> float:
-        """A drafter's run nobody has measured is taken to cost what the policy's would: never more, so the safe side."""
+        """A drafter's run nobody has measured is taken to cost what the policy's would: the safe side."""
         known = self._table.estimate(role, size)
         return known if known is not None else self._table.estimate(POLICY, size) or 0.0
+
+
+class _Factor:
+    """A correction learned tick by tick. Smaller ones than noise makes are none."""
+
+    def __init__(self, unsure: float) -> None:
+        self._unsure = unsure  # in logarithms
+        self._log = 0.0
+        self._ticks = 0  # it was learned from
+        self.value = 1.0
+
+    def move(self, surprise: float, most: float) -> None:
+        """Towards what a tick says, by less the more ticks have spoken."""
+        self._ticks = min(self._ticks + 1, _KNOWN_TICKS)
+        self._log += log(_within(surprise, most)) / (self._ticks + _PRIOR_TICKS)
+        self.value = exp(copysign(max(0.0, abs(self._log) - self._unsure), self._log))
+
+
+def _within(ratio: float, most: float) -> float:
+    return min(max(ratio, 1.0 / most), most)

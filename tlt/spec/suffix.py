@@ -23,13 +23,14 @@ from tlt.errors import ConfigError, RequestError
 from tlt.spec.shape import EMPTY, Draft
 from tlt.types import Key
 
-DEEPEST = 64  # no branch is longer
+_DEEPEST = 64  # no branch is longer
 _RECENT = 6  # places remembered per shared context, and followed per draft: the newest
+_SHARES = 8  # classes of how many matches agree on the next token
 _OFFSET_BITS = 32  # a place is a text's number and an offset in it, packed into one integer
 _OFFSET = (1 << _OFFSET_BITS) - 1
 
 _Line = tuple[tuple[int, ...], int, int]  # tokens that were written after this, how many agreed before, how often
-# A node the tree could get: −score, arrival (breaks ties), parent, depth, token, kind of evidence, lines that go there.
+# A node the tree could get: −score, parent, place among siblings, depth, token, kind of evidence, lines behind it.
 _Step = tuple[float, int, int, int, int, int, list[_Line]]
 
 
@@ -45,13 +46,6 @@ class _Fork(dict[int, "_Fork | int"]):
     def __init__(self, depth: int, recent: list[int]) -> None:
         self.depth = depth
         self.recent = recent  # the newest places below, the newest last
-
-
-def _agreement(left: list[int], left_end: int, right: list[int], right_end: int, known: int, most: int) -> int:
-    """How many tokens before two places agree, at most `most`; of `known` it is known."""
-    while known < most and left[left_end - 1 - known] == right[right_end - 1 - known]:
-        known += 1
-    return known
 
 
 class _Library:
@@ -75,61 +69,51 @@ class _Library:
             if below is None:
                 fork[key] = place
                 return
-            if type(below) is _Fork:
-                recent, reach = below.recent, below.depth
-                agreed = depth + 1
-                if agreed < reach:
-                    like = recent[-1]
-                    agreed = _agreement(tokens, end, self.texts[like >> _OFFSET_BITS], like & _OFFSET, agreed, reach)
-                if agreed == reach:
-                    recent.append(place)
-                    if len(recent) > _RECENT:
-                        del recent[0]
-                    fork = below
-                    continue
-                fork[key] = self._part(below, recent, agreed, tokens, end, place)
+            recent, reach = (below.recent, below.depth) if isinstance(below, _Fork) else ([below], most)
+            agreed = depth + 1
+            if agreed < reach:
+                agreed = self._agreement(tokens, end, recent[-1], agreed, reach)
+            if agreed < reach or not isinstance(below, _Fork):
+                fork[key] = parted = _Fork(agreed, [*recent[1 - _RECENT :], place])
+                parted[self._key(recent[-1], agreed)] = below
+                parted[self._key(place, agreed)] = place
                 return
-            assert isinstance(below, int)
-            agreed = _agreement(tokens, end, self.texts[below >> _OFFSET_BITS], below & _OFFSET, depth + 1, most)
-            fork[key] = self._part(below, [below], agreed, tokens, end, place)
-            return
+            recent.append(place)
+            if len(recent) > _RECENT:
+                del recent[0]
+            fork = below
 
-    def _part(
-        self, below: "_Fork | int", recent: list[int], agreed: int, tokens: list[int], end: int, place: int
-    ) -> _Fork:
-        """A fork where a new place parts from what was there."""
-        like = recent[-1]
-        fork = _Fork(agreed, [*recent[1 - _RECENT :], place])
-        if agreed < self.max_match:
-            fork[self.texts[like >> _OFFSET_BITS][(like & _OFFSET) - 1 - agreed]] = below
-            fork[tokens[end - 1 - agreed]] = place
-        else:
-            fork[like] = below
-            fork[place] = place
-        return fork
+    def _key(self, place: int, depth: int) -> int:
+        """By which a fork of this depth leads to a place."""
+        if depth == self.max_match:
+            return place
+        return self.texts[place >> _OFFSET_BITS][(place & _OFFSET) - 1 - depth]
+
+    def _agreement(self, tokens: list[int], end: int, place: int, known: int, most: int) -> int:
+        """How many tokens before `end` agree with those before a place, at most `most`; `known` of them do."""
+        other, other_end = self.texts[place >> _OFFSET_BITS], place & _OFFSET
+        while known < most and tokens[end - 1 - known] == other[other_end - 1 - known]:
+            known += 1
+        return known
 
     def remove(self, number: int) -> None:
         """Takes a text away, and all its places out of the index."""
-        tokens = self.texts[number]
-        for end in range(self.max_match, len(tokens)):
-            self._remove_place(tokens, end, number << _OFFSET_BITS | end)
+        for end in range(self.max_match, len(self.texts[number])):
+            self._remove_place(number << _OFFSET_BITS | end)
         del self.texts[number]
 
-    def _remove_place(self, tokens: list[int], end: int, place: int) -> None:
+    def _remove_place(self, place: int) -> None:
         path: list[tuple[_Fork, int]] = []  # forks and the keys by which they were left
         below: _Fork | int = self.root
         while isinstance(below, _Fork):
-            key = tokens[end - 1 - below.depth] if below.depth < self.max_match else place
-            path.append((below, key))
-            below = below[key]
-        fork, key = path.pop()
-        del fork[key]
-        if path and len(fork) == 1:  # no longer a fork
-            (only,) = fork.values()
+            path.append((below, self._key(place, below.depth)))
+            below = below[path[-1][1]]
+        last, key = path[-1]
+        del last[key]
+        if len(path) > 1 and len(last) == 1:  # no longer a fork
+            path.pop()
             above, key = path[-1]
-            above[key] = only
-        else:
-            path.append((fork, key))
+            (above[key],) = last.values()
         for fork, _ in reversed(path[1:]):
             if place in fork.recent:
                 fork.recent.remove(place)
@@ -146,25 +130,20 @@ class _Library:
 
     def lines(self, tokens: list[int], least: int, ahead: int) -> list[_Line]:
         """What follows the newest places whose context agrees with the end of `tokens`, the longest agreement first."""
-        end, most, texts = len(tokens), self.max_match, self.texts
+        end, most = len(tokens), self.max_match
         found: list[tuple[int, list[int]]] = []  # tokens that agree, places; shortest first
         fork = self.root
         while (depth := fork.depth) < most:
             below = fork.get(tokens[end - 1 - depth])
             if below is None:
                 break
-            if type(below) is _Fork:
-                recent, reach = below.recent, below.depth
-            else:
-                assert isinstance(below, int)
-                recent, reach = [below], most
+            recent, reach = (below.recent, below.depth) if isinstance(below, _Fork) else ([below], most)
             agreed = depth + 1
             if agreed < reach:
-                like = recent[-1]
-                agreed = _agreement(tokens, end, texts[like >> _OFFSET_BITS], like & _OFFSET, agreed, reach)
+                agreed = self._agreement(tokens, end, recent[-1], agreed, reach)
             if agreed >= least:
                 found.append((agreed, recent))
-            if agreed < reach or type(below) is not _Fork:
+            if agreed < reach or not isinstance(below, _Fork):
                 break
             fork = below
         return self._follow(found, ahead)
@@ -202,28 +181,22 @@ class _HitRates:
     """
 
     _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the longest agreement of each class but the last
-    _SHARES = 8
-    _KINDS = 2 * _SHARES  # per class of lengths
     _GUESS = 4.0  # what the first guess weighs, in trials
     _WINDOW = 2048.0  # trials after which the older ones fade: the policy changes
 
     def __init__(self, longest: int) -> None:
-        self._base = [self._KINDS * bisect_left(self._LENGTHS, length) for length in range(longest + 1)]
+        # A kind is base[tokens that agree] + shares[matches][of them] + (no longer match says otherwise)
+        self.base = [2 * _SHARES * bisect_left(self._LENGTHS, length) for length in range(longest + 1)]
+        self.shares = [  # one of one is weaker evidence than six of six
+            [2 * (_SHARES * part // (whole + 1)) for part in range(whole + 1)] for whole in range(_RECENT + 1)
+        ]
         self.rates: list[float] = []  # by kind
         for length in (*self._LENGTHS, longest):
-            for share in range(self._SHARES):
-                rate = (share + 0.5) / self._SHARES * length / (length + 1)
+            for share in range(_SHARES):
+                rate = (share + 0.5) / _SHARES * length / (length + 1)
                 self.rates += [rate / 2, rate]
         self._trials = [self._GUESS] * len(self.rates)
         self._hits = [self._GUESS * rate for rate in self.rates]
-        self.unanimous = [  # by matches and length: the kind where no match says otherwise
-            [self.kind(length, matches, matches, True) for length in range(longest + 1)]
-            for matches in range(_RECENT + 1)
-        ]
-
-    def kind(self, agreed: int, matches: int, of: int, longest: bool) -> int:
-        share = self._SHARES * matches // (of + 1)  # one of one is weaker evidence than eight of eight
-        return self._base[agreed] + 2 * share + longest
 
     def observe(self, kind: int, hit: bool) -> None:
         self._trials[kind] += 1
@@ -242,16 +215,19 @@ class _Proposal:
     kinds: tuple[int, ...]  # of evidence, per node
     reached: int = -1  # a node; −1 is the root
 
-    def follow(self, token: int, rates: _HitRates) -> bool:
-        """Goes on by the token that was really written; false where the tree has no such node."""
-        here, hit = self.reached, False
-        for node, parent in enumerate(self.draft.parents):
-            if parent == here:
-                foretold = self.draft.tokens[node] == token
-                rates.observe(self.kinds[node], foretold)
-                if foretold:
-                    self.reached, hit = node, True
-        return hit
+    def follow(self, tokens: Sequence[int], rates: _HitRates) -> bool:
+        """Goes on by what was really written; false where the tree has no such node."""
+        for token in tokens:
+            here, hit = self.reached, False
+            for node, parent in enumerate(self.draft.parents):
+                if parent == here:
+                    foretold = self.draft.tokens[node] == token
+                    rates.observe(self.kinds[node], foretold)
+                    if foretold:
+                        self.reached, hit = node, True
+            if not hit:
+                return False
+        return True
 
 
 @dataclass(slots=True)
@@ -279,7 +255,7 @@ class SuffixDrafter:
         self._libraries: dict[str, _Library] = {}
         self._history: OrderedDict[int, str] = OrderedDict()  # numbers of texts nobody needs → prompt; oldest first
         self._numbers = 0
-        self._rates = _HitRates(max_match + DEEPEST)
+        self._rates = _HitRates(max_match + _DEEPEST)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
         """A request starts. Its prompt is read now; its answer comes by `extend`."""
@@ -295,7 +271,8 @@ class SuffixDrafter:
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         """Tokens the policy really wrote. They also tell how good the latest proposal was."""
         request = self._request(key)
-        self._learn(request, tokens)
+        if request.proposal is not None and not request.proposal.follow(tokens, self._rates):
+            request.proposal = None
         text, library, number = request.tokens, request.library, request.number
         for token in tokens:
             text.append(token)
@@ -331,7 +308,7 @@ class SuffixDrafter:
         request.proposal = None
         if min(depth, width, budget) < 1:
             return EMPTY
-        lines = request.library.lines(request.tokens, self.min_match, min(depth, DEEPEST))
+        lines = request.library.lines(request.tokens, self.min_match, min(depth, _DEEPEST))
         if not lines:
             return EMPTY
         request.proposal = self._grow(lines, width, budget)
@@ -345,7 +322,7 @@ class SuffixDrafter:
 
     def _grow(self, lines: list[_Line], width: int, budget: int) -> _Proposal:
         """Takes the likeliest step at hand until the budget is spent. A longest match takes the first."""
-        unanimous, rates = self._rates.unanimous, self._rates.rates
+        base, shares, rates = self._rates.base, self._rates.shares, self._rates.rates
         step, *waiting = self._steps(lines, -1, 0, -1.0, width)
         heapify(waiting)
         taken = [step]
@@ -357,16 +334,15 @@ class SuffixDrafter:
             else:  # one line to copy: the most frequent case by far
                 written, agreed, times = lines[0]
                 if ahead < len(written):
-                    kind = unanimous[times][agreed + ahead]
-                    step = rank * rates[kind], node * width, node, ahead + 1, written[ahead], kind, lines
-                    step = heappushpop(waiting, step)
+                    kind = base[agreed + ahead] + shares[times][times] + 1
+                    step = heappushpop(waiting, (rank * rates[kind], node, 0, ahead + 1, written[ahead], kind, lines))
                     taken.append(step)
                     continue
             if not waiting:
                 break
             step = heappop(waiting)
             taken.append(step)
-        ranks, _, parents, _, tokens, kinds, _ = zip(*taken, strict=True)
+        ranks, parents, _, _, tokens, kinds, _ = zip(*taken, strict=True)
         return _Proposal(Draft(tokens, parents, tuple(map(neg, ranks))), kinds)
 
     def _steps(self, lines: list[_Line], node: int, ahead: int, rank: float, width: int) -> list[_Step]:
@@ -383,26 +359,19 @@ class SuffixDrafter:
                 else:
                     ways[token] = [line]
         steps: list[_Step] = []
-        first = node * width  # arrivals are unique: the heap never compares further
         longest = 0
+        base, share, rates = self._rates.base, self._rates.shares[going], self._rates.rates
         for token, followers in ways.items():  # in the order of the lines: the longest agreement first
             _, agreed, times = followers[0]
             longest = longest or agreed
             if len(followers) > 1:
                 times = sum([line[2] for line in followers])
-            kind = self._rates.kind(agreed + ahead, times, going, agreed == longest)
-            steps.append((rank * self._rates.rates[kind], first + len(steps), node, ahead + 1, token, kind, followers))
-        if len(steps) > 1:
+            kind = base[agreed + ahead] + share[times] + (agreed == longest)
+            steps.append((rank * rates[kind], node, len(steps), ahead + 1, token, kind, followers))
+        if node < 0 or len(steps) > width:
             steps.sort(key=lambda step: (step[6][0][1] < longest, step[0]))
             del steps[width:]
         return steps
-
-    def _learn(self, request: _Request, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if request.proposal is None:
-                return
-            if not request.proposal.follow(token, self._rates):
-                request.proposal = None
 
     # ---- texts
 

@@ -1,7 +1,8 @@
 """The tuner: which shape this tick, from what was measured. "Off" is always a candidate.
 
-What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning costs
-at most a small share of the time so far (and a first allowance of two plain ticks), counted against the best known shape.
+What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning
+costs at most a small share of the time so far (and a first allowance of two plain ticks), counted against the best
+known shape.
 Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
 """
 
@@ -48,7 +49,7 @@ class TunerSettings:
     doubt: float = 0.5  # … and doubt / √verifies more on top, as long as little is known
     off_margin: float = 0.005  # switching off needs less
     settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
-    review_ticks: int = 32  # between two looks at a batch size; the first come sooner
+    review_ticks: int = 128  # between two looks at a batch size; the first come sooner
     horizon: float = 2000.0  # verifies after which an observation counts 1/e
     probe_pause: int = 64  # ticks until a drafter found wanting is tried again; doubles every time
     longest_pause: int = 4096
@@ -94,7 +95,7 @@ class _Stand:
     shape: Shape = OFF
     rate: float = 0.0  # tokens per second and request expected of it
     since: int = -(10**9)  # tick of the last change of mind
-    reviews: int = 0
+    reviews: int = 0  # since something changed
     until: int = 0  # tick of the next review
     probe: Shape | None = None  # what would be worth trying …
     worst: float = 0.0  # … and the seconds it loses if nothing is accepted
@@ -168,7 +169,7 @@ class Tuner:
         stand = self._stands.get(size)
         if stand is None or self._ticks >= stand.until:
             stand = self._review(size)
-        if stand.probe is not None and stand.worst <= self._budget_left(size):
+        if stand.probe is not None and not self._ledger.open and stand.worst <= self._budget_left(size):
             return self._try(stand, size)
         return stand.shape
 
@@ -221,7 +222,7 @@ class Tuner:
     def _review(self, size: int) -> _Stand:
         stand = self._stands.setdefault(size, _Stand())
         stand.reviews += 1
-        stand.until = self._ticks + min(self._settings.review_ticks, 2 + 2 * stand.reviews)
+        stand.until = self._ticks + min(self._settings.review_ticks, 2 << stand.reviews)
         seconds = {shape: self._costs.seconds(shape, size) or 0.0 for shape in self._shapes}
         if not seconds[OFF]:
             return stand  # nothing was ever measured: plain ticks tell what plain ticks cost
@@ -241,15 +242,17 @@ class Tuner:
         if best != used and settled and known[best] > known[used] * (1.0 + self._margin(used, best)):
             used = best
         if used != stand.shape:
-            self._tally.switches += stand.reviews > 1
-            stand.shape, stand.since = used, self._ticks
+            self._tally.switches += stand.since >= 0
+            stand.shape, stand.since, stand.reviews = used, self._ticks, 1
         stand.rate = known[used]
 
     def _margin(self, used: Shape, best: Shape) -> float:
         if best.off:
             return self._settings.off_margin
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
-        return self._settings.margin + self._settings.doubt / sqrt(evidence)
+        doubt = self._settings.doubt / sqrt(evidence)
+        same = used.drafters == best.drafters  # then an error in one estimate is in the other too
+        return self._settings.margin + (doubt / 2 if same else doubt)
 
     def _known(self, shape: Shape) -> float:
         return self._acceptance.known(shape.drafters)
@@ -287,12 +290,12 @@ class Tuner:
         return self._ticks >= pause.until
 
     def _try(self, stand: _Stand, size: int) -> Shape:
-        shape, stand.probe = stand.probe or OFF, None
+        shape = stand.probe or OFF
         self._ledger.open.append(_Probe(shape, size, stand.rate, stand.worst, self._ticks))
         pause = self._pauses[shape.drafters]
         if pause.until is not None:
             pause.wait = min(2 * pause.wait, self._settings.longest_pause)
-            pause.until = self._ticks + pause.wait
+            pause.until, stand.probe = self._ticks + pause.wait, None
         return shape
 
     def _budget_left(self, size: int) -> float:
@@ -309,7 +312,6 @@ class Tuner:
         if probe is not None:
             tally.explored += 1
             ledger.lost = max(0.0, ledger.lost + seconds - per_request / probe.rate)
-            self._stands[size].until = self._ticks
         tally.ticks[(size, outcome.shape)] += 1
         tally.verifies += len(outcome.walks)
         tally.accepted += accepted
@@ -332,4 +334,4 @@ class Tuner:
             if drafter in drafters:
                 self._pauses[drafters] = _Pause(self._settings.probe_pause)
         for stand in self._stands.values():
-            stand.until = self._ticks
+            stand.until, stand.reviews = self._ticks, 0

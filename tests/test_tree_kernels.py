@@ -1,0 +1,50 @@
+"""The fused tree kernels do to rows and trees what their torch versions do."""
+
+import random
+
+import pytest
+import torch
+
+from tlt.kernels import trees as reference
+from tlt.spec.shape import Draft
+from tlt.spec.tree import Trees
+
+trees_triton = pytest.importorskip("tlt.kernels.trees_triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_trees(rows: int, nodes: int, dice: random.Random) -> Trees:
+    drafts = []
+    for _ in range(rows):
+        size = dice.randrange(nodes)
+        tokens = tuple(dice.randrange(3) for _ in range(size))
+        drafts.append(Draft(tokens, tuple(dice.randrange(-1, node) for node in range(size)), (1.0,) * size))
+    trees = Trees.empty(rows, nodes, "cpu")
+    trees.fill(drafts)
+    return trees
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "nodes", "steps"), [(1, 1, 2, 2), (5, 3, 8, 4), (6, 6, 17, 9), (3, 2, 40, 1)]
+)
+def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, steps: int) -> None:
+    dice, generator = random.Random(nodes), torch.Generator().manual_seed(nodes)
+    ints = torch.randint(-(2**60), 2**60, (8, 5), generator=generator)
+    ints[:, :2] = torch.randint(0, 64, (8, 2), generator=generator)
+    floats = torch.rand((8, 2), generator=generator)
+    pages = torch.randint(0, 999, (8, 20), generator=generator, dtype=torch.int32)
+    drawn = torch.randint(-1, 3, (rows * nodes,), generator=generator)
+    logprobs = torch.randn((2, rows * nodes), generator=generator)
+    trees = random_trees(rows, nodes, dice)
+    outcomes = []
+    for module in (reference, trees_triton):
+        state = [tensor.clone().to(DEVICE) for tensor in (ints, floats, pages)]
+        live = torch.tensor(count, dtype=torch.int32, device=DEVICE)
+        token, parent, depth = (t.clone().to(DEVICE) for t in (trees.token_RQ, trees.parent_RQ, trees.depth_RQ))
+        inputs = module.prepare(*state, live, token, depth, 8)
+        drawn_parts = tuple(part.to(DEVICE) for part in (drawn, *logprobs))
+        walked = module.finish(state[0], live, (parent, token, inputs[1]), drawn_parts, steps)
+        outcomes.append([*inputs, token, *walked, state[0]])
+    for expected, got in zip(*outcomes, strict=True):
+        assert expected.dtype == got.dtype
+        assert torch.equal(expected, got)
