@@ -1,0 +1,372 @@
+"""The bench measures what it says: its arithmetic, its comparisons, and one failing section does not stop the rest."""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import EOS, VOCAB, letters, policy
+from tlt.bench import fidelity, overheads, peers, steps
+from tlt.bench.lab import Lab
+from tlt.bench.machine import Machine, describe, read_bandwidth
+from tlt.bench.options import FULL, QUICK, SECTIONS, BenchOptions, read_options
+from tlt.bench.prompts import token_prompts
+from tlt.bench.published import NOTHING, published
+from tlt.bench.report import Clock, Report, Subject
+from tlt.cli import main
+from tlt.config import RunConfig
+from tlt.engine.graphs import GraphPool
+from tlt.errors import ConfigError, ModelError, TaskError
+from tlt.model.attention import PackedLayout
+from tlt.model.config import ModelConfig
+from tlt.model.widen import wide_config
+from tlt.types import SamplingParams
+
+SMALL = replace(
+    QUICK,
+    batches=(1, 3),
+    short=2,
+    long=6,
+    contexts=(16, 40),
+    context_batches=(1, 2),
+    naturals=(4, 6),
+    peer_prompts=4,
+    cap=24,
+    fidelity_cap=24,
+    features_cap=24,
+    ticks=4,
+    sync_batch=3,
+    read_gib=0.001,
+)
+PROMPTS = [tuple(2 + (7 * i + j) % (VOCAB - 2) for j in range(3 + i)) for i in range(SMALL.rows)]
+MACHINE = describe(torch.device("cpu"), commit="abc")
+
+
+def lab(dtype: torch.dtype = torch.float64, **sampling: Any) -> Lab:
+    config = RunConfig(sampling=SamplingParams(**sampling))
+    return Lab(policy(dtype), letters(), PROMPTS, config, SMALL, MACHINE)
+
+
+def words(**given: Any) -> Namespace:
+    absent = dict.fromkeys(("shape", "prompts", "json", "commit", "batches", "cap", "budget", "sections"))
+    switches = dict.fromkeys(("raw", "quick", "full", "peers", "no_peers"), False)
+    return Namespace(**{"what": "engine", **absent, **switches, **given})
+
+
+# ---- options
+
+
+def test_sections_are_chosen_and_kept_in_order() -> None:
+    assert read_options(words()).sections == SECTIONS
+    assert read_options(words(sections="step,floor")).sections == ("floor", "step")
+    assert read_options(words(sections="step", peers=True)).sections == ("step", "peers")
+    assert "peers" not in read_options(words(no_peers=True)).sections
+
+
+def test_the_scale_follows_the_device_unless_told() -> None:
+    assert read_options(words()).scale(on_gpu=False) == QUICK
+    assert read_options(words()).scale(on_gpu=True) == FULL
+    assert read_options(words(quick=True)).scale(on_gpu=True) == QUICK
+    assert read_options(words(full=True, cap="300", batches="2,5")).scale(on_gpu=False) == replace(
+        FULL, cap=300, features_cap=300, batches=(2, 5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"what": "drafter"}, "tlt bench engine"),
+        ({"sections": "steps"}, "did you mean step?"),
+        ({"batches": "1,x"}, "--batches is 'x'"),
+        ({"cap": "0"}, "--cap is '0'"),
+        ({"peers": True, "no_peers": True}, "exclude each other"),
+        ({"prompts": "none.jsonl"}, "none.jsonl: no such file"),
+    ],
+)
+def test_mistakes_in_options(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        read_options(words(**given))
+
+
+def test_the_command_line_reaches_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tlt.bench.engine
+
+    seen: list[Any] = []
+    monkeypatch.setattr(tlt.bench.engine, "bench_engine", lambda *arguments: seen.extend(arguments))
+    arguments = [
+        "bench",
+        "engine",
+        "tiny",
+        "--sections",
+        "floor",
+        "--no-peers",
+        "--engine.page_size",
+        "8",
+        "--json",
+        "x",
+    ]
+    assert main(arguments) == 0
+    config, options = seen
+    assert config.model.path == "tiny"
+    assert config.engine.page_size == 8
+    assert options == BenchOptions(sections=("floor",), json=Path("x"))
+
+
+# ---- prompts
+
+
+class Speaker:
+    """Stands in for a tokenizer with a chat template: a token per character, a chat opens with token 1."""
+
+    has_chat_template = True
+
+    def encode_prompt(self, content: Any) -> list[int]:
+        return list(content.encode()) if isinstance(content, str) else [1, *content[0].content.encode()]
+
+
+def test_prompts_of_a_file_go_through_the_template_and_round_again(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"question": "ab", "answer": "x"}\n\n{"prompt": "c"}\n')
+    speaker: Any = Speaker()
+    assert token_prompts(speaker, 3, file, raw=False) == [(1, 97, 98), (1, 99), (1, 97, 98)]
+    assert token_prompts(speaker, 1, file, raw=True) == [(97, 98)]
+
+
+def test_built_in_prompts_are_all_different_and_stay_the_same() -> None:
+    speaker: Any = Speaker()
+    made = token_prompts(speaker, 64, None, raw=False)
+    assert len(set(made)) == 64
+    assert token_prompts(speaker, 8, None, raw=False) == made[:8]
+    assert bytes(token_prompts(speaker, 1, None, raw=True)[0]).endswith(b"=")  # the toy task
+
+
+@pytest.mark.parametrize("line", ["", '{"text": "a"}', '{"prompt": 3}', "[1]", "{"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line + "\n")
+    speaker: Any = Speaker()
+    with pytest.raises(TaskError, match="expected"):
+        token_prompts(speaker, 1, file, raw=False)
+
+
+# ---- the floor and what is published
+
+
+def test_the_floor_counts_what_a_step_reads() -> None:
+    bench = lab(torch.float32)
+    d, m, attended, kv = 32, 48, 32, 16
+    layer = d + (attended + 2 * kv) * d + d * attended + d + 3 * m * d
+    assert bench.weight_bytes == 4 * (2 * layer + d + VOCAB * d)
+    assert bench.kv_bytes_per_token == 4 * 2 * 2 * kv
+    read = bench.weight_bytes + 3 * 10 * bench.kv_bytes_per_token
+    assert bench.floor_ms(3, 10) == pytest.approx(1e3 * read / bench.bandwidth)
+
+
+def test_bandwidth_is_that_of_memory() -> None:
+    assert 1e8 < read_bandwidth(torch.device("cpu"), 0.01) < 1e13
+
+
+def test_published_figures_show_only_where_they_compare() -> None:
+    source = {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    }
+    small = ModelConfig.from_hf(source)
+    assert published("NVIDIA H200", small).step_ms[64] == 3.60
+    assert published("NVIDIA H200", wide_config(small, "7B")).step_ms[64] == 5.76
+    assert published("NVIDIA H200", wide_config(small, "1.5B")) == NOTHING
+    assert published("NVIDIA H100", small) == NOTHING
+
+
+# ---- sections on a tiny policy
+
+
+def test_steps_and_contexts_are_measured_for_every_batch() -> None:
+    bench = lab()
+    records = list(steps.step(bench))
+    assert [record.batch for record in records] == [1, 3]
+    assert [record.context for record in records] == [3 + 4, 4 + 4]
+    for record in records:
+        assert record.over_floor == pytest.approx(record.step_ms / record.floor_ms)
+        assert record.tokens_per_s == pytest.approx(1e3 * record.batch / record.step_ms)
+        assert record.floor_ms > record.weights_floor_ms
+    pairs = {(record.batch, record.context) for record in steps.context(bench)}
+    assert pairs == {(1, 20), (1, 44), (2, 20), (2, 44)}
+
+
+def test_natural_answers_are_counted() -> None:
+    bench = lab()
+    records = list(steps.natural(bench))
+    run = bench.natural_once(6, SMALL.cap)
+    assert [record.prompts for record in records] == [4, 6]
+    assert records[1].tokens == sum(run.lengths)
+    assert records[1].longest == max(run.lengths) <= SMALL.cap
+    assert records[1].at_cap == sum(EOS not in completion.tokens for completion in run.completions)
+
+
+def test_log_probs_agree_and_a_wrong_one_would_show() -> None:
+    bench = lab()
+    [record] = fidelity.logprobs(bench)
+    completions = bench.natural_once(4, SMALL.fidelity_cap).completions
+    assert record.tokens == sum(len(completion.tokens) for completion in completions)
+    assert record.largest_difference < 1e-5
+    moved = [replace(completions[0], policy_logprobs=tuple(p - 0.5 for p in completions[0].policy_logprobs))]
+    with torch.no_grad():
+        wrong = fidelity._compare(bench, [*moved, *completions[1:]], "rollout")
+    assert wrong.largest_difference == pytest.approx(0.5, abs=1e-4)
+
+
+def test_the_trainers_path_leaves_the_model_trainable() -> None:
+    model = policy()
+    with fidelity._as_in_training(model):
+        out = model(torch.tensor([2, 3]), PackedLayout.from_lengths([2])).hidden_TD
+        assert torch.is_grad_enabled()
+        assert not out.requires_grad
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_identity_counts_divergences() -> None:
+    [record] = fidelity.identity(lab())
+    assert (record.identical, record.divergences, record.per_token) == (4, 0, 0.0)
+    assert record.other_rows < record.rows
+    assert fidelity._common([1, 2, 3], [1, 2, 4]) == 2
+    assert fidelity._common([1, 2], [1, 2, 4]) == 2
+
+
+def test_features_change_no_token_and_reach_the_ring() -> None:
+    bench = lab()
+    [record] = overheads.features(bench)
+    run = bench.natural(bench.engine(4), 4, SMALL.features_cap)
+    assert record.same_tokens
+    assert record.features == run.tokens  # on a CPU no tick runs ahead
+    assert record.percent == pytest.approx(100 * (record.with_s / record.without_s - 1))
+
+
+def test_the_host_is_watched_and_left_as_it_was() -> None:
+    bench = lab()
+    [record] = overheads.sync(bench)
+    assert record.host_us >= record.plan_us + record.launch_us + record.observe_us > 0
+    assert record.replay_ms is None
+    engine = bench.engine(3)
+    engine.submit(bench.requests(3, max_tokens=9, ignore_eos=True))
+    overheads._host_work(bench, engine, 2)
+    assert "tick" not in vars(engine)
+    assert len(engine.drain()) == 3
+
+
+class FakePool:
+    """What a graph pool is asked by a tick, without graphs: a captured function is kept and called again."""
+
+    def __init__(self) -> None:
+        self.functions: dict[Any, Any] = {}
+
+    def has(self, key: Any) -> bool:
+        return key in self.functions
+
+    def capture(self, key: Any, function: Any) -> None:
+        self.functions[key] = function
+
+    def replay(self, key: Any) -> Any:
+        return self.functions[key]()
+
+
+def test_the_graph_of_a_tick_is_found() -> None:
+    bench = lab()
+    engine: Any = bench.engine(3)
+    assert overheads._pool(engine) is None  # on a CPU
+    engine._runner._pool = pool = FakePool()
+    engine.submit(bench.requests(2, max_tokens=9, ignore_eos=True))
+    engine.tick()
+    assert overheads._key_of_a_tick(engine, pool) in pool.functions
+    assert "replay" not in vars(pool)
+    assert set(dir(GraphPool)) >= {"has", "capture", "replay"}
+
+
+# ---- peers
+
+
+def test_transformers_reads_our_tensors_and_writes_what_we_write() -> None:
+    bench = lab(torch.float32, temperature=0.0)
+    theirs = peers.transformers_model(bench.model)
+    tokens = torch.tensor(PROMPTS[5])
+    with torch.no_grad():
+        ours = bench.model.logits(bench.model(tokens, PackedLayout.from_lengths([len(tokens)])).hidden_TD)
+        assert torch.allclose(theirs(tokens[None]).logits[0], ours, atol=1e-4 * float(ours.abs().max()))
+    assert theirs.model.embed_tokens.weight.data_ptr() == bench.model.embed.data_ptr()
+    job = peers._Job(theirs, PROMPTS[:4], SMALL.cap, 0.0, [EOS], bench.device, budget_s=60.0)
+    expected = sorted(bench.natural_once(4, SMALL.cap).lengths)
+    for run in (lambda job: peers.generate(job, cache=None, compiled=False), peers.continuous):
+        assert sorted(run(job).lengths) == expected
+
+
+def test_a_peer_that_cannot_run_says_why() -> None:
+    def fails(_: Any) -> peers.Answers:
+        raise ValueError("no such attention\nmore")
+
+    job = peers._Job(None, PROMPTS[:4], SMALL.cap, 1.0, [EOS], torch.device("cpu"), budget_s=1.0)
+    peer = peers._measure("theirs", fails, job, ours=10.0)
+    assert peer.note == "not available: ValueError: no such attention"
+    assert peer.tokens_per_s is None
+    assert peers._measure("theirs", lambda _: peers.Answers([4, 6], 2.0, 0.0), job, ours=10.0).times_peer == 2.0
+
+
+def test_lengths_of_a_padded_batch() -> None:
+    job = peers._Job(None, PROMPTS[:3], 4, 1.0, [EOS], torch.device("cpu"), budget_s=1.0)
+    written = torch.tensor([[5, EOS, EOS, EOS], [5, 6, 7, EOS], [5, 6, 7, 8]])
+    assert peers._lengths(written, job) == ([2, 4, 4], 0)
+    assert peers._lengths(written[:, :3], job) == ([2, 3, 3], 2)  # stopped before the cap
+
+
+# ---- the report
+
+
+def report(file: Path, machine: Machine = MACHINE) -> Report:
+    subject = Subject("tiny", "as it is", "built in", 3.0, 0)
+    return Report(machine, subject, policy().config, SMALL, file)
+
+
+def test_a_failing_section_leaves_its_error_and_the_others_go_on(tmp_path: Path) -> None:
+    def fails() -> Iterator[Any]:
+        yield steps.Start(1.0, 0.0, 0, 0.0, "cold")
+        raise torch.OutOfMemoryError("out of memory")
+
+    file = tmp_path / "results" / "bench.json"
+    written, clock = report(file), Clock()
+    assert not written.section("start", fails(), clock)
+    assert written.section("floor", steps.floor(lab()), clock)
+    content = json.loads(file.read_text())
+    assert content["sections"]["start"]["error"] == "OutOfMemoryError: out of memory"
+    assert content["sections"]["start"]["records"][0]["first_token_s"] == 1.0
+    assert content["sections"]["floor"]["records"][0]["dtype"] == "float64"
+    assert content["machine"] == asdict(MACHINE)
+    assert {"commit", "torch", "triton", "transformers", "tlt", "date", "command"} <= set(content["machine"])
+
+
+def test_a_bug_is_not_swallowed(tmp_path: Path) -> None:
+    def fails() -> Iterator[Any]:
+        raise KeyError("bug")
+        yield
+
+    with pytest.raises(KeyError):
+        report(tmp_path / "bench.json").section("start", fails(), Clock())
+
+
+def test_an_unknown_shape_is_refused_before_anything_is_loaded() -> None:
+    from tlt.bench.engine import bench_engine
+
+    with pytest.raises(ConfigError, match=r"predefined: 1\.5B, 7B"):
+        bench_engine(RunConfig(), BenchOptions(shape="3B"))
+    with pytest.raises(ModelError, match="no model at"):
+        bench_engine(replace(RunConfig(), model=replace(RunConfig().model, path="nowhere")), BenchOptions())

@@ -1,0 +1,229 @@
+"""A small world for tuners: true survival curves, true costs, seeded chance. Knows what no tuner is told."""
+
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+from tlt.spec.acceptance import Track, Walked
+from tlt.spec.alarm import Alarm
+from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, TickCosts
+from tlt.spec.shape import OFF, Shape
+from tlt.spec.tuner import Outcome, TunerPolicy
+
+# A 7B policy on one card: flat up to 64 tokens, then rising. Milliseconds.
+POLICY_MS = [(1, 4.0), (32, 4.26), (64, 4.31), (128, 4.7), (256, 6.26), (512, 11.0), (1024, 22.0)]
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
+LEARNED = "eagle"
+MODEL_FREE = "suffix"
+
+
+def pad(size: int) -> int:
+    return SIZES[bisect_left(SIZES, size)]
+
+
+def policy_s(tokens: int) -> float:
+    for (small, low), (large, high) in pairwise(POLICY_MS):
+        if tokens <= large:
+            return (low + (high - low) * (tokens - small) / (large - small)) / 1e3
+    return POLICY_MS[-1][1] * tokens / POLICY_MS[-1][0] / 1e3
+
+
+def drafting_s(shape: Shape, batch: int) -> float:
+    learned = LEARNED in shape.drafters
+    device = 0.35e-3 + 0.4e-6 * batch + (shape.depth - 1) * (0.3e-3 + 0.4e-6 * batch * shape.width) if learned else 0.0
+    return device + (20e-6 + 2e-6 * batch) * (MODEL_FREE in shape.drafters)
+
+
+def tick_s(shape: Shape, batch: int, drafting: float = 1.0) -> float:
+    return policy_s(pad(batch * shape.verify)) + drafting * drafting_s(shape, pad(batch))
+
+
+def table() -> CostTable:
+    """What capture measured."""
+    found = CostTable()
+    for size in SIZES[:17]:
+        found.record(POLICY, size, policy_s(size))
+        found.record(EXTEND, size, 0.35e-3 + 0.4e-6 * size)
+        found.record(DRAFT, size, 0.3e-3 + 0.4e-6 * size)
+        found.record(LOOKUP, size, 20e-6 + 2e-6 * size)
+    return found
+
+
+def costs() -> TickCosts:
+    return TickCosts(table(), pad, learned=[LEARNED])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Chance of a drafter's candidates: of the first at depth 1, what is left of it per depth and per rank."""
+
+    first: float
+    per_depth: float = 0.97
+    per_rank: float = 0.5
+
+    @cache  # noqa: B019 (curves are few and live as long as the tests)
+    def ranks(self, hard: bool) -> tuple[tuple[float, ...], ...]:
+        """p_d(r) of contexts of one kind: half of them are harder."""
+        rows = []
+        for depth in range(12):
+            chance, left, row = self.first * self.per_depth**depth * (0.8 if hard else 1.0), 1.0, []
+            for _ in range(8):
+                row.append(left * chance)
+                left, chance = left * (1.0 - chance), chance * self.per_rank
+            rows.append(tuple(row))
+        return tuple(rows)
+
+
+Path = tuple[int, ...]  # a node by the ranks on its way
+
+
+@cache
+def nodes(curve: Curve, depth: int, width: int) -> list[tuple[float, float, Path]]:
+    """Every node of the full tree worth having: chance in easy and in hard contexts, likeliest first."""
+    found: list[tuple[float, float, Path]] = []
+    level: list[tuple[float, float, Path]] = [(1.0, 1.0, ())]
+    for deep in range(depth):
+        easy, hard = curve.ranks(False)[deep], curve.ranks(True)[deep]
+        level = [
+            (above * easy[r], hard_above * hard[r], (*path, r + 1))
+            for above, hard_above, path in level
+            for r in range(width)
+        ]
+        level = sorted(level, key=lambda node: -node[0] - node[1])[:128]
+        found += level
+    return sorted(found, key=lambda node: (-node[0] - node[1], len(node[2])))
+
+
+@dataclass
+class World:
+    curves: dict[str, Curve]
+    seed: int = 0
+    noise: float = 0.03  # of a tick's time; one in a hundred takes three times as long
+    drafting: float = 1.0  # how much dearer drafting is than the table says
+    seconds: float = 0.0  # true, without noise
+    ticks: Counter[Shape] = field(default_factory=Counter)
+    alarms: list[tuple[int, Alarm]] = field(default_factory=list)  # with the verifies before it
+    verifies: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def kept(self, shape: Shape) -> dict[str, dict[Path, tuple[float, float]]]:
+        """Of each drafter's nodes those in the tree."""
+        best = [
+            (e, h, path, d) for d in shape.drafters for e, h, path in nodes(self.curves[d], shape.depth, shape.width)
+        ]
+        best.sort(key=lambda node: (-node[0] - node[1], len(node[2])))
+        chosen: dict[str, dict[Path, tuple[float, float]]] = {drafter: {} for drafter in shape.drafters}
+        for easy, hard, path, drafter in best[: shape.verify - 1]:
+            chosen[drafter][path] = (easy, hard)
+        return chosen
+
+    def length(self, shape: Shape) -> float:
+        """The true accept length: drafters in one tree err independently."""
+        total = 1.0
+        kept = self.kept(shape)
+        for kind in (0, 1):
+            for depth in range(1, shape.depth + 1):
+                stopped = 1.0
+                for tree in kept.values():
+                    stopped *= 1.0 - sum(chance[kind] for path, chance in tree.items() if len(path) == depth)
+                total += (1.0 - stopped) / 2
+        return total
+
+    def rate(self, shape: Shape, batch: int) -> float:
+        """True tokens per second."""
+        return batch * self.length(shape) / tick_s(shape, batch, self.drafting)
+
+    def walk(self, shape: Shape, kept: dict[str, dict[Path, tuple[float, float]]]) -> Walked:
+        hard = self.random.random() < 0.5
+        accepted, drawn = 0, []
+        for drafter in shape.drafters:
+            ranks = self._ranks(drafter, hard, shape)
+            walked = next((n for n in range(len(ranks)) if ranks[: n + 1] not in kept[drafter]), len(ranks))
+            accepted = max(accepted, walked)
+            drawn.append(ranks)
+        return Walked(accepted, tuple(self._track(ranks, accepted, shape) for ranks in drawn))
+
+    def _ranks(self, drafter: str, hard: bool, shape: Shape) -> Path:
+        ranks: list[int] = []
+        for row in self.curves[drafter].ranks(hard)[: shape.depth]:
+            chance = self.random.random()
+            rank = 0
+            while rank < shape.width and chance >= row[rank]:
+                chance -= row[rank]
+                rank += 1
+            if rank == shape.width:
+                break
+            ranks.append(rank + 1)
+        return tuple(ranks)
+
+    def _track(self, ranks: Path, accepted: int, shape: Shape) -> Track:
+        """The policy's tokens are known as far as it walked, and one further."""
+        seen = ranks[: accepted + 1]
+        missed = len(seen) == len(ranks) < min(shape.depth, accepted + 1)
+        return Track(seen, shape.width if missed else 0)
+
+    def tick(self, policy: TunerPolicy, batch: int) -> Sequence[Walked]:
+        shape = policy.choose(batch)
+        kept = self.kept_cached(shape)
+        walks = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
+        true = tick_s(shape, batch, self.drafting)
+        self.seconds += true
+        self.ticks[shape] += 1
+        slow = 3.0 if self.random.random() < 0.01 else 1.0
+        measured = true * (1.0 + self.noise * self.random.uniform(-1.7, 1.7)) * (slow if self.noise else 1.0)
+        alarms = policy.observe(Outcome(shape, batch, walks, measured))
+        self.verifies += len(walks)
+        self.alarms += [(self.verifies, alarm) for alarm in alarms]
+        return walks
+
+    def kept_cached(self, shape: Shape) -> dict[str, dict[Path, tuple[float, float]]]:
+        key = (shape, *sorted(self.curves.items()))
+        if key not in _TREES:
+            _TREES[key] = self.kept(shape)
+        return _TREES[key]
+
+
+_TREES: dict[object, dict[str, dict[Path, tuple[float, float]]]] = {}
+
+
+@dataclass
+class Fixed:
+    """Always the same shape."""
+
+    shape: Shape
+
+    def choose(self, batch: int) -> Shape:
+        return self.shape
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        return ()
+
+    def drafter_changed(self, drafter: str) -> None:
+        pass
+
+
+def steady(policy: TunerPolicy, world: World, batch: int, ticks: int, best: Callable[[], float] | None = None) -> float:
+    """Runs so many ticks at one batch size. Loss: share of the time that the best fixed shape would not have needed."""
+    started, wanted = world.seconds, 0.0
+    before = Counter(world.ticks)
+    for _ in range(ticks):
+        world.tick(policy, batch)
+    spent = world.seconds - started
+    fastest = best() if best else world.rate(OFF, batch)
+    wanted = sum(world.length(shape) * batch * count for shape, count in (world.ticks - before).items()) / fastest
+    return (spent - wanted) / spent
+
+
+def rollout(policy: TunerPolicy, world: World, lengths: Sequence[int]) -> float:
+    """Seconds until the last of the requests has its tokens."""
+    started, left = world.seconds, list(lengths)
+    while left:
+        walks = world.tick(policy, len(left)) or [Walked(0, ())] * len(left)
+        left = [rest for n, walked in zip(left, walks, strict=True) if (rest := n - 1 - walked.accepted) > 0]
+    return world.seconds - started
