@@ -116,7 +116,10 @@ def test_preemption_really_happens_and_is_told() -> None:
 
 
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate]
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate],
 )
 @given(
     arrivals=st.lists(st.integers(0, 6), min_size=12, max_size=12),

@@ -278,6 +278,29 @@ def test_the_oldest_history_goes_first_and_running_requests_never() -> None:
     assert known == {10: True, 20: False, 30: True, 40: True}
 
 
+def test_a_prompt_in_use_again_is_not_history() -> None:
+    drafter = SuffixDrafter(memory_tokens=60, max_match=4)
+    drafter.begin(Key(0, 0), "p", [1, 2, 3])
+    drafter.end(Key(0, 0))
+    drafter.begin(Key(0, 1), "p", [1, 2, 3])
+    drafter.extend(Key(0, 1), [*range(100, 150), 1])  # more than the memory: all history goes
+    assert drafter.propose(Key(0, 1), 2, 1, 2).tokens == (2, 3)
+
+
+def test_older_places_come_back_when_newer_ones_go() -> None:
+    drafter = SuffixDrafter(LARGE)
+    for request in (0, 1):
+        drafter.begin(Key(0, request), "p", [1, 2])
+    drafter.extend(Key(0, 0), [3, 5, 6, 7, 4, 5, 6, 7])
+    for before in range(10, 30):
+        drafter.extend(Key(0, 1), [before, 5, 8])
+    drafter.extend(Key(0, 0), [5])
+    assert drafter.propose(Key(0, 0), 2, 1, 2).tokens[0] == 8
+    drafter.end(Key(0, 1))
+    drafter.forget("p")
+    assert drafter.propose(Key(0, 0), 2, 1, 2).tokens == (6, 7)
+
+
 def test_running_requests_may_outgrow_the_memory() -> None:
     drafter = SuffixDrafter(memory_tokens=10, max_match=4)
     drafter.begin(Key(0, 0), "p", [1, 2])
@@ -321,12 +344,14 @@ def test_scores_are_hit_rates(sharpness: float) -> None:
     for request in range(60):
         answer = markov(source, 100, sharpness)
         drafter.begin(Key(0, request), "p", [60])
-        for at in range(len(answer) - 4):
+        at = 0
+        while at < len(answer) - 4:
             draft = drafter.propose(Key(0, request), 3, 3, 10)
+            truth = [answer[at : at + len(branch)] == branch for branch in branches(draft)]
             if request >= 20:
-                truth = [answer[at : at + len(branch)] == branch for branch in branches(draft)]
                 seen += zip(draft.scores, truth, strict=True)
-            drafter.extend(Key(0, request), answer[at : at + 1])
+            drafter.extend(Key(0, request), answer[at : at + 1 + sum(truth)])  # what was accepted, and one more
+            at += 1 + sum(truth)
         drafter.end(Key(0, request))
     spread = 0
     for tenth in range(10):
@@ -334,30 +359,27 @@ def test_scores_are_hit_rates(sharpness: float) -> None:
         if len(inside) >= 400:
             spread += 1
             expected = sum(score for score, _ in inside) / len(inside)
-            assert sum(hit for _, hit in inside) / len(inside) == pytest.approx(expected, abs=0.08)
-    assert spread >= 3
-    assert sum(hit for _, hit in seen) == pytest.approx(sum(score for score, _ in seen), rel=0.05)
+            assert sum(hit for _, hit in inside) / len(inside) == pytest.approx(expected, abs=0.1)
+    assert spread >= 2
+    assert sum(hit for _, hit in seen) == pytest.approx(sum(score for score, _ in seen), rel=0.12)
 
 
 def test_scores_follow_a_policy_that_changes() -> None:
-    drafter = SuffixDrafter(LARGE)
-    source = random.Random(5)
+    drafter, source = SuffixDrafter(LARGE), random.Random(5)
 
-    def first_score(sharpness: float) -> float:
-        for _ in range(40):
-            key = Key(0, source.getrandbits(60))
-            drafter.begin(key, "p", [60])
-            for token in markov(source, 100, sharpness):
-                drafter.propose(key, 1, 1, 1)
-                drafter.extend(key, [token])
-            score = drafter.propose(key, 1, 1, 1).scores[0]
-            drafter.end(key)
+    def score_after(trials: int, hit_rate: float) -> float:
+        score = 0.0
+        for _ in range(trials):
+            drafter.begin(Key(0, 0), "p", [1, 2, 3, 1, 2])
+            (score,) = drafter.propose(Key(0, 0), 1, 1, 1).scores
+            drafter.extend(Key(0, 0), [3 if source.random() < hit_rate else 4])
+            drafter.end(Key(0, 0))
             drafter.forget("p")
         return score
 
-    sharp, flat, sharp_again = first_score(0.95), first_score(0.1), first_score(0.95)
-    assert flat < sharp - 0.3
-    assert sharp_again > flat + 0.3
+    assert score_after(300, 0.9) == pytest.approx(0.9, abs=0.06)
+    assert score_after(2000, 0.5) == pytest.approx(0.5, abs=0.15)
+    assert score_after(4000, 0.1) == pytest.approx(0.1, abs=0.1)
 
 
 def test_the_same_calls_give_the_same_drafts() -> None:

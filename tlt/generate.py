@@ -32,7 +32,7 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
     seconds = time.perf_counter() - started
     reason, count = completions[0].finish_reason, len(completions[0].tokens)
     Console(stderr=True).print(
-        f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} tokens/s), ended by {reason}, seed {config.run.seed}",
+        f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} a second), ended by {reason}, seed {config.run.seed}",
         style="dim",
         highlight=False,
     )

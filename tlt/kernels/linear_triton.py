@@ -389,6 +389,8 @@ def composed_linear(
             return torch.addmm(residual, x_MK, weight_NK.t())
         return torch.addmm(residual, x_MK, weight_NK.t(), out=out)
     if out is not None and bias is None and residual is None and not gated:
+        if out.dtype != x_MK.dtype:
+            return torch.mm(x_MK, weight_NK.t(), out_dtype=out.dtype, out=out)
         return torch.mm(x_MK, weight_NK.t(), out=out)
     product_MN = functional.linear(x_MK, weight_NK, bias)
     if gated:

@@ -37,6 +37,36 @@ def linear(
     return fused(x_TK, weight_NK, **options, out=residual, pdl=True)
 
 
+def wide_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """A product whose sums are not rounded to half precision."""
+    if in_gpu_rollout(x_TK):
+        from tlt.kernels.linear_triton import linear as fused
+
+        out = torch.empty((len(x_TK), len(weight_NK)), dtype=torch.float32, device=x_TK.device)
+        return fused(x_TK, weight_NK, out=out, pdl=True)
+    if x_TK.dtype in (torch.bfloat16, torch.float16):
+        if not x_TK.is_cuda:
+            return x_TK.float() @ weight_NK.float().t()
+        product_TN: Tensor = _WideProduct.apply(x_TK, weight_NK)  # type: ignore[no-untyped-call]
+        return product_TN
+    return torch.nn.functional.linear(x_TK, weight_NK)
+
+
+class _WideProduct(torch.autograd.Function):
+    """x @ Wᵀ of half-precision operands with float32 sums, by one call of the vendor's library each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TK, weight_NK)
+        return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x_TK, weight_NK = ctx.saved_tensors
+        gradient_TN = gradients[0].to(x_TK.dtype)
+        return gradient_TN @ weight_NK, gradient_TN.t() @ x_TK
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if in_gpu_rollout(x_TD):
         from tlt.kernels.elementwise_triton import rms_norm as fused

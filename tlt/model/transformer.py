@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.model.attention import HeadNorms, Heads, Layout, Rotary
 from tlt.model.config import ModelConfig
-from tlt.model.linear import in_gpu_rollout, linear, rms_norm
+from tlt.model.linear import in_gpu_rollout, linear, rms_norm, wide_linear
 from tlt.model.rope import rotary_tables
 
 
@@ -111,7 +111,8 @@ class Transformer(nn.Module):
         return Output(hidden_TD, tuple(tapped[tap] for tap in taps))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return linear(hidden_TD, self.head_weight)
+        """In float32 at least: bfloat16 would round a logit of 20 to the next eighth, and turn tokens."""
+        return wide_linear(hidden_TD, self.head_weight)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tlt.config import WarmupSettings
 from tlt.errors import TaskError, TltError
 from tlt.model.attention import PackedLayout
+from tlt.model.linear import wide_linear
 from tlt.model.transformer import Transformer
 from tlt.text import Tokenizer
 from tlt.train.packing import Example, PackedRow
@@ -118,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden_ND), rows):
             chunk = slice(start, start + rows)
             target_C1 = targets_N[chunk, None]
-            logprobs_CV = torch.log_softmax(hidden_ND[chunk] @ head_VD.T, dim=-1, dtype=wide)
+            logprobs_CV = torch.log_softmax(wide_linear(hidden_ND[chunk], head_VD), dim=-1, dtype=wide)
             loss -= logprobs_CV.gather(1, target_C1).sum()
             logit_grad_CV = logprobs_CV.exp_()  # softmax − one-hot, in the logits' own memory
             logit_grad_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -1, dtype=wide))

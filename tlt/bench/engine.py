@@ -1,0 +1,67 @@
+"""`tlt bench engine`: measures the rollout engine against the limit of the machine and against transformers.
+
+Goes through the sections one by one. A section that fails says so; the others go on.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tlt.bench import fidelity, overheads, steps
+from tlt.bench import peers as foreign
+from tlt.bench.lab import Lab
+from tlt.bench.machine import describe
+from tlt.bench.options import BenchOptions
+from tlt.bench.prompts import token_prompts
+from tlt.bench.report import Clock, Report, Subject
+from tlt.config import RunConfig
+from tlt.errors import ConfigError
+from tlt.model.transformer import Transformer
+from tlt.model.widen import SHAPES, wide_config, widen
+from tlt.policy import open_policy
+
+_SECTIONS: dict[str, Callable[[Lab], Iterator[Any]]] = {
+    "floor": steps.floor,
+    "start": steps.start,
+    "step": steps.step,
+    "context": steps.context,
+    "natural": steps.natural,
+    "identity": fidelity.identity,
+    "logprobs": fidelity.logprobs,
+    "features": overheads.features,
+    "sync": overheads.sync,
+    "peers": foreign.peers,
+}
+
+
+def bench_engine(config: RunConfig, options: BenchOptions) -> None:
+    if options.shape is not None and options.shape not in SHAPES:
+        raise ConfigError(f"--shape is {options.shape!r}; predefined: {', '.join(SHAPES)}")
+    clock = Clock()
+    policy = open_policy(config.model)
+    scale = options.scale(policy.model.embed.is_cuda)
+    prompts = token_prompts(policy.tokenizer, scale.rows, options.prompts, options.raw)
+    model = _widened(policy.model, options.shape)
+    machine = describe(model.embed.device, options.commit)
+    subject = Subject(
+        model=config.model.path,
+        shape=f"widened to {options.shape}" if options.shape else "as it is",
+        prompts=options.prompts.name if options.prompts else "built in",
+        prompt_tokens_mean=sum(map(len, prompts)) / len(prompts),
+        seed=config.run.seed,
+    )
+    lab = Lab(model, policy.tokenizer, prompts, config, scale, machine)
+    report = Report(machine, subject, model.config, scale, options.json)
+    clock.lap()
+    for name in options.sections:
+        if not report.section(name, _SECTIONS[name](lab), clock):
+            lab.release()  # what a failed section left behind must not disturb the next
+    report.close()
+
+
+def _widened(model: Transformer, shape: str | None) -> Transformer:
+    if shape is None:
+        return model
+    with torch.no_grad():
+        return widen(model, wide_config(model.config, shape))

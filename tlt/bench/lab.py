@@ -1,0 +1,176 @@
+"""The bench's table: one policy, its prompts, and one engine at a time. What every section works with.
+
+An engine is warmed up before it is handed out: graphs are captured and kernels compiled outside of every measured time.
+Two engines never lie on the device together, so that each gets the memory a user's would get.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tlt.bench.machine import Machine, read_bandwidth, wait_for
+from tlt.bench.options import Scale
+from tlt.bench.published import Published, published
+from tlt.config import RunConfig
+from tlt.engine.engine import Engine
+from tlt.engine.graphs import buckets
+from tlt.engine.request import Request
+from tlt.engine.runner import Features
+from tlt.model.transformer import Transformer
+from tlt.text import Tokenizer
+from tlt.types import Completion, Key, SamplingParams
+
+_WARM_PROMPTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Requests that were submitted together and all answered."""
+
+    completions: tuple[Completion, ...]  # in the order of their keys
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.tokens) for completion in self.completions)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(completion.tokens) for completion in self.completions]
+
+
+@dataclass(frozen=True, slots=True)
+class FreshStart:
+    """How an engine began."""
+
+    first_token_s: float  # from weights on the device to one token out
+    capture_s: float  # all decode graphs, those of the first token included
+    graphs: int
+    pool_bytes: int
+
+
+class Lab:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        prompts: Sequence[tuple[int, ...]],
+        config: RunConfig,
+        scale: Scale,
+        machine: Machine,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.scale = scale
+        self.machine = machine
+        self.device = model.embed.device
+        self.on_gpu = model.embed.is_cuda
+        self.bandwidth = read_bandwidth(self.device, scale.read_gib)  # bytes per second, while no engine holds memory
+        self.start: FreshStart | None = None  # of the first engine: later ones find their kernels compiled
+        self._config = config
+        self._engine: Engine | None = None
+        self._engine_rows = 0
+        self._naturals: dict[tuple[int, int], Run] = {}
+
+    # ---- what is known
+
+    @property
+    def temperature(self) -> float:
+        return self._config.sampling.temperature
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read by every decode step: all layers, the last norm, the LM head. A tied embedding is the head."""
+        model = self.model
+        return model.head_weight.nbytes + model.norm.nbytes + sum(p.nbytes for p in model.blocks.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        config = self.model.config
+        return 2 * config.layers * config.kv_heads * config.head_dim * self.model.embed.element_size()
+
+    def floor_ms(self, batch: int, context: float) -> float:
+        """The time in which memory delivers what a step of `batch` requests with that context must read."""
+        return 1e3 * (self.weight_bytes + self.kv_bytes_per_token * batch * context) / self.bandwidth
+
+    @property
+    def published(self) -> Published:
+        return published(self.machine.device, self.model.config)
+
+    # ---- engines
+
+    def engine(self, rows: int | None = None) -> Engine:
+        """A plain engine, ready to go; the same one as long as the rows stay the same."""
+        rows = rows or self.scale.rows
+        if self._engine is None or self._engine_rows != rows:
+            self.release()
+            self._engine = self._fresh(rows)
+            self._engine_rows = rows
+        return self._engine
+
+    def tapped_engine(self, rows: int, taps: Sequence[int], on_features: Callable[[Features], None]) -> Engine:
+        """An engine that hands out hidden states. The caller drops it before asking for another."""
+        self.release()
+        settings = replace(self._config.engine, rows=rows)
+        engine = Engine(self.model, self.tokenizer, settings, taps=taps, on_features=on_features)
+        engine.warm_up(buckets(rows))
+        return engine
+
+    def release(self) -> None:
+        """Gives the engine's memory back."""
+        self._engine = None
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _fresh(self, rows: int) -> Engine:
+        wait_for(self.device)
+        started = time.perf_counter()
+        engine = Engine(self.model, self.tokenizer, replace(self._config.engine, rows=rows))
+        engine.submit(self.requests(1, max_tokens=1))
+        engine.drain()
+        first_token_s = time.perf_counter() - started
+        engine.warm_up(buckets(rows))
+        self.answer(engine, self.requests(min(rows, _WARM_PROMPTS), max_tokens=2))  # a full piece of prefill
+        pool = engine.report().graphs
+        if self.start is None:
+            self.start = FreshStart(
+                first_token_s=first_token_s,
+                capture_s=pool.capture_s if pool else 0.0,
+                graphs=pool.graphs if pool else 0,
+                pool_bytes=pool.memory_bytes if pool else 0,
+            )
+        return engine
+
+    # ---- requests
+
+    def params(self, max_tokens: int, ignore_eos: bool = False) -> SamplingParams:
+        return replace(self._config.sampling, max_tokens=max_tokens, ignore_eos=ignore_eos)
+
+    def requests(self, count: int, *, max_tokens: int, ignore_eos: bool = False) -> list[Request]:
+        params = self.params(max_tokens, ignore_eos)
+        seed = self._config.run.seed
+        return [Request(Key(seed, i), self.prompts[i], params, f"prompt {i}") for i in range(count)]
+
+    def answer(self, engine: Engine, requests: Iterable[Request]) -> Run:
+        wait_for(self.device)
+        started = time.perf_counter()
+        engine.submit(requests)
+        completions = engine.drain()
+        seconds = time.perf_counter() - started
+        return Run(tuple(sorted(completions, key=lambda completion: completion.key.request)), seconds)
+
+    def natural(self, engine: Engine, count: int, cap: int) -> Run:
+        """`count` prompts to their natural end; nothing of them is in the cache yet."""
+        engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
+        return self.answer(engine, self.requests(count, max_tokens=cap))
+
+    def natural_once(self, count: int, cap: int) -> Run:
+        """The natural run of the plain engine, made the first time somebody asks."""
+        if (count, cap) not in self._naturals:
+            self._naturals[count, cap] = self.natural(self.engine(), count, cap)
+        return self._naturals[count, cap]

@@ -1,0 +1,155 @@
+"""What a benchmark is asked to measure: sections, sizes, budgets. Checked before anything is loaded.
+
+A full run is for a GPU; a quick one has the same sections in a size a CPU finishes within a minute. Knows no torch.
+"""
+
+import difflib
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tlt.errors import ConfigError
+
+SECTIONS = (  # in the order they run: a start is fresh only once, and sections that share an engine are neighbours
+    "floor",
+    "start",
+    "step",
+    "context",
+    "natural",
+    "identity",
+    "logprobs",
+    "features",
+    "sync",
+    "peers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    batches: tuple[int, ...]  # of the step section
+    short: int  # tokens of the short and the long run: a step is their difference in time per token
+    long: int
+    repeats: int  # of a run that is compared with another, of which the fastest counts
+    contexts: tuple[int, ...]
+    context_batches: tuple[int, ...]
+    naturals: tuple[int, ...]  # prompts answered to their natural end
+    peer_prompts: int
+    cap: int  # tokens of a natural answer, at most
+    fidelity_cap: int  # tokens of an answer that is computed again elsewhere
+    features_cap: int  # tokens of an answer whose features are handed out
+    ticks: int  # watched one by one
+    sync_batch: int
+    read_gib: float  # memory read to measure bandwidth
+    budget_s: float  # for each peer, and for the context sweep
+
+    @property
+    def rows(self) -> int:
+        return max(*self.batches, *self.context_batches, *self.naturals, self.peer_prompts, self.sync_batch)
+
+
+FULL = Scale(
+    batches=(1, 8, 32, 64, 128, 256),
+    short=32,
+    long=288,
+    repeats=2,
+    contexts=(512, 2048, 8192),
+    context_batches=(1, 64),
+    naturals=(64, 256),
+    peer_prompts=64,
+    cap=1024,
+    fidelity_cap=256,
+    features_cap=512,
+    ticks=64,
+    sync_batch=64,
+    read_gib=8.0,
+    budget_s=60.0,
+)
+QUICK = Scale(
+    batches=(1, 4, 16),
+    short=4,
+    long=36,
+    repeats=2,
+    contexts=(128, 512),
+    context_batches=(1, 4),
+    naturals=(8, 16),
+    peer_prompts=8,
+    cap=128,
+    fidelity_cap=64,
+    features_cap=128,
+    ticks=16,
+    sync_batch=8,
+    read_gib=0.25,
+    budget_s=10.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    sections: tuple[str, ...] = SECTIONS
+    shape: str | None = None  # widen the policy to this predefined shape
+    prompts: Path | None = None  # a JSONL file
+    raw: bool = False  # no chat template
+    json: Path | None = None  # where the results go
+    commit: str | None = None
+    quick: bool | None = None  # None: quick on a CPU
+    batches: tuple[int, ...] = ()  # these override the scale's
+    cap: int = 0
+    budget_s: float = 0.0
+
+    def scale(self, on_gpu: bool) -> Scale:
+        scale = QUICK if self.quick or (self.quick is None and not on_gpu) else FULL
+        cap = self.cap or scale.cap
+        return replace(
+            scale,
+            batches=self.batches or scale.batches,
+            cap=cap,
+            fidelity_cap=min(cap, scale.fidelity_cap),
+            features_cap=min(cap, scale.features_cap),
+            budget_s=self.budget_s or scale.budget_s,
+        )
+
+
+def read_options(given: Namespace) -> BenchOptions:
+    """From the command line's words."""
+    if given.what != "engine":
+        raise ConfigError(f"nothing called {given.what!r} to measure; expected: tlt bench engine MODEL")
+    if given.prompts and not Path(given.prompts).is_file():
+        raise ConfigError(f"--prompts: {given.prompts}: no such file; expected JSONL with a question or prompt column")
+    return BenchOptions(
+        sections=_sections(given),
+        shape=given.shape,
+        prompts=Path(given.prompts) if given.prompts else None,
+        raw=given.raw,
+        json=Path(given.json) if given.json else None,
+        commit=given.commit,
+        quick=_either(given.quick, given.full, "--quick", "--full"),
+        batches=tuple(_positive("--batches", word) for word in given.batches.split(",")) if given.batches else (),
+        cap=_positive("--cap", given.cap) if given.cap else 0,
+        budget_s=float(_positive("--budget", given.budget)) if given.budget else 0.0,
+    )
+
+
+def _sections(given: Namespace) -> tuple[str, ...]:
+    chosen = given.sections.split(",") if given.sections else list(SECTIONS)
+    for name in chosen:
+        if name not in SECTIONS:
+            near = difflib.get_close_matches(name, SECTIONS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected some of {','.join(SECTIONS)}"
+            raise ConfigError(f"--sections: there is no section {name!r}; {hint}")
+    peers = _either(given.peers, given.no_peers, "--peers", "--no-peers")
+    wanted = {*chosen, *(["peers"] if peers else [])} - ({"peers"} if peers is False else set())
+    return tuple(name for name in SECTIONS if name in wanted)
+
+
+def _either(yes: bool, no: bool, yes_name: str, no_name: str) -> bool | None:
+    if yes and no:
+        raise ConfigError(f"{yes_name} and {no_name} exclude each other; give one of them")
+    return True if yes else False if no else None
+
+
+def _positive(name: str, word: str) -> int:
+    if not word.strip().isdecimal() or int(word) < 1:
+        raise ConfigError(f"{name} is {word!r}; expected a positive whole number")
+    return int(word)

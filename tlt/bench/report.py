@@ -1,0 +1,131 @@
+"""Results: a table per section while it goes, and one JSON file that holds every record as soon as it is there."""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tlt.bench.machine import Machine
+from tlt.bench.options import Scale
+from tlt.errors import TltError
+from tlt.model.config import ModelConfig
+
+_LOG_WIDTH = 160  # of tables where the output is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured."""
+
+    model: str
+    shape: str  # "as it is", or what it was widened to
+    prompts: str
+    prompt_tokens_mean: float
+    seed: int
+
+
+class Clock:
+    """Seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return seconds
+
+
+class Report:
+    def __init__(
+        self, machine: Machine, subject: Subject, config: ModelConfig, scale: Scale, file: Path | None
+    ) -> None:
+        self._console = Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = _LOG_WIDTH
+        self._file = file
+        self._content: dict[str, Any] = {
+            "machine": asdict(machine),
+            "subject": asdict(subject),
+            "config": dict(config.source),
+            "scale": asdict(scale),
+            "sections": {},
+        }
+        self._console.print(
+            f"[bold]{subject.model}[/bold] ({subject.shape}) on {machine.device}, torch {machine.torch}, "
+            f"triton {machine.triton}, transformers {machine.transformers}, tlt {machine.tlt} at {machine.commit}"
+        )
+        self._write()
+
+    def section(self, name: str, records: Iterable[Any], clock: Clock) -> bool:
+        """Shows and keeps the records as they come; a section that fails leaves its error. True if it went well."""
+        kept: list[Any] = []
+        error = ""
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            try:
+                for record in records:
+                    kept.append(record)
+                    self._keep(name, kept)
+                    live.update(_table(name, kept), refresh=self._console.is_terminal)
+            except (TltError, RuntimeError) as failure:  # out of memory is a RuntimeError
+                error = f"{type(failure).__name__}: {failure}"
+        if kept:
+            self._console.print(_table(name, kept))
+        if error or not kept:
+            self._console.print(f"{name}: {error or 'nothing to measure'}", style="red", markup=False)
+        self._keep(name, kept, seconds=round(clock.lap(), 3), **({"error": error} if error else {}))
+        return not error
+
+    def _keep(self, name: str, records: list[Any], **more: Any) -> None:
+        """What came so far is on disk at once: a bench cut short keeps it."""
+        self._content["sections"][name] = {"records": [asdict(record) for record in records], **more}
+        self._write()
+
+    def close(self) -> None:
+        if self._file:
+            self._console.print(f"wrote {self._file}", soft_wrap=True)
+
+    def _write(self) -> None:
+        if self._file:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self._content, indent=1, ensure_ascii=False, default=str)
+            self._file.write_text(text + "\n", encoding="utf-8")
+
+
+def _table(name: str, records: list[Any]) -> Table:
+    """A row per record, what is the same in all of them below; of a single record, a row per field."""
+    names = [field.name for field in fields(records[0]) if any(_has(record, field.name) for record in records)]
+    table = Table(title=name, title_style="bold", title_justify="left", caption_justify="left")
+    if len(records) == 1:
+        table.show_header = False
+        for field in names:
+            table.add_row(field.replace("_", " "), _cell(getattr(records[0], field)))
+        return table
+    shared = [field for field in names if len({getattr(record, field) for record in records}) == 1]
+    table.caption = ", ".join(f"{field.replace('_', ' ')} {_cell(getattr(records[0], field))}" for field in shared)
+    own = [field for field in names if field not in shared]
+    for field in own:
+        table.add_column(field.replace("_", " "), justify="right")
+    for record in records:
+        table.add_row(*(_cell(getattr(record, field)) for field in own))
+    return table
+
+
+def _has(record: Any, field: str) -> bool:
+    return getattr(record, field) not in (None, "")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
