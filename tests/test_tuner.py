@@ -1,0 +1,526 @@
+"""The tuner in a small world with known truth, and the parts it decides from. Times are the world's, never the clock's.
+
+Where a bound is asserted, something that must break it is shown to: a fixed shape, or the paper's bandit.
+"""
+
+import math
+import random
+from collections import Counter
+from statistics import mean
+
+import pytest
+from tuning import LEARNED, MODEL_FREE, Curve, Fixed, World, costs, pad, policy_s, rollout, steady, table, tick_s
+
+from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_nodes, together, track
+from tlt.spec.alarm import CollapseWatch
+from tlt.spec.bandit import Bandit
+from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, TickCosts, never_falling
+from tlt.spec.shape import OFF, Draft, Shape
+from tlt.spec.tuner import Outcome, Tuner, TunerPolicy, TunerSettings, candidates
+
+SETS = [(LEARNED,), (MODEL_FREE,), (LEARNED, MODEL_FREE)]
+SHAPES = candidates(SETS, depths=(1, 2, 4, 8), widths=(1, 4), verifies=(2, 3, 5, 9, 16, 32))
+
+
+def learned(depth: int, width: int, verify: int) -> Shape:
+    return Shape((LEARNED,), depth, width, verify)
+
+
+def world(first: float, model_free: float = 0.1, **more: float) -> World:
+    return World({LEARNED: Curve(first), MODEL_FREE: Curve(model_free, per_rank=0.2)}, **more)  # type: ignore[arg-type]
+
+
+def tuner(settings: TunerSettings | None = None) -> Tuner:
+    return Tuner(SHAPES, costs(), settings)
+
+
+def bandit(seed: int = 0, last: int = 32) -> Bandit:
+    shapes = [
+        learned(8, 4, 32),
+        learned(4, 4, 32),
+        learned(4, 4, 16),
+        learned(8, 4, 16),
+        learned(4, 1, 5),
+        learned(2, 4, 5),
+    ]
+    return Bandit(shapes, [4, 16, last], seed=seed)
+
+
+def best_rate(here: World, batch: int) -> float:
+    return max(here.rate(shape, batch) for shape in SHAPES)
+
+
+def against_plain(policy: TunerPolicy, here: World, batch: int, ticks: int) -> float:
+    """Time over that of plain decoding for the same number of (expected) tokens."""
+    steady(policy, here, batch, ticks)
+    tokens = sum(here.length(shape) * count for shape, count in here.ticks.items())
+    return here.seconds / (tokens * tick_s(OFF, batch))
+
+
+# ---- costs
+
+
+def test_an_estimate_lies_between_its_neighbours() -> None:
+    costs = CostTable()
+    assert costs.estimate(POLICY, 8) is None
+    costs.record(POLICY, 16, 2.0)
+    assert [costs.estimate(POLICY, size) for size in (1, 16, 32)] == [2.0, 2.0, 4.0]
+    costs.record(POLICY, 64, 5.0)
+    assert [costs.estimate(POLICY, size) for size in (8, 16, 40, 64, 128)] == [2.0, 2.0, 3.5, 5.0, 10.0]
+    assert costs.estimate(DRAFT, 16) is None
+
+
+def test_estimates_never_fall_with_size() -> None:
+    chance = random.Random(0)
+    costs = CostTable()
+    for size in range(1, 200, 7):
+        costs.record(POLICY, size, 1.0 + size / 100 + chance.uniform(-0.5, 0.5))
+    found = [costs.estimate(POLICY, size) or 0.0 for size in range(1, 400)]
+    assert found == sorted(found)
+    assert never_falling([1.0, 3.0, 2.0, 4.0, 0.0]) == [1.0, 2.25, 2.25, 2.25, 2.25]
+
+
+def test_a_cost_follows_what_runs_take_and_shrugs_off_outliers() -> None:
+    costs = CostTable()
+    for _ in range(9):
+        costs.record(POLICY, 8, 1.0)
+    for _ in range(4):
+        costs.record(POLICY, 8, 50.0)
+    assert costs.estimate(POLICY, 8) == 1.0
+    for _ in range(5):
+        costs.record(POLICY, 8, 2.0)
+    assert costs.estimate(POLICY, 8) == 2.0
+    with pytest.raises(ValueError, match="finite"):
+        costs.record(POLICY, 8, math.nan)
+
+
+def test_a_tick_is_the_sum_of_its_runs() -> None:
+    found = TickCosts(table(), pad, [LEARNED])
+    known = table()
+    summed = (
+        (known.estimate(POLICY, pad(6 * 16)) or 0)
+        + (known.estimate(EXTEND, 8) or 0)
+        + 3 * (known.estimate(DRAFT, 8 * 4) or 0)
+    )
+    assert found.seconds(learned(4, 4, 16), 6) == pytest.approx(summed + 20e-6)
+    both = Shape((LEARNED, MODEL_FREE), 4, 4, 16)
+    assert found.seconds(both, 6) == pytest.approx(summed + 20e-6 + (known.estimate(LOOKUP, 8) or 0))
+    assert found.seconds(OFF, 6) == pytest.approx(policy_s(8), rel=1e-3)
+
+
+def test_without_a_table_plain_ticks_tell_and_unknown_drafting_is_dear() -> None:
+    found = TickCosts(CostTable(), pad, [LEARNED])
+    assert found.seconds(OFF, 4) is None
+    found.observe(OFF, 4, 2.0)
+    assert found.seconds(OFF, 4) == 2.0
+    assert found.seconds(learned(2, 1, 3), 4) == pytest.approx(2.0 * 16 / 4 + 2.0 + 2.0, rel=1e-4)
+
+
+def test_what_the_table_leaves_out_of_drafting_is_learned_from_ticks() -> None:
+    found, shape = costs(), learned(4, 4, 16)
+    for _ in range(40):
+        found.observe(OFF, 4, tick_s(OFF, 4))
+    for _ in range(16):
+        found.observe(shape, 4, tick_s(shape, 4, drafting=5.0))
+    assert found.seconds(shape, 4) == pytest.approx(tick_s(shape, 4, drafting=5.0), rel=0.02)
+    assert found.seconds(OFF, 4) == pytest.approx(tick_s(OFF, 4), rel=0.01)
+
+
+def test_what_all_shapes_share_changes_no_comparison() -> None:
+    found, shape = costs(), learned(2, 1, 3)
+    before = (found.seconds(shape, 8) or 0) / (found.seconds(OFF, 8) or 1)
+    for tick in range(400):  # contexts grow: everything becomes twice as dear
+        found.observe(shape, 8, tick_s(shape, 8) * (1 + tick / 400))
+    after = (found.seconds(shape, 8) or 0) / (found.seconds(OFF, 8) or 1)
+    assert found.seconds(OFF, 8) == pytest.approx(2 * tick_s(OFF, 8), rel=0.05)
+    assert after == pytest.approx(before, rel=0.05)
+
+
+# ---- acceptance
+
+
+def test_a_track_follows_a_drafters_own_branches() -> None:
+    draft = Draft(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 1, 1, 2), scores=(0.6, 0.3, 0.1, 0.2, 0.05))
+    shape = Shape(("a",), depth=3, width=2, verify=6)
+    assert track(draft, [6, 7, 9, 1], shape) == Track((2, 2, 1))
+    assert track(draft, [6, 8, 1], shape) == Track((2, 1), missed_among=2)
+    assert track(draft, [4], shape) == Track((), missed_among=2)
+    assert track(draft, [5], shape) == Track((1,))  # the policy's next token is not known
+
+
+def test_drafters_together_are_as_good_as_the_better_at_each_depth() -> None:
+    assert together([Track((2, 1), 4), Track((1,), 4)]) == Track((1, 1), 4)
+    assert together([Track((), 4), Track((3, 1, 1))]) == Track((3, 1, 1), 0)
+    assert together([Track((), 4), Track((), 2)]) == Track((), 2)
+
+
+def test_survival_counts_what_looked() -> None:
+    """Ranks beyond what a verify looked at are not held against the drafter."""
+    survival = Survival(depth=2, width=4, horizon=1e9)
+    survival.see([Track((1,), 0)] * 300 + [Track((), 1)] * 300 + [Track((2,), 0)] * 200 + [Track((), 4)] * 200)
+    first = survival.ranks()[0]
+    assert first[0] == pytest.approx(300 / 1000, abs=0.01)
+    assert first[1] == pytest.approx(0.7 * 200 / 400, abs=0.01)  # of the 400 that looked at a second candidate
+    assert first[2] < 0.01
+    assert survival.evidence == pytest.approx(1000)
+    assert survival.by_depth() == pytest.approx((0.5,))
+
+
+def test_unmeasured_depths_follow_the_last_measured() -> None:
+    survival = Survival(depth=4, width=1, horizon=1e9)
+    survival.see([Track((1,))] * 400 + [Track((), 1)] * 100)
+    assert [row[0] for row in survival.ranks()] == pytest.approx([0.8] * 4, abs=0.01)
+
+
+def test_survival_forgets() -> None:
+    survival = Survival(depth=1, width=1, horizon=100)
+    survival.see([Track((1,))] * 10_000)
+    assert survival.evidence == pytest.approx(101, rel=0.01)
+    survival.see([Track((), 1)] * 300)
+    assert survival.ranks()[0][0] < 0.1
+    survival.fade(8)
+    assert survival.evidence == pytest.approx(8)
+
+
+def test_the_likeliest_nodes_by_hand() -> None:
+    """First candidate 0.6, second 0.3, the same at depth 2."""
+    found = likeliest_nodes([[0.6, 0.3], [0.6, 0.3]], 6)
+    assert found == [
+        (pytest.approx(0.6), 1, 1),
+        (pytest.approx(0.36), 2, 1),
+        (pytest.approx(0.3), 1, 2),
+        *([(pytest.approx(0.18), 2, 2)] * 2),
+        (pytest.approx(0.09), 2, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "shape", [learned(1, 1, 2), learned(4, 1, 5), learned(2, 4, 9), learned(4, 4, 16), learned(8, 4, 32)]
+)
+def test_accept_lengths_come_out_right_for_shapes_never_run(shape: Shape) -> None:
+    """A deep and wide shape speaks for the others. Half of the contexts are harder, which the rule does not know."""
+    here, ran = world(0.7), learned(8, 4, 32)
+    acceptance = Acceptance(SHAPES, horizon=1e9)
+    for _ in range(300):
+        acceptance.see(ran, [here.walk(ran, here.kept(ran)) for _ in range(16)])
+    acceptance.refresh()
+    assert acceptance.length(shape) == pytest.approx(here.length(shape), rel=0.05)
+
+
+def test_drafters_that_complement_each_other_get_credit_once_they_ran_together() -> None:
+    here, both = world(0.5, 0.5), Shape((LEARNED, MODEL_FREE), 4, 4, 32)
+    acceptance = Acceptance(SHAPES, horizon=1e9)
+    for shape in (learned(4, 4, 32), Shape((MODEL_FREE,), 4, 4, 32)):
+        for _ in range(100):
+            acceptance.see(shape, [here.walk(shape, here.kept(shape)) for _ in range(16)])
+    acceptance.refresh()
+    apart = acceptance.length(both)
+    assert apart == pytest.approx(
+        max(acceptance.length(learned(4, 4, 32)), acceptance.length(Shape((MODEL_FREE,), 4, 4, 32)))
+    )
+    for _ in range(100):
+        acceptance.see(both, [here.walk(both, here.kept(both)) for _ in range(16)])
+    acceptance.refresh()
+    assert acceptance.length(both) == pytest.approx(here.length(both), rel=0.05)
+    assert here.length(both) > 1.1 * apart
+
+
+# ---- the alarm
+
+
+def walks(count: int, accepted: int) -> list[Walked]:
+    return [Walked(accepted, (Track((1,) * accepted, 1),))] * count
+
+
+@pytest.mark.parametrize(("usual", "then", "fires"), [(4, 1, True), (1, 0, True), (4, 2, False), (2, 1, False)])
+def test_the_alarm_fires_on_a_collapse_only(usual: int, then: int, fires: bool) -> None:
+    watch, shape = CollapseWatch(LEARNED), learned(4, 1, 5)
+    assert [watch.see(shape, walks(8, usual)) for _ in range(40)] == [None] * 40
+    alarms = [alarm for _ in range(20) if (alarm := watch.see(shape, walks(8, then)))]
+    assert bool(alarms) == fires
+    if fires:
+        assert (alarms[0].drafter, alarms[0].shape) == (LEARNED, shape)
+        assert alarms[0].verifies >= 64
+        assert alarms[0].recent < alarms[0].usual <= 1 + usual
+
+
+def test_another_shape_is_no_collapse() -> None:
+    watch = CollapseWatch(LEARNED)
+    for _ in range(40):
+        assert watch.see(learned(8, 1, 9), walks(8, 6)) is None
+    for _ in range(40):
+        assert watch.see(learned(1, 1, 2), walks(8, 1)) is None
+
+
+# ---- the tuner in the world
+
+
+def test_candidates_are_sensible() -> None:
+    found = candidates([("b", "a"), ("a",)], depths=(1, 4), widths=(1, 2), verifies=(2, 4, 8))
+    assert OFF in found
+    assert Shape(("a", "b"), 4, 2, 8) in found
+    assert Shape(("a",), 4, 1, 8) not in found  # four nodes can never fill it
+    assert Shape(("a",), 4, 2, 4) not in found  # no branch of depth 4 fits
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("first", [0.3, 0.6, 0.8])
+def test_a_steady_drafter_is_used_nearly_as_well_as_in_hindsight(first: float, batch: int) -> None:
+    """Loss against the best of all shapes, drafting costs and acceptance known: ≤ 3 % of the time after warm-up."""
+    here, policy = world(first), tuner()
+    steady(policy, here, batch, 500)
+    loss = steady(policy, here, batch, 500, lambda: best_rate(here, batch))
+    assert loss <= 0.03
+    assert policy.report().switches <= 8
+    assert steady(Fixed(learned(8, 1, 9)), world(first), batch, 5, lambda: best_rate(here, batch)) > 0.03
+
+
+def test_on_average_the_loss_is_below_one_percent() -> None:
+    losses = []
+    for seed in range(3):
+        for first, batch in ((0.4, 8), (0.6, 2), (0.8, 16)):
+            here, policy = world(first, seed=seed), tuner()
+            steady(policy, here, batch, 400)
+            losses.append(steady(policy, here, batch, 300, lambda h=here, b=batch: best_rate(h, b)))
+    print(f"regret after warm-up: mean {mean(losses):.2%}, worst {max(losses):.2%}")
+    assert mean(losses) <= 0.01
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+@pytest.mark.parametrize("first", [0.0, 0.05, 0.2])
+def test_never_slower_than_plain(first: float, batch: int) -> None:
+    """Useless and poor drafters, cold start included: ≤ 1 % above plain decoding."""
+    policy = tuner()
+    assert against_plain(policy, world(first, first / 4), batch, 600) <= 1.01
+    report = policy.report()
+    assert report.explored_s <= 0.005 * report.seconds + 2 * tick_s(OFF, batch) * 1.1
+
+
+def test_the_bandit_is_slower_than_plain_with_a_useless_drafter() -> None:
+    """It has no "off" below its last bucket: the bound above can be broken."""
+    assert against_plain(bandit(), world(0.0), 16, 300) > 1.05
+
+
+def test_verifying_that_is_too_dear_stays_off() -> None:
+    """A good drafter, but 256 requests: every shape costs more than it gives."""
+    here, policy = world(0.6), tuner()
+    assert max(SHAPES, key=lambda shape: here.rate(shape, 256)) == OFF
+    assert against_plain(policy, here, 256, 500) <= 1.01
+    assert here.ticks[OFF] >= 0.97 * 500
+    assert against_plain(bandit(last=256), world(0.6), 256, 100) > 1.2
+
+
+@pytest.mark.parametrize("first", [0.0, 0.3, 0.6])
+def test_a_cost_table_that_lies_is_found_out(first: float) -> None:
+    """Drafting costs five times what capture said."""
+    assert against_plain(tuner(), world(first, 0.0, drafting=5.0), 16, 1000) <= 1.01
+
+
+def test_acceptance_that_drifts_is_followed() -> None:
+    """From very good to useless in 3,000 verifies per request: ≤ 3 % lost against the best shape of every moment."""
+    here, policy, lost = world(0.85), tuner(), 0.0
+    for step in range(20):
+        here.curves[LEARNED] = Curve(0.85 - 0.04 * step)
+        started = here.seconds
+        lost += steady(policy, here, 16, 150, lambda: best_rate(here, 16)) * (here.seconds - started)
+    print(f"regret under drift: {lost / here.seconds:.2%}")
+    assert lost / here.seconds <= 0.03
+    assert not here.alarms
+
+
+@pytest.mark.parametrize(("first", "batch"), [(0.8, 1), (0.8, 16), (0.5, 1), (0.5, 32)])
+def test_a_collapse_is_told_and_left_behind(first: float, batch: int) -> None:
+    here, policy = world(first, 0.0), tuner()
+    steady(policy, here, batch, 500)
+    assert not here.alarms
+    before, used = here.verifies, max(here.ticks, key=here.ticks.__getitem__)
+    assert not used.off
+    here.curves[LEARNED] = Curve(0.0)
+    ticks = Counter(here.ticks)
+    steady(policy, here, batch, 300)
+    (verifies, alarm), *more = here.alarms
+    assert not more
+    assert alarm.drafter == LEARNED
+    assert verifies - before <= 64 + batch
+    assert alarm.recent < alarm.usual
+    after = here.ticks - ticks
+    assert after[used] * batch <= 96 + 2 * batch  # and then it is used no more
+    assert policy.report().alarms == 1
+
+
+def test_no_alarm_without_a_collapse() -> None:
+    for first in (0.1, 0.3, 0.6, 0.85):
+        here, policy = world(first, seed=7), tuner()
+        steady(policy, here, 1, 2000)
+        steady(policy, here, 16, 300)
+        assert not here.alarms
+
+
+def test_a_drafter_that_became_good_is_tried_at_once_when_told() -> None:
+    told, untold = [], []
+    for changed, loss in ((True, told), (False, untold)):
+        here, policy = world(0.0, 0.0), tuner()
+        steady(policy, here, 8, 1500)
+        assert here.ticks[OFF] > 1400
+        here.curves[LEARNED] = Curve(0.8)
+        if changed:
+            policy.drafter_changed(LEARNED)
+        loss.append(steady(policy, here, 8, 100, lambda h=here: best_rate(h, 8)))
+    assert told[0] < 0.12 < untold[0]
+
+
+def test_a_drafter_that_is_out_is_tried_ever_more_rarely() -> None:
+    here, policy = world(0.0, 0.0), tuner()
+    probes = []
+    for _ in range(4):
+        before = here.ticks[OFF]
+        steady(policy, here, 64, 1000)
+        probes.append(1000 - (here.ticks[OFF] - before))
+    assert probes[0] > probes[-1] <= 6
+    assert probes[-1] >= 1  # but never given up
+
+
+def test_no_flapping_between_equals() -> None:
+    """Noise in time and acceptance, shapes that hardly differ: few changes of mind in 4,000 ticks."""
+    here, policy = world(0.6, noise=0.06), tuner()
+    steady(policy, here, 4, 4000)
+    assert policy.report().switches <= 16
+
+
+def test_the_long_tail_beats_every_fixed_shape_and_the_bandit() -> None:
+    chance = random.Random(3)
+    lengths = [min(1200, int(chance.lognormvariate(math.log(100), 1.0)) + 5) for _ in range(256)]
+    policy = tuner()
+    tuned = rollout(policy, world(0.6), lengths)
+    plain = rollout(Fixed(OFF), world(0.6), lengths)
+    fixed = {
+        shape: rollout(Fixed(shape), world(0.6), lengths)
+        for shape in (learned(1, 1, 2), learned(2, 1, 3), learned(4, 1, 5), learned(4, 4, 16))
+    }
+    paper = rollout(bandit(), world(0.6), lengths)
+    print(f"tail: tuned {tuned:.3f} s, plain {plain:.3f}, best fixed {min(fixed.values()):.3f}, bandit {paper:.3f}")
+    assert tuned < 0.75 * plain
+    assert tuned < 0.95 * min(fixed.values())
+    assert tuned < paper
+    report = policy.report()
+    assert len({size for size, shape in report.ticks_by_shape}) > 8
+    assert report.saved_s == pytest.approx(plain - tuned, rel=0.25)
+
+
+# ---- its books
+
+
+def test_metrics_are_pooled() -> None:
+    policy = tuner()
+    shape = learned(2, 1, 3)
+    walked = [
+        Walked(2, (Track((1, 1)),)),
+        Walked(0, (Track((), 1),)),
+        Walked(1, (Track((1,), 1),)),
+        Walked(0, (Track((), 1),)),
+    ]
+    policy.observe(Outcome(shape, 4, walked, tick_s(shape, 4)))
+    policy.observe(Outcome(OFF, 4, (), tick_s(OFF, 4)))
+    report = policy.report()
+    assert (report.ticks, report.verifies, report.accepted, report.accept_length) == (2, 4, 3, 1.75)
+    assert report.by_depth[LEARNED] == pytest.approx((0.5, 0.5), abs=0.01)
+    assert report.ticks_by_shape == {(4, shape): 1, (4, OFF): 1}
+    assert report.seconds == pytest.approx(tick_s(shape, 4) + tick_s(OFF, 4))
+    assert report.saved_s == pytest.approx(1.75 * tick_s(OFF, 4) - tick_s(shape, 4), rel=0.01)
+
+
+def test_choosing_is_nearly_free_once_things_are_known() -> None:
+    """A choice is looked up; shapes are evaluated anew only every so many ticks."""
+    here, policy = world(0.6), tuner()
+    steady(policy, here, 8, 600)
+    before = policy.evaluations
+    steady(policy, here, 8, 512)
+    assert (policy.evaluations - before) / 512 <= 8 * len(SHAPES) / 512
+    before = policy.evaluations
+    assert len({policy.choose(8) for _ in range(1000)}) <= 2
+    assert policy.evaluations - before <= len(SHAPES)
+
+
+def test_a_probe_is_booked_when_chosen() -> None:
+    """Ticks may be chosen ahead of observing: a second probe waits for the first."""
+    policy = tuner()
+    chosen = [policy.choose(4) for _ in range(10)]
+    assert sum(not shape.off for shape in chosen) == 1
+
+
+def test_the_same_outcomes_give_the_same_choices() -> None:
+    runs = []
+    for _ in range(2):
+        here, policy = world(0.6), tuner()
+        steady(policy, here, 4, 300)
+        runs.append(here.ticks)
+    assert runs[0] == runs[1]
+
+
+def test_nothing_to_speculate_with_is_plain_decoding() -> None:
+    policy = Tuner([OFF], TickCosts(CostTable(), pad))
+    for batch in (1, 300):
+        assert policy.choose(batch) == OFF
+        assert policy.observe(Outcome(OFF, batch, (), 0.01)) == ()
+    with pytest.raises(ValueError, match="no shape uses drafter"):
+        policy.drafter_changed("nobody")
+
+
+# ---- the paper's bandit
+
+
+def test_larger_groups_serve_smaller_batches() -> None:
+    shapes = [OFF, learned(4, 1, 5), learned(8, 4, 32), learned(4, 4, 16), learned(2, 4, 5), learned(6, 4, 32)]
+    found = Bandit(shapes, [4, 16, 32])
+    groups = {batch: found.group(batch) for batch in (1, 4, 5, 16, 17, 32, 33)}
+    assert groups[1] == groups[4] == [learned(8, 4, 32), learned(6, 4, 32)]
+    assert groups[5] == groups[16] == [learned(4, 4, 16)]
+    assert groups[17] == groups[32] == [learned(4, 1, 5), learned(2, 4, 5)]
+    assert groups[33] == []
+    assert found.choose(33) == OFF
+
+
+@pytest.mark.parametrize("buckets", [[4, 16], [4, 16, 32, 64], [16, 4, 32], [0, 4, 16]])
+def test_buckets_that_do_not_fit_are_refused(buckets: list[int]) -> None:
+    with pytest.raises(ValueError, match="as many, rising"):
+        Bandit([learned(4, 1, 5), learned(8, 4, 32), learned(4, 4, 16)], buckets)
+
+
+def reward(policy: Bandit, shape: Shape, accepted: list[int], seconds: float) -> None:
+    policy.observe(Outcome(shape, len(accepted), [Walked(n, (Track(),)) for n in accepted], seconds))
+
+
+def test_a_shapes_worth_is_the_median_of_its_window() -> None:
+    shape = learned(2, 1, 3)
+    policy = Bandit([shape], [8], window=3)
+    assert policy.worth(shape) is None
+    reward(policy, shape, [2, 0, 1, 1], 0.5)  # (4/4 + 1) · 4 / 0.5 = 16
+    assert policy.worth(shape) == 16.0
+    reward(policy, shape, [0, 0], 1.0)  # (0 + 1) · 2 / 1 = 2
+    assert policy.worth(shape) == 9.0
+    reward(policy, shape, [3], 0.1)  # 40
+    assert policy.worth(shape) == 16.0
+    reward(policy, shape, [0], 0.25)  # 4; the 16 leaves the window
+    assert policy.worth(shape) == 4.0
+
+
+def test_unseen_first_then_the_best_but_for_epsilon() -> None:
+    shapes = [learned(depth, 1, 5) for depth in (1, 2, 3, 4)]
+    policy = Bandit(shapes, [8], epsilon=0.3, seed=5)
+    for expected, accepted in zip(shapes, (0, 3, 1, 2), strict=True):
+        assert policy.choose(2) == expected
+        reward(policy, expected, [accepted], 1.0)
+    draws = random.Random(5)
+    expected_choices = [draws.choice(shapes) if draws.random() < 0.3 else shapes[1] for _ in range(200)]
+    assert [policy.choose(2) for _ in range(200)] == expected_choices
+    assert 0.6 < expected_choices.count(shapes[1]) / 200 < 0.9
+
+
+def test_the_bandit_learns_which_shape_of_a_bucket_is_best() -> None:
+    here, policy = world(0.8), bandit()
+    steady(policy, here, 12, 300)
+    good, bad = learned(4, 4, 16), learned(8, 4, 16)
+    assert here.rate(good, 12) > here.rate(bad, 12)
+    assert here.ticks[good] > 0.8 * 300
+    assert set(here.ticks) == {good, bad}
