@@ -20,7 +20,7 @@ ROOT = Path(tlt.__file__).parents[1]
 
 # From the ground up. A name covers what is below it, unless a longer name says otherwise.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "words": ("tlt.types", "tlt.errors", "tlt.config", "tlt.tasks.task", "tlt.watch.events"),
+    "words": ("tlt.types", "tlt.errors", "tlt.recipe", "tlt.config", "tlt.tasks.task", "tlt.watch.events"),
     "kernels": ("tlt.kernels",),
     "model": ("tlt.model",),
     "parts": ("tlt.train", "tlt.spec", "tlt.text", "tlt.tasks", "tlt.policy"),
@@ -35,6 +35,12 @@ PLAIN = {
     "tlt.engine.request",
     "tlt.engine.scheduler",
     "tlt.engine.pages",
+    "tlt.spec.acceptance",
+    "tlt.spec.alarm",
+    "tlt.spec.bandit",
+    "tlt.spec.costs",
+    "tlt.spec.shape",
+    "tlt.spec.suffix",
     "tlt.spec.tuner",
     "tlt.drafting.idle",
     "tlt.sim",
@@ -299,10 +305,15 @@ SURFACE = {
     "Completion": "(key: tlt.types.Key, prompt_tokens: tuple[int, ...], tokens: tuple[int, ...], text: str, "
     "logprobs: tuple[float, ...], policy_logprobs: tuple[float, ...], "
     "finish_reason: Literal['eos', 'stop', 'length'], policy_version: int, timing: tlt.types.Timing) -> None",
+    "Engine": "(model: tlt.model.transformer.Transformer, tokenizer: tlt.text.Tokenizer, "
+    "settings: tlt.config.EngineSettings | None = None, *, version: int = 0, taps: Sequence[int] = (), "
+    "on_features: Callable[[tlt.engine.runner.Features], None] | None = None, "
+    "speculation: tlt.spec.speculation.Speculation | None = None) -> None",
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "
     "task: tlt.config.TaskSettings = <factory>, sampling: tlt.types.SamplingParams = <factory>, "
-    "engine: tlt.config.EngineSettings = <factory>, warmup: tlt.config.WarmupSettings = <factory>) -> None",
+    "engine: tlt.config.EngineSettings = <factory>, spec: tlt.config.SpecSettings = <factory>, "
+    "warmup: tlt.config.WarmupSettings = <factory>, draft: tlt.config.DraftSettings = <factory>) -> None",
     "SamplingParams": "(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, max_tokens: int = 256, "
     "stop: tuple[str, ...] = (), ignore_eos: bool = False) -> None",
     "read_run": "(directory: str | pathlib.Path) -> tlt.watch.events.Run",
@@ -310,7 +321,7 @@ SURFACE = {
 
 
 def test_public_names() -> None:
-    assert sorted(tlt.__all__) == sorted([*SURFACE, "Task"])
+    assert sorted(tlt.__all__) == sorted([*SURFACE, "Drafter", "Task"])
     assert set(tlt.__all__) <= set(dir(tlt))
     for name in tlt.__all__:
         assert getattr(tlt, name).__name__ == name
@@ -319,7 +330,10 @@ def test_public_names() -> None:
 @pytest.mark.parametrize("name", SURFACE)
 def test_public_signatures(name: str) -> None:
     signature = str(inspect.signature(getattr(tlt, name)))
-    assert signature.replace("typing.", "").replace("pathlib._local.", "pathlib.") == SURFACE[name]
+    assert (
+        signature.replace("typing.", "").replace("collections.abc.", "").replace("pathlib._local.", "pathlib.")
+        == SURFACE[name]
+    )
 
 
 def test_the_two_methods_of_a_task() -> None:

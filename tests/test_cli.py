@@ -11,8 +11,9 @@ import pytest
 
 import tlt
 from tlt.cli import VERBS, main
-from tlt.config import RunConfig, load_config
+from tlt.config import RunConfig
 from tlt.errors import ModelError
+from tlt.recipe import load_config
 
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "rich", "ray", "triton"}
 

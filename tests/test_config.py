@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tlt
-from tlt.config import Knob, RunConfig, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
+from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError
+from tlt.recipe import Knob, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
 
 PACKAGE = Path(tlt.__file__).parent
 
@@ -159,6 +160,8 @@ def test_nearest_key_finds_a_key_without_its_section() -> None:
 
 
 def any_value(knob: Knob) -> st.SearchStrategy[Any]:
+    if knob.type == tuple[int, ...]:
+        return st.lists(st.integers(2, 128), min_size=1, max_size=3).map(tuple)
     if get_origin(knob.type) is tuple:
         return st.lists(st.text(min_size=1), max_size=3).map(tuple)
     if get_origin(knob.type) is Literal:

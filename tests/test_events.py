@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt.config import load_config
 from tlt.errors import TltError
+from tlt.recipe import load_config
 from tlt.watch.events import (
     EventLog,
     RolloutFinished,

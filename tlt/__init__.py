@@ -5,15 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tlt.config import RunConfig
+    from tlt.engine.engine import Engine
+    from tlt.spec.drafter import Drafter
     from tlt.tasks.task import Task
     from tlt.types import Completion, Rollout, SamplingParams
     from tlt.watch.events import read_run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Completion", "Rollout", "RunConfig", "SamplingParams", "Task", "read_run"]
+__all__ = ["Completion", "Drafter", "Engine", "Rollout", "RunConfig", "SamplingParams", "Task", "read_run"]
 
 _HOMES = {
     "Completion": "tlt.types",
+    "Drafter": "tlt.spec.drafter",
+    "Engine": "tlt.engine.engine",
     "Rollout": "tlt.types",
     "RunConfig": "tlt.config",
     "SamplingParams": "tlt.types",

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tlt import __version__
-from tlt.config import RunConfig, load_config, nearest_key, take_flags, to_toml
+from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError
+from tlt.recipe import load_config, nearest_key, take_flags, to_toml
 
 
 class _Parser(ArgumentParser):

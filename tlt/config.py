@@ -1,24 +1,14 @@
-"""Every knob of a run, in one place: frozen sections, read from TOML and then from `--section.key value` flags.
+"""Every knob of a run, in one place: frozen sections that check themselves.
 
-An unexpected key, section, type or value is a ConfigError of one line that says where it came from and what was
-expected. `to_toml` writes the resolved configuration and reads back to an equal one. The comment beside a knob is its
-documentation: `tlt config` prints it. Knows nothing of what the knobs do.
+The comment beside a knob is its documentation: `tlt config` prints it. Knows nothing of what the knobs do, and nothing
+of files and flags: `tlt.recipe` reads and writes them.
 """
 
-import difflib
-import inspect
-import io
-import json
 import re
-import tokenize
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from math import isfinite
-from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
-from tlt.errors import ConfigError, TltError
+from tlt.errors import ConfigError
 from tlt.types import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -111,6 +101,25 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SpecSettings:
+    """Speculative decoding: changes the time a rollout takes, never its tokens."""
+
+    drafter: Literal["none", "suffix"] = "none"  # who guesses: nobody, or what was written before in the same group
+    chooser: Literal["tuner", "beg-mab"] = "tuner"  # who picks the shape: measured costs, or the bandit of the paper
+    depths: tuple[int, ...] = (2, 4, 8)  # tokens a branch may run ahead
+    widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
+    verifies: tuple[int, ...] = (3, 5, 9, 16)  # nodes checked per request, the newest token included
+    memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("depths", 1), ("widths", 1), ("verifies", 2)):
+            values = getattr(self, name)
+            _require(bool(values) and min(values) >= lowest, name, values, f"at least one number, each ≥ {lowest}")
+        _require(max(self.verifies) <= 128, "verifies", self.verifies, "numbers up to 128")
+        _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupSettings:
     """Supervised training on prompts and answers: how a raw policy learns the form of an answer."""
 
@@ -132,6 +141,31 @@ class WarmupSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """The learned drafter: what it can see and name, and how it learns."""
+
+    window: int = 512  # positions it looks back on: bounds its memory, and long contexts do not confuse it
+    vocab: int = 0  # tokens it can name, the most frequent of the rollouts; 0 names all of the policy's
+    answers: int = 512  # answers written to learn from
+    held_out: int = 64  # further answers, never learned from, to measure on
+    steps: int = 200  # optimizer steps
+    tokens_per_batch: int = 2048  # tokens packed into one step, at most
+    learning_rate: float = 2e-3  # peak of the schedule
+    warmup_steps: int = 10  # steps over which the learning rate rises from 0
+    unroll: int = 5  # draft steps unrolled in training, so that it learns to go on from its own states
+    decay: float = 0.8  # weight of each unrolled step in the loss, relative to the one before
+    total_variation: float = 0.0  # share of the total variation in the loss; the rest is soft cross-entropy
+
+    def __post_init__(self) -> None:
+        least = {"window": 1, "answers": 1, "held_out": 1, "steps": 1, "tokens_per_batch": 1, "unroll": 1}
+        for name, lowest in {**least, "vocab": 0, "warmup_steps": 0}.items():
+            _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number > 0")
+        _require(0 < self.decay <= 1, "decay", self.decay, "a number in (0, 1]")
+        _require(0 <= self.total_variation <= 1, "total_variation", self.total_variation, "a number in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """The root: one field per section."""
 
@@ -140,256 +174,6 @@ class RunConfig:
     task: TaskSettings = field(default_factory=TaskSettings)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    spec: SpecSettings = field(default_factory=SpecSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
-
-
-# ---- what there is to set
-
-
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """One setting."""
-
-    key: str  # dotted
-    type: Any
-    home: type[Any]  # the section that declares it
-
-
-def knobs(section: type[Any] = RunConfig, prefix: str = "") -> Iterator[Knob]:
-    """Every knob, in the order of this file."""
-    for name, type_ in get_type_hints(section).items():
-        if is_dataclass(type_):
-            yield from knobs(type_, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            yield Knob(prefix + name, type_, section)
-
-
-def knob_docs() -> dict[str, str]:
-    """Dotted key → the comment beside the knob."""
-    comments = {home: _comments(home) for home in {knob.home for knob in knobs()}}
-    return {knob.key: comments[knob.home].get(knob.key.rpartition(".")[2], "") for knob in knobs()}
-
-
-def _comments(section: type[Any]) -> dict[str, str]:
-    names: dict[int, str] = {}  # line → the first name on it
-    comments: dict[str, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(section)).readline):
-        line = token.start[0]
-        if token.type == tokenize.NAME:
-            names.setdefault(line, token.string)
-        elif token.type == tokenize.COMMENT and line in names:
-            comments[names[line]] = token.string.lstrip("# ")
-    return comments
-
-
-# ---- reading
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """A value and where it came from: a recipe's path, or a flag."""
-
-    value: Any
-    origin: str
-
-
-def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> RunConfig:
-    """The recipe at `path` (or the defaults), with flags on top."""
-    settings = _read_recipe(Path(path)) if path is not None else {}
-    remaining, rest = take_flags(flags)
-    if rest:
-        raise ConfigError(f"unexpected argument {rest[0]!r}; settings are given as --section.key value")
-    settings.update(_read_flags(remaining))
-    config: RunConfig = _build(RunConfig, "", settings)
-    return config
-
-
-def take_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parts `--section.key value` from the rest; flags come back as `--section.key=value`. Stops at `--`."""
-    types = {knob.key: knob.type for knob in knobs()}
-    flags, rest, waiting = [], [], list(arguments)
-    while waiting:
-        argument = waiting.pop(0)
-        name, equals, _ = argument.partition("=")
-        if argument == "--":
-            rest += [argument, *waiting]
-            break
-        if not re.fullmatch(r"--\w[\w-]*(\.[\w-]+)+", name):
-            rest.append(argument)
-        elif equals:
-            flags.append(argument)
-        else:
-            flags.append(f"{name}={_take_value(name, types.get(name[2:]), waiting)}")
-    return flags, rest
-
-
-def _take_value(name: str, type_: Any, waiting: list[str]) -> str:
-    if type_ is bool and (not waiting or waiting[0] not in ("true", "false")):
-        return "true"
-    if not waiting or waiting[0].startswith("--"):
-        raise ConfigError(f"{name} needs a value: {name} VALUE")
-    return waiting.pop(0)
-
-
-def nearest_key(key: str) -> str | None:
-    """The knob that was probably meant; a key without its section is looked for in all of them."""
-    keys = [knob.key for knob in knobs()]
-    tails = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    match = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
-    tail = difflib.get_close_matches(key.rpartition(".")[2], tails, n=1, cutoff=0.7)
-    return match[0] if match else tails[tail[0]] if tail else None
-
-
-def _unknown(key: str, origin: str) -> NoReturn:
-    near = nearest_key(key)
-    hint = f"did you mean {near}?" if near else "`tlt config` lists what there is"
-    raise ConfigError(f"{origin}: unknown key {key}; {hint}")
-
-
-def _read_recipe(path: Path) -> dict[str, _Setting]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe; expected a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text; expected a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
-    return dict(_flatten(table, RunConfig, "", str(path)))
-
-
-def _flatten(table: Mapping[str, Any], section: Any, prefix: str, origin: str) -> Iterator[tuple[str, _Setting]]:
-    types = get_type_hints(section)
-    for name, value in table.items():
-        key = prefix + name
-        if name not in types:
-            _unknown_name(key, name, value, types, prefix, origin)
-        if is_dataclass(types[name]):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{origin}: {key} is {value!r}; expected a section, [{key}]")
-            yield from _flatten(value, types[name], key + ".", origin)
-        else:
-            yield key, _Setting(_checked(key, types[name], value, origin), origin)
-
-
-def _unknown_name(key: str, name: str, value: Any, siblings: Mapping[str, Any], prefix: str, origin: str) -> NoReturn:
-    sections = [known for known, type_ in siblings.items() if is_dataclass(type_)]
-    near = difflib.get_close_matches(name, sections, n=1)
-    if isinstance(value, dict) and near:
-        raise ConfigError(f"{origin}: unknown section [{key}]; did you mean [{prefix}{near[0]}]?")
-    if isinstance(value, dict):
-        raise ConfigError(f"{origin}: unknown section [{key}]; expected one of {', '.join(sections)}")
-    _unknown(key, origin)
-
-
-def _checked(key: str, type_: Any, value: Any, origin: str) -> Any:
-    """The value as its knob's type, without guessing: only an int may stand for a float, and a list for a tuple."""
-    if type_ is float and type(value) is int:
-        value = float(value)
-    if get_origin(type_) is tuple and isinstance(value, list):
-        return tuple(_checked(key, get_args(type_)[0], item, origin) for item in value)
-    choices = get_args(type_) if get_origin(type_) is Literal else ()
-    fits = value in choices if choices else type(value) is type_
-    if type_ is float and fits:
-        fits = isfinite(value)
-    if not fits:
-        raise ConfigError(f"{origin}: {key} is {value!r}; expected {_type_words(type_)}{_choice_hint(value, choices)}")
-    return value
-
-
-def _choice_hint(value: Any, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _type_words(type_: Any) -> str:
-    if get_origin(type_) is Literal:
-        return "one of " + ", ".join(get_args(type_))
-    if get_origin(type_) is tuple:
-        return "a list, each item " + _type_words(get_args(type_)[0])
-    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[type_]
-
-
-def _read_flags(flags: Sequence[str]) -> dict[str, _Setting]:
-    types = {knob.key: knob.type for knob in knobs()}
-    settings: dict[str, _Setting] = {}
-    for flag in flags:
-        name, _, text = flag.partition("=")
-        key = name[2:]
-        if key not in types:
-            _unknown(key, name)
-        value = _from_text(key, types[key], text, name)
-        if get_origin(types[key]) is tuple and key in settings:
-            value = settings[key].value + value
-        settings[key] = _Setting(value, name)
-    return settings
-
-
-def _from_text(key: str, type_: Any, text: str, origin: str) -> Any:
-    """A flag's text as its knob's type; a list is `a,b`, or TOML (`["a,b"]`) where an item holds a comma."""
-    if get_origin(type_) is tuple:
-        if text.startswith("["):
-            try:
-                items = tomllib.loads(f"items = {text}")["items"]
-            except tomllib.TOMLDecodeError:
-                raise ConfigError(f"{origin}: {key} is {text!r}; expected {_type_words(type_)}") from None
-        else:
-            items = [_from_text(key, get_args(type_)[0], item, origin) for item in text.split(",")] if text else []
-        return _checked(key, type_, items, origin)
-    try:
-        value = _SCALARS[type_](text) if type_ in _SCALARS else text
-    except (ValueError, KeyError):
-        raise ConfigError(f"{origin}: {key} is {text!r}; expected {_type_words(type_)}") from None
-    return _checked(key, type_, value, origin)
-
-
-_SCALARS: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: {"true": True, "false": False}.__getitem__}
-
-
-def _build(section: type[Any], prefix: str, settings: Mapping[str, _Setting]) -> Any:
-    types = get_type_hints(section)
-    values: dict[str, Any] = {}
-    for name, type_ in types.items():
-        if is_dataclass(type_):
-            values[name] = _build(type_, f"{prefix}{name}.", settings)  # type: ignore[arg-type]
-        elif prefix + name in settings:
-            values[name] = settings[prefix + name].value
-    try:
-        return section(**values)
-    except TltError as error:  # a section checks itself and opens its message with the key
-        key = prefix + str(error).partition(" ")[0]
-        origin = settings[key].origin if key in settings else "configuration"
-        raise ConfigError(f"{origin}: {prefix}{error}") from None
-
-
-# ---- writing
-
-
-def to_toml(config: RunConfig, documented: bool = False) -> str:
-    """The resolved configuration as TOML, each knob explained if asked; reading it back gives an equal one."""
-    docs = knob_docs() if documented else {}
-    return "\n".join(_section_lines(config, "", docs)).lstrip("\n") + "\n"
-
-
-def _section_lines(section: Any, prefix: str, docs: Mapping[str, str]) -> Iterator[str]:
-    values = {f.name: getattr(section, f.name) for f in fields(section)}
-    plain = {name: value for name, value in values.items() if not is_dataclass(value)}
-    if plain:
-        yield f"\n[{prefix.rstrip('.')}]"
-    for name, value in plain.items():
-        doc = docs.get(prefix + name)
-        yield f"{name} = {_toml_value(value)}" + (f"  # {doc}" if doc else "")
-    for name in (name for name in values if name not in plain):
-        yield from _section_lines(values[name], f"{prefix}{name}.", docs)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    draft: DraftSettings = field(default_factory=DraftSettings)

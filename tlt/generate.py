@@ -5,7 +5,7 @@ import time
 from rich.console import Console
 
 from tlt.config import RunConfig
-from tlt.engine.engine import Engine
+from tlt.engine.build import build_engine
 from tlt.engine.request import Request
 from tlt.policy import open_policy
 from tlt.text import TextStream
@@ -17,7 +17,7 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
     policy = open_policy(config.model)
     content = prompt if raw or not policy.tokenizer.has_chat_template else (Message("user", prompt),)
     tokens = tuple(policy.tokenizer.encode_prompt(content))
-    engine = Engine(policy.model, policy.tokenizer, config.engine)
+    engine = build_engine(policy, config)
     key = Key(config.run.seed, 0)
     engine.submit([Request(key, tokens, config.sampling)])
     stream, shown, started = TextStream(policy.tokenizer), 0, time.perf_counter()
@@ -30,9 +30,7 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
     completions += engine.drain()  # raises if the request failed
     print()
     seconds = time.perf_counter() - started
-    reason, count = completions[0].finish_reason, len(completions[0].tokens)
-    Console(stderr=True).print(
-        f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} a second), ended by {reason}, seed {config.run.seed}",
-        style="dim",
-        highlight=False,
-    )
+    count = len(completions[0].tokens)
+    pace = f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} tokens/s)"
+    end = f"ended by {completions[0].finish_reason}, seed {config.run.seed}"
+    Console(stderr=True).print(f"{pace}, {end}", style="dim", highlight=False)

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tlt import __version__
-from tlt.config import EngineSettings, RunConfig
-from tlt.engine.engine import Engine
+from tlt.config import RunConfig
+from tlt.engine.build import build_engine
 from tlt.engine.request import Request
 from tlt.errors import TaskError
 from tlt.policy import Policy, open_policy
@@ -54,7 +54,7 @@ def rollout(config: RunConfig) -> None:
     asked = _requests(config, policy, task)
     with start_run(config, "rollout", __version__) as log:
         answered_from = time.perf_counter()
-        completions = _answer(policy, config.engine, [request for _, request in asked], console)
+        completions = _answer(policy, config, [request for _, request in asked], console)
         seconds = time.perf_counter() - answered_from
         rollouts = [_judge(task, prompt, completions[request.key]) for prompt, request in asked]
         lengths = Lengths.of([len(rollout.completion.tokens) for rollout in rollouts])
@@ -74,7 +74,7 @@ def rollout(config: RunConfig) -> None:
         _write(rollouts, directory / ROLLOUTS_FILE)
         log.emit(RunFinished(seconds=time.perf_counter() - started))
     _tell(console, config, rollouts, lengths, seconds)
-    _tell_identity(console, policy, config.engine, [request for _, request in asked], completions)
+    _tell_identity(console, policy, config, [request for _, request in asked], completions)
     console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS_FILE}.")
 
 
@@ -89,11 +89,9 @@ def _requests(config: RunConfig, policy: Policy, task: Task) -> list[tuple[Promp
     return asked
 
 
-def _answer(
-    policy: Policy, settings: EngineSettings, requests: Sequence[Request], console: Console
-) -> dict[Key, Completion]:
+def _answer(policy: Policy, config: RunConfig, requests: Sequence[Request], console: Console) -> dict[Key, Completion]:
     columns = (TextColumn("rollout"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    engine = Engine(policy.model, policy.tokenizer, settings)
+    engine = build_engine(policy, config)
     engine.submit(requests)
     done: dict[Key, Completion] = {}
     with Progress(*columns, TextColumn("{task.fields[tail]}"), console=console, transient=True) as progress:
@@ -167,11 +165,11 @@ def _still_running(rollouts: Sequence[Rollout], width: int = 32) -> str:
 def _tell_identity(
     console: Console,
     policy: Policy,
-    settings: EngineSettings,
+    config: RunConfig,
     requests: Sequence[Request],
     completions: dict[Key, Completion],
 ) -> None:
     """Sampling is keyed: the same requests in another batch must give the same tokens."""
-    again = _answer(policy, settings, [*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]], console)
+    again = _answer(policy, config, [*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]], console)
     same = sum(completion.tokens == completions[key].tokens for key, completion in again.items())
     console.print(f"{same} of {len(again)} answers written again in a smaller batch came out token for token the same.")

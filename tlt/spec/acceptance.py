@@ -61,7 +61,7 @@ def together(tracks: Sequence[Track]) -> Track:
     return Track(tuple(ranks), min(found.missed_among for found in tracks if len(found.ranks) == len(ranks)))
 
 
-_COLD = 0.3  # chance of the first candidate before anything is known …
+_COLD = 0.15  # chance of the first candidate before anything is known …
 _NEXT_RANK = 0.5  # … and of a rank nobody tried, given that those before missed, against the rank before it
 _PRIOR = 4.0  # verifies the prior is worth
 
@@ -75,6 +75,7 @@ class Survival:
         self._misses = [[0.0] * width for _ in range(depth)]  # it was none of so many candidates
         self._weight = 1.0  # of the newest verify: growing it forgets the older ones
         self._growth = 1.0 + 1.0 / horizon
+        self._guess = [[0.0] * width for _ in range(depth)]  # chances believed before the last `fade`
         self.fresh = 0.0  # verifies since the last `fade` or since somebody set it to 0
 
     @property
@@ -92,7 +93,8 @@ class Survival:
             self._weight = 1.0
 
     def fade(self, most: float) -> None:
-        """Keeps what is known as worth at most so many verifies."""
+        """Keeps the estimates, unless they are worse than a stranger's, as worth at most so many verifies."""
+        self._guess = self._all_chances()
         if self.evidence > most:
             self._scale(most / self.evidence)
         self.fresh += 1
@@ -103,17 +105,9 @@ class Survival:
         return tuple(hits / (hits + misses) for hits, misses in looked if hits + misses > 0.0)
 
     def ranks(self) -> list[list[float]]:
-        """p_d(r). Each rank's chance is estimated among the verifies that looked so far; little known, it leans on the
-        depth before, and at depth 1 on the rank before."""
+        """p_d(r)."""
         table: list[list[float]] = []
-        chances: list[float] = []
-        for hits, misses in zip(self._hits, self._misses, strict=True):
-            looked = 0.0
-            at_risk = [0.0] * self._width
-            for rank in reversed(range(self._width)):
-                looked += hits[rank] + misses[rank]
-                at_risk[rank] = looked
-            chances = self._chances(hits, at_risk, chances)
+        for chances in self._all_chances():
             left, row = 1.0, []
             for chance in chances:
                 row.append(left * chance)
@@ -121,11 +115,26 @@ class Survival:
             table.append(row)
         return table
 
-    def _chances(self, hits: list[float], at_risk: list[float], shallower: list[float]) -> list[float]:
+    def _all_chances(self) -> list[list[float]]:
+        """Of each rank given that those before missed, among the verifies that looked so far. Where little is known it
+        leans on the depth before, at depth 1 on the rank before; or on what was believed before a `fade`, if better."""
+        found: list[list[float]] = []
+        for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
+            looked, at_risk = 0.0, [0.0] * self._width
+            for rank in reversed(range(self._width)):
+                looked += hits[rank] + misses[rank]
+                at_risk[rank] = looked
+            found.append(self._chances(hits, at_risk, found[-1] if found else [_COLD], self._guess[depth]))
+        return found
+
+    def _chances(
+        self, hits: list[float], at_risk: list[float], shallower: list[float], before: list[float]
+    ) -> list[float]:
         chances: list[float] = []
         strength = _PRIOR * self._weight
         for rank in range(self._width):
-            prior = shallower[rank] if shallower else chances[-1] * _NEXT_RANK if chances else _COLD
+            guess = shallower[rank] if rank < len(shallower) else chances[-1] * _NEXT_RANK
+            prior = max(guess, before[rank])
             chances.append((hits[rank] + strength * prior) / (at_risk[rank] + strength))
         return chances
 
@@ -167,7 +176,7 @@ class _Foreseen:
 
 
 _SAMPLE = 32  # walks of one tick that are looked into; of more, every n-th
-_MODEL_WORTH = 32.0  # verifies that the rule of the tree is worth against what a shape really gave
+_MODEL_WORTH = 256.0  # verifies that the rule of the tree is worth against what a shape really gave
 _SETTLED = 64.0  # verifies before the rule says enough to be compared with what a shape gives
 _NEWS = 0.1  # share of new evidence that makes the accept lengths worth computing again
 
@@ -191,8 +200,8 @@ class Acceptance:
         return self._survival[drafters].evidence
 
     def known(self, drafters: Drafters) -> float:
-        """Evidence there is for an estimate of this set: its own, or that of a member."""
-        return max(self.evidence(drafters), *(self.evidence((drafter,)) for drafter in drafters))
+        """Evidence an estimate of this set rests on: that of the drafter least is known about."""
+        return min(self.evidence((drafter,)) for drafter in drafters)
 
     def length(self, shape: Shape) -> float:
         """Expected accept length."""

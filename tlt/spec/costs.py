@@ -1,4 +1,4 @@
-"""What a tick costs: seconds of each (role, size) as measured, and from them the seconds of a tick of any shape.
+"""What a tick costs: seconds of each (role, size) as measured, and a tick's of any shape from them.
 
 What always holds: an estimate never falls as the size grows, and is there as soon as one size of its role was measured.
 Knows nothing of acceptance, of who measures, or of what a role does.
@@ -7,7 +7,6 @@ Knows nothing of acceptance, of who measures, or of what a role does.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection
-from math import copysign, exp, log
 from statistics import median
 
 from tlt.spec.shape import Shape
@@ -66,22 +65,20 @@ def never_falling(values: list[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-_PRIOR_TICKS = 4  # of agreement with the table that drafters, and shapes, are credited with before they ever ran
-_KNOWN_TICKS = 32  # later ticks after a switch count as the 32nd did, so that a change is followed
+_PRIOR_TICKS = 4  # of agreement with the table that drafting is credited with before it ever ran
+_KNOWN_TICKS = 32  # that a correction rests on at most, so that a change is followed
 _BOUNDARY = 16  # ticks after a switch in which the new shape is compared with the one before
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share
-_STRANGE = 1.25  # a tick counts as at most this many times dearer (or cheaper) than foreseen
-_STRANGE_DRAFT = 2.0  # and its drafting as this many times
-_UNSURE, _UNSURE_DRAFT = 0.02, 0.1  # corrections too small to be told from noise
+_STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 _LEAST_DRAFT_S = 20e-6  # of a tick that drafts: something to correct where the table knows of nothing
 
 
 class TickCosts:
     """Seconds of a whole tick: the table's sum, corrected by how long ticks really took.
 
-    Three corrections, all factors. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when
-    shapes are compared. What drafting costs beyond the table, and what a shape costs beyond that, is learned only in
-    the few ticks after a switch, when the shape before ran in the same conditions.
+    Two corrections, both factors. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when
+    shapes are compared. What drafting, and verifying instead of plain decoding, costs beyond the table is learned only
+    in the few ticks after a switch, when the shape before ran in the same conditions.
     """
 
     def __init__(self, table: CostTable, pad: Callable[[int], int], learned: Collection[str] = ()) -> None:
@@ -89,44 +86,33 @@ class TickCosts:
         self.pad = pad  # of tokens, and of requests: the size of the graph that would run
         self._learned = frozenset(learned)  # drafters that run on the device; the others only cost the host a lookup
         self._drift = 1.0
-        self._drafting = {True: _Factor(_UNSURE_DRAFT), False: _Factor(_UNSURE_DRAFT)}  # with a learned drafter?
-        self._shapes: dict[Shape, _Factor] = {}
+        self._drafting = {True: _Factor(), False: _Factor()}  # with a learned drafter, with model-free ones only
         self._last: Shape | None = None
-        self._since = _BOUNDARY + 1  # ticks since the shape changed
+        self._since = 0  # ticks since the shape changed
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
         policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
         if policy is None:
             return None
-        beside = 0.0 if shape.off else self._draft(shape, batch) * self._drafting_factor(shape).value
-        known = self._shapes.get(shape)
-        return (policy + beside) * (known.value if known is not None else 1.0) * self._drift
+        beside = 0.0 if shape.off else self._draft(shape, batch) * self._factor(shape).value
+        return (policy + beside) * self._drift
 
     def observe(self, shape: Shape, batch: int, seconds: float) -> None:
         """A tick took this long, one-off work left out."""
-        self._since = self._since + 1 if self._last in (shape, None) else 1
+        self._since = self._since + 1 if self._last == shape else 1
         self._last = shape
-        expected = self.seconds(shape, batch)
-        if expected is None:
+        policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
+        if policy is None:
             if shape.off:
                 self._table.record(POLICY, self.pad(batch), seconds)
-        elif self._since > _BOUNDARY:
-            self._drift *= _within(seconds / expected, _STRANGE) ** _DRIFT
+        elif shape.off or self._since > _BOUNDARY:
+            surprise = seconds / (self.seconds(shape, batch) or seconds) - 1.0
+            self._drift *= 1.0 + min(max(surprise, -_STRANGE), _STRANGE) * _DRIFT
         else:
-            self._blame(shape, batch, seconds)
+            self._factor(shape).see((seconds / self._drift - policy) / self._draft(shape, batch))
 
-    def _blame(self, shape: Shape, batch: int, seconds: float) -> None:
-        """What the tick took beyond expectation goes to the drafting; what is left over, to the shape."""
-        own = self._shapes.setdefault(shape, _Factor(_UNSURE))
-        if not shape.off:
-            policy = self._table.estimate(POLICY, self.pad(batch * shape.verify)) or 0.0
-            drafting = self._drafting_factor(shape)
-            beside_policy = seconds / self._drift / own.value - policy
-            drafting.move(beside_policy / (self._draft(shape, batch) * drafting.value), _STRANGE_DRAFT)
-        own.move(seconds / (self.seconds(shape, batch) or seconds), _STRANGE)
-
-    def _drafting_factor(self, shape: Shape) -> "_Factor":
+    def _factor(self, shape: Shape) -> "_Factor":
         return self._drafting[not self._learned.isdisjoint(shape.drafters)]
 
     def _draft(self, shape: Shape, batch: int) -> float:
@@ -147,20 +133,12 @@ class TickCosts:
 
 
 class _Factor:
-    """A correction learned tick by tick. Smaller ones than noise makes are none."""
+    """How many times dearer than foreseen: the median of what ticks say."""
 
-    def __init__(self, unsure: float) -> None:
-        self._unsure = unsure  # in logarithms
-        self._log = 0.0
-        self._ticks = 0  # it was learned from
+    def __init__(self) -> None:
         self.value = 1.0
+        self._said = deque([1.0] * _PRIOR_TICKS, maxlen=_KNOWN_TICKS)
 
-    def move(self, surprise: float, most: float) -> None:
-        """Towards what a tick says, by less the more ticks have spoken."""
-        self._ticks = min(self._ticks + 1, _KNOWN_TICKS)
-        self._log += log(_within(surprise, most)) / (self._ticks + _PRIOR_TICKS)
-        self.value = exp(copysign(max(0.0, abs(self._log) - self._unsure), self._log))
-
-
-def _within(ratio: float, most: float) -> float:
-    return min(max(ratio, 1.0 / most), most)
+    def see(self, times: float) -> None:
+        self._said.append(times)
+        self.value = max(0.0, median(self._said))

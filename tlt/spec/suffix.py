@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heappushpop
+from heapq import heappop, heappush, heappushpop
 from operator import neg
 
 from tlt.errors import ConfigError, RequestError
@@ -24,7 +24,7 @@ from tlt.spec.shape import EMPTY, Draft
 from tlt.types import Key
 
 _DEEPEST = 64  # no branch is longer
-_RECENT = 6  # places remembered per shared context, and followed per draft: the newest
+_RECENT = 5  # places remembered per shared context, and followed per draft: the newest
 _SHARES = 8  # classes of how many matches agree on the next token
 _OFFSET_BITS = 32  # a place is a text's number and an offset in it, packed into one integer
 _OFFSET = (1 << _OFFSET_BITS) - 1
@@ -182,12 +182,12 @@ class _HitRates:
 
     _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the longest agreement of each class but the last
     _GUESS = 4.0  # what the first guess weighs, in trials
-    _WINDOW = 2048.0  # trials after which the older ones fade: the policy changes
+    _WINDOW = 1024.0  # trials beyond which the older ones fade: the policy changes
 
     def __init__(self, longest: int) -> None:
         # A kind is base[tokens that agree] + shares[matches][of them] + (no longer match says otherwise)
         self.base = [2 * _SHARES * bisect_left(self._LENGTHS, length) for length in range(longest + 1)]
-        self.shares = [  # one of one is weaker evidence than six of six
+        self.shares = [  # one of one is weaker evidence than five of five
             [2 * (_SHARES * part // (whole + 1)) for part in range(whole + 1)] for whole in range(_RECENT + 1)
         ]
         self.rates: list[float] = []  # by kind
@@ -195,16 +195,13 @@ class _HitRates:
             for share in range(_SHARES):
                 rate = (share + 0.5) / _SHARES * length / (length + 1)
                 self.rates += [rate / 2, rate]
-        self._trials = [self._GUESS] * len(self.rates)
-        self._hits = [self._GUESS * rate for rate in self.rates]
+        self._weights = [self._GUESS] * len(self.rates)
 
     def observe(self, kind: int, hit: bool) -> None:
-        self._trials[kind] += 1
-        self._hits[kind] += hit
-        if self._trials[kind] > self._WINDOW:
-            self._trials[kind] /= 2
-            self._hits[kind] /= 2
-        self.rates[kind] = self._hits[kind] / self._trials[kind]
+        weight = self._weights[kind]
+        self.rates[kind] += (hit - self.rates[kind]) / (weight + 1)
+        if weight < self._WINDOW:
+            self._weights[kind] = weight + 1
 
 
 @dataclass(slots=True)
@@ -217,15 +214,16 @@ class _Proposal:
 
     def follow(self, tokens: Sequence[int], rates: _HitRates) -> bool:
         """Goes on by what was really written; false where the tree has no such node."""
+        foretold, parents = self.draft.tokens, self.draft.parents
         for token in tokens:
-            here, hit = self.reached, False
-            for node, parent in enumerate(self.draft.parents):
-                if parent == here:
-                    foretold = self.draft.tokens[node] == token
-                    rates.observe(self.kinds[node], foretold)
-                    if foretold:
-                        self.reached, hit = node, True
-            if not hit:
+            here = node = self.reached
+            for _ in range(parents.count(here)):
+                node = parents.index(here, node + 1)
+                hit = foretold[node] == token
+                rates.observe(self.kinds[node], hit)
+                if hit:
+                    self.reached = node
+            if self.reached == here:
                 return False
         return True
 
@@ -323,8 +321,11 @@ class SuffixDrafter:
     def _grow(self, lines: list[_Line], width: int, budget: int) -> _Proposal:
         """Takes the likeliest step at hand until the budget is spent. A longest match takes the first."""
         base, shares, rates = self._rates.base, self._rates.shares, self._rates.rates
-        step, *waiting = self._steps(lines, -1, 0, -1.0, width)
-        heapify(waiting)
+        waiting = self._steps(lines, -1, 0, -1.0, len(lines))
+        step = min([step for step in waiting if step[-1][0][1] == lines[0][1]])
+        waiting.remove(step)
+        waiting.sort()  # which makes it a heap, too
+        del waiting[width - 1 :]
         taken = [step]
         for node in range(budget - 1):
             rank, _, _, ahead, _, _, lines = step
@@ -346,7 +347,7 @@ class SuffixDrafter:
         return _Proposal(Draft(tokens, parents, tuple(map(neg, ranks))), kinds)
 
     def _steps(self, lines: list[_Line], node: int, ahead: int, rank: float, width: int) -> list[_Step]:
-        """From a node `ahead` tokens deep: where a longest match goes first, then by probability."""
+        """The likeliest ways on from a node `ahead` tokens deep."""
         ways: dict[int, list[_Line]] = {}
         going = 0
         for line in lines:
@@ -368,8 +369,8 @@ class SuffixDrafter:
                 times = sum([line[2] for line in followers])
             kind = base[agreed + ahead] + share[times] + (agreed == longest)
             steps.append((rank * rates[kind], node, len(steps), ahead + 1, token, kind, followers))
-        if node < 0 or len(steps) > width:
-            steps.sort(key=lambda step: (step[6][0][1] < longest, step[0]))
+        if len(steps) > width:
+            steps.sort()
             del steps[width:]
         return steps
 

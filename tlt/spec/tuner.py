@@ -46,14 +46,14 @@ class TunerSettings:
     exploration: float = 0.005  # share of all time that may be lost by learning
     allowance_ticks: float = 2.0  # plain ticks that may be lost before there is any time to take a share of
     margin: float = 0.01  # a shape must promise this much more than the one in use …
-    doubt: float = 0.5  # … and doubt / √verifies more on top, as long as little is known
-    off_margin: float = 0.005  # switching off needs less
+    doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known
+    least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
     settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
     review_ticks: int = 128  # between two looks at a batch size; the first come sooner
-    horizon: float = 2000.0  # verifies after which an observation counts 1/e
+    horizon: float = 1000.0  # verifies after which an observation counts 1/e
     probe_pause: int = 64  # ticks until a drafter found wanting is tried again; doubles every time
     longest_pause: int = 4096
-    swap_worth: float = 8.0  # verifies that the old version's record is worth for a new one
+    swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Tuner:
             self._costs.observe(outcome.shape, size, seconds)
         self._ticks += 1
         self._book(outcome, size, seconds + outcome.once_s)
-        if not outcome.walks:
+        if outcome.shape.off or not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
         return self._sound(outcome)
@@ -237,8 +237,10 @@ class Tuner:
         """Stays with the shape in use unless another is better beyond doubt."""
         known = {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
         used = stand.shape if stand.shape in known else OFF
+        if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
+            used = OFF
         best = max(known, key=known.__getitem__)
-        settled = best.off or self._ticks - stand.since >= self._settings.settle_ticks
+        settled = self._ticks - stand.since >= self._settings.settle_ticks
         if best != used and settled and known[best] > known[used] * (1.0 + self._margin(used, best)):
             used = best
         if used != stand.shape:
@@ -247,8 +249,6 @@ class Tuner:
         stand.rate = known[used]
 
     def _margin(self, used: Shape, best: Shape) -> float:
-        if best.off:
-            return self._settings.off_margin
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
         doubt = self._settings.doubt / sqrt(evidence)
         same = used.drafters == best.drafters  # then an error in one estimate is in the other too
@@ -280,14 +280,18 @@ class Tuner:
 
     def _worth_a_try(self, drafters: Drafters, promised: float, used: float) -> bool:
         """As long as it might be better; then now and then, more rarely every time."""
+        pause = self._pauses[drafters]
+        if pause.until is not None and self._ticks < pause.until:
+            return False
         evidence = self._acceptance.evidence(drafters)
         doubt = inf if evidence < _UNKNOWN else self._settings.doubt / sqrt(evidence)
-        pause = self._pauses[drafters]
         if evidence < _DECIDED and promised * (1.0 + doubt) > used * (1.0 + self._settings.margin):
+            pause.until = None
             return True
         if pause.until is None:
             pause.until = self._ticks + pause.wait
-        return self._ticks >= pause.until
+            return False
+        return True
 
     def _try(self, stand: _Stand, size: int) -> Shape:
         shape = stand.probe or OFF
@@ -325,13 +329,13 @@ class Tuner:
             self._tally.alarms += 1
             self._watches[alarm.drafter] = CollapseWatch(alarm.drafter)
             self._acceptance.forget(alarm.drafter)
-            self._reopen(alarm.drafter)
+            self._reopen(alarm.drafter, self._ticks + self._settings.probe_pause)
         return alarms
 
-    def _reopen(self, drafter: str) -> None:
-        """All that was decided with this drafter is open again."""
+    def _reopen(self, drafter: str, until: int | None = None) -> None:
+        """All that was decided with this drafter is open again; it may be tried from this tick on, or at once."""
         for drafters in self._sets:
             if drafter in drafters:
-                self._pauses[drafters] = _Pause(self._settings.probe_pause)
+                self._pauses[drafters] = _Pause(self._settings.probe_pause, until)
         for stand in self._stands.values():
             stand.until, stand.reviews = self._ticks, 0

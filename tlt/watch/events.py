@@ -13,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tlt.config import RunConfig, load_config, to_toml
+from tlt.config import RunConfig
 from tlt.errors import TltError
+from tlt.recipe import load_config, to_toml
 
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.toml"

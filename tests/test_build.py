@@ -1,0 +1,37 @@
+"""An engine built from a configuration: speculation configured, tokens unchanged."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.test_speculation import tokens_of
+from tlt.config import RunConfig, SpecSettings
+from tlt.engine.build import build_engine, speculation_of
+from tlt.engine.request import Request
+from tlt.errors import ConfigError
+from tlt.policy import open_policy
+from tlt.tasks.choose import task_of
+from tlt.types import Key, SamplingParams
+
+
+@pytest.mark.parametrize("chooser", ["tuner", "beg-mab"])
+def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(chooser: str) -> None:
+    config = RunConfig(sampling=SamplingParams(max_tokens=160))
+    policy, task = open_policy(config.model), task_of(config)
+    batch = [
+        Request(Key(0, 4 * i + j), tuple(policy.tokenizer.encode_prompt(prompt.content)), config.sampling, prompt.id)
+        for i, prompt in enumerate(task.sample(0, 3))
+        for j in range(4)
+    ]
+    rollouts = []
+    for spec in (SpecSettings(), SpecSettings(drafter="suffix", chooser=chooser)):  # type: ignore[arg-type]
+        engine = build_engine(policy, replace(config, spec=spec))
+        engine.submit(batch)
+        rollouts.append(tokens_of({completion.key: completion for completion in engine.drain()}))
+    assert rollouts[0] == rollouts[1]
+
+
+def test_nobody_guesses_unless_asked() -> None:
+    assert speculation_of(SpecSettings(), 8) is None
+    with pytest.raises(ConfigError, match="verifies is"):
+        SpecSettings(verifies=(1,))

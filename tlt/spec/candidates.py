@@ -1,0 +1,124 @@
+"""Which tokens a drafter names, and how far it trusts itself.
+
+The policy's token is the largest of `logits/T + G`, G keyed noise that anyone can compute beforehand. So a drafter names
+the top of `β·q_logits/T + G` with the very same G: β = 1 for a calibrated drafter, more for one that is too flat, and
+β = ∞ leaves the noise out (greedy drafts). At temperature 0 there is no noise. Every verified node tells which β would
+have hit: `Sharpness` counts and chooses. Candidates are advice: whatever is named here, the policy's tokens stay.
+"""
+# N nodes to name successors of, k candidates each, v draft vocabulary, B values of β
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.kernels import noise
+
+GREEDY_BELOW = 1e-5  # temperatures the sampler takes for 0
+GREEDY = math.inf  # the β of drafts without noise
+BETAS = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, GREEDY)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKeys:
+    """What the policy's draw depends on besides its logits, node by node, on the logits' device."""
+
+    seed_N: Tensor  # int64
+    request_N: Tensor  # int64
+    position_N: Tensor  # int64, of the token to be named
+    temperature_N: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    token_Nk: Tensor  # int64, ids of the policy's vocabulary, the likeliest first
+    score_Nk: Tensor  # float32, about the log-probability that the policy draws it, the noise being known
+
+
+def keyed_noise(keys: DrawKeys, vocab: int, token_of_draft_v: Tensor | None = None) -> Tensor:
+    """The sampler's noise for every draft token, float32 [N, v]."""
+    key = (keys.seed_N, keys.request_N, keys.position_N)
+    if keys.seed_N.is_cuda:
+        from tlt.kernels import noise_triton  # Triton is installed only where there is a GPU
+
+        tokens_v = torch.arange(vocab, device=keys.seed_N.device) if token_of_draft_v is None else token_of_draft_v
+        return noise_triton.gumbel_at(*key, tokens_v.expand(len(keys.seed_N), -1))
+    if token_of_draft_v is None:
+        return noise.gumbel(*key, vocab)
+    return noise.gumbel_at(*key, token_of_draft_v.expand(len(keys.seed_N), -1))
+
+
+def perturbed(logits_Nv: Tensor, noise_Nv: Tensor, temperature_N: Tensor, beta: Tensor | float) -> Tensor:
+    """`logits/T + G/β`: ranks as `β·logits/T + G` does, and β = ∞ is just a weight of 0."""
+    greedy_N1 = (temperature_N < GREEDY_BELOW)[:, None]
+    inverse_N1 = temperature_N[:, None].reciprocal().masked_fill(greedy_N1, 1.0)
+    scaled_Nv = (logits_Nv if logits_Nv.dtype == torch.float64 else logits_Nv.float()) * inverse_N1
+    return noise_Nv * ((1.0 / beta) * ~greedy_N1) + scaled_Nv
+
+
+def candidates(
+    logits_Nv: Tensor, keys: DrawKeys, beta: Tensor | float, k: int, token_of_draft_v: Tensor | None = None
+) -> Candidates:
+    """The k likeliest successors of each node. `beta` as a tensor may change under a captured graph."""
+    noise_Nv = keyed_noise(keys, logits_Nv.shape[1], token_of_draft_v)
+    total_Nv = perturbed(logits_Nv, noise_Nv, keys.temperature_N, beta)
+    best = total_Nv.topk(k, dim=-1)
+    sharpness = torch.as_tensor(beta, dtype=torch.float32, device=logits_Nv.device)
+    sharpness = torch.where(sharpness.isinf(), 1.0, sharpness)  # greedy drafts have no scale of their own
+    score_Nk = (best.values - total_Nv.max(-1, keepdim=True).values) * sharpness
+    score_Nk = score_Nk - ((total_Nv - total_Nv.max(-1, keepdim=True).values) * sharpness).logsumexp(-1, keepdim=True)
+    token_Nk = best.indices if token_of_draft_v is None else token_of_draft_v[best.indices]
+    return Candidates(token_Nk, score_Nk.float())
+
+
+def beta_hits(
+    logits_Nv: Tensor,
+    keys: DrawKeys,
+    drawn_N: Tensor,
+    betas: Sequence[float] = BETAS,
+    token_of_draft_v: Tensor | None = None,
+    k: int = 1,
+) -> Tensor:
+    """[N, B] bool: whether the token the policy drew would have been among the first k, for each β."""
+    noise_Nv = keyed_noise(keys, logits_Nv.shape[1], token_of_draft_v)
+    column_N, known_N = draft_ids(drawn_N, token_of_draft_v)
+    hits = []
+    for beta in betas:
+        total_Nv = perturbed(logits_Nv, noise_Nv, keys.temperature_N, beta)
+        better_N = (total_Nv > total_Nv.gather(1, column_N[:, None])).sum(-1)
+        hits.append((better_N < k) & known_N)
+    return torch.stack(hits, dim=1)
+
+
+def draft_ids(token_N: Tensor, token_of_draft_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The draft ids of policy tokens, and which of them have one (the others get some id)."""
+    if token_of_draft_v is None:
+        return token_N, torch.ones_like(token_N, dtype=torch.bool)
+    column_N = torch.searchsorted(token_of_draft_v, token_N).clamp(max=len(token_of_draft_v) - 1)
+    return column_N, token_of_draft_v[column_N] == token_N
+
+
+class Sharpness:
+    """The β that would have hit most often of late. Greedy and 1 are among the choices, so it ends no worse than they.
+
+    Pure counting: hand it, per β of `BETAS`, how many of so many verified nodes it would have hit.
+    """
+
+    def __init__(self, memory: float = 20_000.0) -> None:
+        self._memory = memory  # nodes after which an observation counts for 1/e of a new one
+        self._hits = [0.0] * len(BETAS)
+        self._best = BETAS.index(1.0)
+
+    @property
+    def beta(self) -> float:
+        return BETAS[self._best]
+
+    def observe(self, hits: Sequence[int], nodes: int) -> None:
+        """Equals keep the β in use."""
+        fade = math.exp(-nodes / self._memory)
+        self._hits = [fade * old + new for old, new in zip(self._hits, hits, strict=True)]
+        leader = max(range(len(BETAS)), key=self._hits.__getitem__)
+        if self._hits[leader] > self._hits[self._best]:
+            self._best = leader

@@ -1,0 +1,291 @@
+"""The learned drafter: one decoder layer that reads the policy's states (EAGLE-3) and names the policy's next tokens.
+
+Entry t: the policy's residual stream at three depths, fused, beside the embedding of the token that follows; out comes
+g_t, from which the policy's own LM head names x_{t+2}. The next draft step reads g_t in place of the fused states.
+`align.py` says what goes with what. What always holds: the embedding and the LM head are the policy's tensors, handed
+in with each call, never owned and never written; a new Eagle holds no values until `init_weights` or a file gives them;
+`unroll` (training), `extend` and `step` (rollout) compute the same thing. Knows no requests, seeds or files.
+"""
+# T packed positions, R rows, S new positions of a row, Q nodes of a row, N slots for them, D hidden, F = 3·D states,
+# V policy's vocabulary, v draft vocabulary, H query heads, K key heads, d head width
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt.errors import ModelError
+from tlt.model.attention import Heads
+from tlt.model.config import ModelConfig
+from tlt.model.linear import linear, rms_norm
+from tlt.model.rope import rotary_tables, rotate
+from tlt.spec.align import Aligned
+from tlt.spec.window import Band, Nodes, Ring, attend_ring
+
+TAPS = 3
+
+
+def taps(policy: ModelConfig) -> tuple[int, int, int]:
+    """The layers whose residual stream the drafter reads, by how many have run: low, middle, high."""
+    layers = policy.layers
+    if layers < TAPS - 1:
+        raise ModelError(
+            f"the policy has {layers} layer; a drafter needs {TAPS} different depths to read, so at least 2"
+        )
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    high = max(layers - 2, min(layers, TAPS))
+    return high - 2, high - 1, high
+
+
+def layer_source(policy: ModelConfig) -> dict[str, Any]:
+    """A drafter's layer for this policy, in the words of a Llama's config.json: its width, heads and positions."""
+    scaling = {"rope_type": policy.rope.type, **policy.rope.parameters} if policy.rope.type != "default" else None
+    return {
+        "model_type": "llama",
+        "vocab_size": policy.vocab,
+        "hidden_size": policy.hidden,
+        "intermediate_size": policy.mlp,
+        "num_hidden_layers": 1,
+        "num_attention_heads": policy.heads,
+        "num_key_value_heads": policy.kv_heads,
+        "head_dim": policy.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": policy.max_positions,
+        "rms_norm_eps": policy.norm_eps,
+        "rope_theta": policy.rope.theta,
+        "rope_scaling": scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    layer: ModelConfig  # of the one layer; its vocabulary is the policy's
+    taps: tuple[int, int, int]
+    window: int  # positions the drafter looks back on, its own included
+    draft_vocab: int  # tokens it can name
+    policy_layers: int  # of the policy it reads
+
+    @classmethod
+    def of_policy(cls, policy: ModelConfig, *, window: int, draft_vocab: int = 0) -> "EagleConfig":
+        """A drafter for this policy; `draft_vocab` 0 names every token."""
+        if not 0 <= draft_vocab <= policy.vocab:
+            raise ModelError(f"a draft vocabulary of {draft_vocab}; expected at most the policy's {policy.vocab}")
+        layer = ModelConfig.from_hf(layer_source(policy))
+        return cls(layer, taps(policy), window, draft_vocab or policy.vocab, policy.layers)
+
+    @property
+    def reduced(self) -> bool:
+        return self.draft_vocab < self.layer.vocab
+
+
+def draft_vocabulary(counts_V: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens in ascending order: draft id → policy id. Equals: the lower id first."""
+    return counts_V.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+class Eagle(nn.Module):
+    cos_PR: Tensor
+    sin_PR: Tensor
+    token_of_draft_v: Tensor | None
+    own_head_vD: Tensor | None
+
+    def __init__(
+        self, config: EagleConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        layer = config.layer
+        D, M = layer.hidden, layer.mlp
+        self.config = config
+        self.heads = Heads(0, layer.heads, layer.kv_heads, layer.head_dim, True, config.window, layer.norm_eps)
+        self.fc = parameter(D, TAPS * D)
+        self.embed_norm = parameter(D)
+        self.feature_norm = parameter(D)
+        self.qkv = parameter(layer.qkv_width, 2 * D)
+        self.o = parameter(D, layer.heads * layer.head_dim)
+        self.mlp_norm = parameter(D)
+        self.gate_up = parameter(2 * M, D)
+        self.down = parameter(D, M)
+        self.norm = parameter(D)
+        ids = torch.zeros(config.draft_vocab, dtype=torch.int64, device=device) if config.reduced else None
+        self.register_buffer("token_of_draft_v", ids)
+        self.register_buffer("own_head_vD", None)  # of drafters from elsewhere that trained one; frozen
+        cos_PR, sin_PR = rotary_tables(layer)
+        self.register_buffer("cos_PR", cos_PR.to(device), persistent=False)
+        self.register_buffer("sin_PR", sin_PR.to(device), persistent=False)
+
+    # ---- values
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, token_of_draft_v: Tensor | None = None) -> None:
+        """Fresh values. A reduced draft vocabulary must be named: draft id → policy id (see `draft_vocabulary`)."""
+        self.set_vocabulary(token_of_draft_v)
+        generator = torch.Generator(device=self.fc.device).manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if name.endswith("norm"):
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, 0.02, generator=generator)
+
+    @torch.no_grad()
+    def set_vocabulary(self, token_of_draft_v: Tensor | None) -> None:
+        """Which policy token each draft token is. Checked: ascending, inside the vocabulary, as many as configured."""
+        if (token_of_draft_v is not None) != self.config.reduced:
+            raise ModelError(
+                f"the drafter names {self.config.draft_vocab} of {self.config.layer.vocab} tokens; expected "
+                + ("a list of them" if self.config.reduced else "no list, for these are all")
+            )
+        if token_of_draft_v is None or self.token_of_draft_v is None:
+            return
+        ids = token_of_draft_v.tolist()
+        if (
+            len(ids) != self.config.draft_vocab
+            or sorted(set(ids)) != ids
+            or not 0 <= ids[0] <= ids[-1] < self.config.layer.vocab
+        ):
+            raise ModelError(
+                f"a draft vocabulary of {len(ids)} ids; expected {self.config.draft_vocab} different ones in ascending "
+                f"order, from 0 to {self.config.layer.vocab - 1}"
+            )
+        self.token_of_draft_v.copy_(token_of_draft_v)
+
+    def head_rows(self, head_VD: Tensor, out: Tensor | None = None) -> Tensor:
+        """What names draft tokens, [v, D]: rows of the policy's head. All of them: the policy's tensor itself.
+
+        A reduced vocabulary makes a copy: ask again when the policy has changed; `out` keeps a graph's pointer.
+        """
+        if self.own_head_vD is not None:
+            return self.own_head_vD
+        if self.token_of_draft_v is None:
+            return head_VD
+        return torch.index_select(head_VD.detach(), 0, self.token_of_draft_v, out=out)
+
+    # ---- the layer
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """The policy's residual stream after each tapped layer, side by side, as one state."""
+        return linear(features_TF, self.fc)
+
+    def logits(self, g_TD: Tensor, head_vD: Tensor) -> Tensor:
+        return linear(self.final_norm(g_TD), head_vD)
+
+    def final_norm(self, g_TD: Tensor) -> Tensor:
+        return rms_norm(g_TD, self.norm, self.config.layer.norm_eps)
+
+    def _project(self, embedded_TD: Tensor, state_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: [T, heads, d] each."""
+        eps, heads = self.config.layer.norm_eps, self.heads
+        both = torch.cat((rms_norm(embedded_TD, self.embed_norm, eps), rms_norm(state_TD, self.feature_norm, eps)), -1)
+        split = linear(both, self.qkv).view(len(both), -1, heads.dim).split([heads.query + heads.kv, heads.kv], dim=1)
+        turned = rotate(split[0], self.cos_PR[position_T], self.sin_PR[position_T])
+        return turned[:, : heads.query], turned[:, heads.query :], split[1]
+
+    def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
+        """The rest of the layer. The residual is the state as it came, not its norm."""
+        x_TD = state_TD + linear(attended_TN, self.o)
+        normed_TD = rms_norm(x_TD, self.mlp_norm, self.config.layer.norm_eps)
+        return linear(linear(normed_TD, self.gate_up, gated=True), self.down, residual=x_TD)
+
+    # ---- training: packed sequences
+
+    def unroll(self, aligned: Aligned, features_TF: Tensor, embed_VD: Tensor, steps: int) -> list[Tensor]:
+        """g of every entry in draft steps 0 … steps − 1, [T, D] each: what rollout would have fed back is fed back.
+
+        Step s of entry t reads the true token x_{t+1+s}. Near a sequence's end it runs out of them; what is computed
+        there is nonsense that nobody may use (`Aligned.targets` never does).
+        """
+        device = features_TF.device
+        index_T, next_T = aligned.index_T.to(device), aligned.next_T.to(device)
+        band = Band.of(index_T, self.config.window, max(aligned.lengths))
+        state_TD, out = self.fuse(features_TF), []
+        keys, values, chain = state_TD, state_TD, []
+        for step in range(steps):
+            q, k, v = self._project(embed_VD.detach()[next_T.roll(-step)], state_TD, index_T + step)
+            if step == 0:
+                keys, values = band.windows(k), band.windows(v)
+            else:
+                chain.append((k, v))
+            state_TD = self._finish(band.attend(q, keys, values, step, chain).flatten(1), state_TD)
+            out.append(state_TD)
+        return out
+
+    def forward_packed(self, aligned: Aligned, features_TF: Tensor, embed_VD: Tensor) -> Tensor:
+        """g of every entry, [T, D]."""
+        return self.unroll(aligned, features_TF, embed_VD, steps=1)[0]
+
+    # ---- rollout: rows with a ring of keys and values
+
+    def new_ring(self, rows: int) -> Ring:
+        return Ring.empty(rows, self.config.window, self.heads.kv, self.heads.dim, self.fc.dtype, self.fc.device)
+
+    def new_nodes(self, rows: int, nodes: int) -> Nodes:
+        return Nodes.empty(rows, nodes, self.heads.kv, self.heads.dim, self.fc.dtype, self.fc.device)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        ring: Ring,
+        next_RS: Tensor,
+        features_RSF: Tensor,
+        position_R: Tensor,
+        count_R: Tensor,
+        embed_VD: Tensor,
+    ) -> Tensor:
+        """Takes in new positions of every row and writes them to its ring. g of each row's last one, [R, D].
+
+        Row r's new positions are position_R[r] … + count_R[r] − 1: `features` are the policy's states there, `next` the
+        tokens drawn from them. The rest of S is padding; a row of count 0 is left as it is and its g means nothing.
+        """
+        rows, new = next_RS.shape
+        place_S = torch.arange(new, device=next_RS.device)
+        position_RS = position_R[:, None] + place_S
+        state_TD = self.fuse(features_RSF.flatten(0, 1))
+        q, k, v = self._project(embed_VD[next_RS.flatten()], state_TD, position_RS.flatten())
+        q, k, v = (x.view(rows, new, *x.shape[1:]) for x in (q, k, v))
+        back_SS = place_S[:, None] - place_S[None, :]
+        seen_RSS = ((back_SS >= 0) & (back_SS < self.config.window)).expand(rows, -1, -1)
+        fresh = Nodes(k.transpose(1, 2), v.transpose(1, 2))
+        attended = attend_ring(q, ring, ring.seen_by(position_RS), fresh, seen_RSS)
+        ring.write(k, v, position_RS, count_R)
+        last_R = (count_R - 1).clamp(min=0) + torch.arange(rows, device=count_R.device) * new
+        return self._finish(attended.reshape(rows * new, -1)[last_R], state_TD[last_R])
+
+    @torch.no_grad()
+    def step(
+        self,
+        ring: Ring,
+        nodes: Nodes,
+        token_RQ: Tensor,
+        parent_RQD: Tensor,
+        position_RQ: Tensor,
+        slot_RQ: Tensor,
+        seen_RQN: Tensor,
+        embed_VD: Tensor,
+    ) -> Tensor:
+        """One draft step for a frontier of tree nodes: g of each, [R, Q, D], from which its children are named.
+
+        `parent` is the g that named the node (the row's own g from `extend` for the first ones), `position` one more
+        than its parent's entry, `slot` where the node's keys go among N, `seen` the slots it sees: its ancestors and
+        itself. All of it are tensors: one graph serves every depth of a tree.
+        """
+        rows, width = token_RQ.shape
+        state_TD = parent_RQD.flatten(0, 1)
+        q, k, v = self._project(embed_VD[token_RQ.flatten()], state_TD, position_RQ.flatten())
+        q, k, v = (x.view(rows, width, *x.shape[1:]) for x in (q, k, v))
+        nodes.write(k, v, slot_RQ)
+        attended = attend_ring(q, ring, ring.seen_by(position_RQ), nodes, seen_RQN)
+        return self._finish(attended.reshape(rows * width, -1), state_TD).view(rows, width, -1)
+
+
+def gather_taps(tapped: Sequence[Tensor]) -> Tensor:
+    """The states of each tapped layer, low to high, side by side: [..., D] each → [..., F]."""
+    return torch.cat(tuple(tapped), dim=-1)

@@ -1,0 +1,305 @@
+"""Drafter directories in and out, in the two formats that vLLM and SGLang load: EAGLE-3 flat, and speculators.
+
+What `tlt` writes for itself is the flat format with a few words of its own under `tlt` in config.json, so every saved
+drafter serves elsewhere as it is. Names and shapes are checked on the way in and on the way out, because neither engine
+reports what is missing; an error names the tensor. A drafter that is not there, or does not fit the policy, is an error
+and never a random one. Reading and writing touch no tensor of the policy.
+"""
+# V policy's vocabulary, v draft vocabulary, D hidden
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tlt.errors import ModelError
+from tlt.model.config import ModelConfig
+from tlt.model.weights import read_tensors, write_tensors
+from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source, taps
+
+Format = Literal["flat", "speculators"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+FLAT_ARCHITECTURE, SPECULATORS_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Speculator"
+LAYER_PREFIX: dict[Format, str] = {"flat": "midlayer.", "speculators": "layers.0."}
+HEAD, EMBED, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
+_IDS = (
+    "eagle_aux_hidden_state_layer_ids"  # vLLM counts layers that have run; SGLang's eagle_config, layer outputs from 0
+)
+_PROPOSED = 5  # draft tokens a server that reads the speculators format starts with
+_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The policy a drafter belongs to, as its files name it."""
+
+    policy: str  # path or name, as the user gave it
+    architectures: tuple[str, ...]  # of the policy's config.json
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file's tensor lives: rows [start, start + rows) of one of the drafter's parameters."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[self.parameter][self.start : self.start + self.shape[0]]
+
+
+def places(config: EagleConfig, form: Format) -> dict[str, _Place]:
+    """Name in the file → place, for every tensor the drafter owns."""
+    layer, prefix = config.layer, LAYER_PREFIX[form]
+    D, M = layer.hidden, layer.mlp
+    q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    return {
+        "fc.weight": _Place("fc", 0, (D, TAPS * D)),
+        f"{prefix}input_layernorm.weight": _Place("embed_norm", 0, (D,)),
+        f"{prefix}hidden_norm.weight": _Place("feature_norm", 0, (D,)),
+        f"{prefix}self_attn.q_proj.weight": _Place("qkv", 0, (q, 2 * D)),
+        f"{prefix}self_attn.k_proj.weight": _Place("qkv", q, (kv, 2 * D)),
+        f"{prefix}self_attn.v_proj.weight": _Place("qkv", q + kv, (kv, 2 * D)),
+        f"{prefix}self_attn.o_proj.weight": _Place("o", 0, (D, q)),
+        f"{prefix}post_attention_layernorm.weight": _Place("mlp_norm", 0, (D,)),
+        f"{prefix}mlp.gate_proj.weight": _Place("gate_up", 0, (M, D)),
+        f"{prefix}mlp.up_proj.weight": _Place("gate_up", M, (M, D)),
+        f"{prefix}mlp.down_proj.weight": _Place("down", 0, (D, M)),
+        "norm.weight": _Place("norm", 0, (D,)),
+    }
+
+
+# ---- writing
+
+
+def save_drafter(
+    model: Eagle,
+    path: Path | str,
+    head_VD: Tensor,
+    origin: Origin,
+    *,
+    form: Format = "flat",
+    embed_VD: Tensor | None = None,
+) -> None:
+    """Writes a drafter directory. The policy's head rows go along, in speculators its embedding too (`embed_VD`)."""
+    tensors = file_tensors(model, head_VD, form, embed_VD)
+    check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, model.config, form, str(path))
+    config = flat_config(model, origin) if form == "flat" else speculators_config(model, origin)
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(tensors, directory)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def file_tensors(model: Eagle, head_VD: Tensor, form: Format, embed_VD: Tensor | None = None) -> dict[str, Tensor]:
+    """Every tensor of the file under its name, on the CPU."""
+    ours = dict(model.named_parameters())
+    tensors = {name: place.of(ours) for name, place in places(model.config, form).items()}
+    V, v = model.config.layer.vocab, model.config.draft_vocab
+    ids_v = torch.arange(v) if model.token_of_draft_v is None else model.token_of_draft_v.cpu()
+    tensors[HEAD] = model.head_rows(head_VD).to(model.fc.dtype)
+    tensors[D2T] = ids_v - torch.arange(v)
+    tensors[T2D] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids_v, True)
+    if embed_VD is not None:
+        tensors[EMBED] = embed_VD.to(model.fc.dtype)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def flat_config(model: Eagle, origin: Origin) -> dict[str, Any]:
+    return {
+        "architectures": [FLAT_ARCHITECTURE],
+        **_layer_words(model),
+        "draft_vocab_size": model.config.draft_vocab,
+        "norm_before_residual": False,
+        **_tap_words(model.config),
+        "tlt": _own_words(model, origin),
+    }
+
+
+def speculators_config(model: Eagle, origin: Origin) -> dict[str, Any]:
+    return {
+        "architectures": [SPECULATORS_ARCHITECTURE],
+        "speculators_model_type": "eagle3",
+        "torch_dtype": _dtype_word(model),
+        "draft_vocab_size": model.config.draft_vocab,
+        "norm_before_residual": False,
+        "transformer_layer_config": _layer_words(model),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _PROPOSED}],
+            "verifier": {"name_or_path": origin.policy, "architectures": list(origin.architectures)},
+        },
+        **_tap_words(model.config),
+        "tlt": _own_words(model, origin),
+    }
+
+
+def _layer_words(model: Eagle) -> dict[str, Any]:
+    return {**layer_source(model.config.layer), "torch_dtype": _dtype_word(model)}
+
+
+def _dtype_word(model: Eagle) -> str:
+    return str(model.fc.dtype).removeprefix("torch.")
+
+
+def _tap_words(config: EagleConfig) -> dict[str, Any]:
+    """The engines' own choice is left unsaid: they count differently, and agree as long as nobody speaks of it."""
+    layers = config.policy_layers
+    if layers >= 7 and config.taps == (2, layers // 2, layers - 3):
+        return {}
+    return {_IDS: list(config.taps), "eagle_config": {_IDS: [tap - 1 for tap in config.taps]}}
+
+
+def _own_words(model: Eagle, origin: Origin) -> dict[str, Any]:
+    return {
+        "policy": origin.policy,
+        "policy_architectures": list(origin.architectures),
+        "window": model.config.window,
+        "own_head": model.own_head_vD is not None,
+    }
+
+
+# ---- reading
+
+
+def load_drafter(
+    path: Path | str,
+    policy: ModelConfig,
+    *,
+    window: int,
+    head_VD: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Eagle:
+    """The drafter of a directory in either format, checked against the policy it is to serve.
+
+    `window` serves files that do not say. A file written elsewhere may hold an LM head of its own: with the policy's
+    `head_VD` to compare, one that differs is kept, frozen, instead of the policy's rows.
+    """
+    directory = Path(path)
+    source = read_drafter_config(directory)
+    form = format_of(source, directory)
+    config = drafter_config(source, form, policy, window, directory)
+    tensors = dict(read_tensors(directory))
+    check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, form, str(directory))
+    model = Eagle(config, dtype=dtype, device=device)
+    ours = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, place in places(config, form).items():
+            place.of(ours).copy_(tensors[name])
+    if config.reduced:
+        model.set_vocabulary(_vocabulary(tensors, config, directory).to(device))
+    _keep_own_head(model, source, tensors, head_VD)
+    return model
+
+
+def read_drafter_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelError(f"no drafter at {directory}: expected a directory with config.json and model.safetensors")
+    try:
+        source = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(source, dict):
+        raise ModelError(f"{file} holds a {type(source).__name__}; expected an object")
+    return source
+
+
+def format_of(source: Mapping[str, Any], directory: Path) -> Format:
+    if source.get("speculators_model_type") == "eagle3":
+        return "speculators"
+    if FLAT_ARCHITECTURE in (source.get("architectures") or ()):
+        return "flat"
+    raise ModelError(
+        f"{directory} is no EAGLE-3 drafter: architectures is {source.get('architectures')!r}; "
+        f"expected {FLAT_ARCHITECTURE}, or speculators_model_type eagle3"
+    )
+
+
+def drafter_config(
+    source: Mapping[str, Any], form: Format, policy: ModelConfig, window: int, directory: Path
+) -> EagleConfig:
+    """What the directory says of the drafter, refused where it cannot serve the policy."""
+    words: dict[str, Any] = dict(source if form == "flat" else source.get("transformer_layer_config") or {})
+    missing = [name for name in _REQUIRED if name not in words]
+    missing += [name for name in ("draft_vocab_size",) if name not in source]
+    if missing:
+        raise ModelError(f"{directory}/config.json does not say {', '.join(missing)}; expected an EAGLE-3 config")
+    if source.get("norm_before_residual"):
+        raise ModelError(f"{directory}: norm_before_residual is true; only drafters without it are supported")
+    layer = ModelConfig.from_hf({**words, "model_type": "llama", "tie_word_embeddings": False})
+    if layer.qkv_bias or layer.mlp_bias or layer.layers != 1:
+        raise ModelError(f"{directory}: expected one layer without biases, found {layer.layers} with or without")
+    for word, has, needs in (
+        ("hidden size", layer.hidden, policy.hidden),
+        ("vocabulary", layer.vocab, policy.vocab),
+    ):
+        if has != needs:
+            raise ModelError(
+                f"{directory} has {word} {has}, the policy {needs}: this drafter belongs to another policy"
+            )
+    if not 1 <= source["draft_vocab_size"] <= layer.vocab:
+        raise ModelError(f"{directory}: draft_vocab_size is {source['draft_vocab_size']}; expected 1 to {layer.vocab}")
+    own = source.get("tlt") or {}
+    chosen = _taps_of(source, policy, directory)
+    return EagleConfig(layer, chosen, own.get("window", window), source["draft_vocab_size"], policy.layers)
+
+
+def _taps_of(source: Mapping[str, Any], policy: ModelConfig, directory: Path) -> tuple[int, int, int]:
+    ids = source.get(_IDS)
+    if ids is None:
+        shifted = (source.get("eagle_config") or {}).get(_IDS)
+        ids = None if shifted is None else [layer + 1 for layer in shifted]
+    if ids is None:
+        return taps(policy)
+    if len(ids) != TAPS or not 0 <= min(ids) <= max(ids) <= policy.layers:
+        raise ModelError(f"{directory} reads layers {ids}; expected {TAPS} of the policy's {policy.layers}")
+    return ids[0], ids[1], ids[2]
+
+
+def check_tensors(shapes: Mapping[str, tuple[int, ...]], config: EagleConfig, form: Format, origin: str) -> None:
+    """Raises unless the names and shapes are exactly those of the format."""
+    V, v, D = config.layer.vocab, config.draft_vocab, config.layer.hidden
+    wanted = {name: place.shape for name, place in places(config, form).items()}
+    wanted |= {HEAD: (v, D), D2T: (v,), T2D: (V,), EMBED: (V, D)}
+    optional = {EMBED} if form == "flat" else set()
+    optional |= set() if config.reduced else {D2T, T2D}
+    problems = [f"unexpected {name}" for name in shapes if name not in wanted]
+    problems += [f"missing {name}" for name in wanted if name not in shapes and name not in optional]
+    problems += [
+        f"{name} has shape {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if problems:
+        raise ModelError(f"drafter {origin} does not fit the {form} format: {'; '.join(problems)}")
+
+
+def _vocabulary(tensors: Mapping[str, Tensor], config: EagleConfig, directory: Path) -> Tensor:
+    """Draft id → policy id. The file says it twice: both must agree."""
+    ids_v = tensors[D2T].long() + torch.arange(config.draft_vocab)
+    marked_v = tensors[T2D].bool().nonzero().squeeze(1)
+    if not torch.equal(ids_v, marked_v):
+        raise ModelError(f"drafter {directory}: {D2T} and {T2D} name different tokens; write the file again")
+    return ids_v
+
+
+def _keep_own_head(
+    model: Eagle, source: Mapping[str, Any], tensors: Mapping[str, Tensor], head_VD: Tensor | None
+) -> None:
+    """Ours share the policy's head, which may have moved since the file was written; others' are kept if they differ."""
+    own = source.get("tlt")
+    head_vD = tensors[HEAD].to(model.fc)
+    if own is None and head_VD is not None:
+        differs = not torch.equal(head_vD, model.head_rows(head_VD).to(model.fc.dtype))
+    else:
+        differs = bool(own and own.get("own_head"))
+    if differs:
+        model.register_buffer("own_head_vD", head_vD)

@@ -1,0 +1,220 @@
+"""Attention of the drafter: back over at most `window` positions of one's own sequence, then along one's own draft.
+
+Two forms of the same attention, equal by test. `Band` serves packed training: queries in blocks, each block with the
+keys just before it, so that memory is tokens × (window + block) and never tokens². `attend_ring` serves rollout: the
+last positions of every row lie in a ring, the nodes of its draft tree beside it. Both are plain tensor operations of
+static shape. Knows heads and positions; knows nothing of weights or tokens.
+"""
+# T packed positions, n blocks of B queries, L keys a block sees, s keys of a draft chain
+# R rows, Q queries of a row, W ring slots, N further keys of a row
+# H query heads, K key heads, G = H / K queries that share a key head, d head width
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 128  # queries that share their keys
+_ROUND = 8  # tensor cores want multiples of it
+_HIDDEN = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Who sees whom among packed positions."""
+
+    index_nB: Tensor  # int64: place of each query within its own sequence; padding is 0
+    window: int
+    before: int  # keys each block sees before its own
+    length: int  # positions without padding
+
+    @classmethod
+    def of(cls, index_T: Tensor, window: int, longest: int) -> "Band":
+        """`index_T` on the device the attention runs on; `longest` sequence among them."""
+        before = -(-min(window, longest) // _ROUND) * _ROUND
+        padded = functional.pad(index_T, (0, -len(index_T) % BLOCK))
+        return cls(padded.view(-1, BLOCK), window, before, len(index_T))
+
+    def windows(self, x_TKd: Tensor) -> Tensor:
+        """[n·K, d, L]: for every block its own keys (or values) and those before it."""
+        padded = torch.cat((x_TKd.new_zeros((self.before, *x_TKd.shape[1:])), self._pad(x_TKd)))
+        return padded.unfold(0, self.before + BLOCK, BLOCK).reshape(-1, x_TKd.shape[2], self.before + BLOCK)
+
+    def attend(self, q_THd: Tensor, k: Tensor, v: Tensor, step: int, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """[T, H, d]: over the `windows` of keys and values, then over the query's own chain, [T, K, d] each."""
+        (T, H, d), n, bias = q_THd.shape, len(self.index_nB), self._bias_nBL(step, q_THd.dtype)
+        K = k.shape[0] // n
+        q_TKGd = (q_THd * d**-0.5).view(T, K, H // K, d)
+        own = self._to_blocks(_chain_scores(q_TKGd, chain))
+        attended: tuple[Tensor, Tensor] = _BlockAttention.apply(  # type: ignore[no-untyped-call]
+            self._to_blocks(q_TKGd).reshape(n * K, -1, d), k, v, own.reshape(n * K, H // K * BLOCK, -1), bias
+        )
+        out_TKGd = self._from_blocks(attended[0].view(*own.shape[:4], d))
+        own_TKGs = self._from_blocks(attended[1].view(own.shape))
+        for place, (_, value_TKd) in enumerate(chain):
+            out_TKGd = out_TKGd + own_TKGs[..., place, None] * value_TKd[:, :, None]
+        return out_TKGd.reshape(T, H, d)
+
+    def _bias_nBL(self, step: int, dtype: torch.dtype) -> Tensor:
+        """−∞ where a query of draft step `step` sees nothing. It stands `step` positions on, and its window with it."""
+        device = self.index_nB.device
+        query_B, key_L = torch.arange(BLOCK, device=device), torch.arange(self.before + BLOCK, device=device)
+        back_BL = query_B[:, None] - (key_L[None, :] - self.before)
+        most_nB = self.index_nB.clamp(max=self.window - 1 - step)
+        hidden_nBL = (back_BL < 0) | (back_BL > most_nB[:, :, None])
+        return torch.zeros((), dtype=dtype, device=device).masked_fill(hidden_nBL, _HIDDEN)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        rest = self.index_nB.numel() - self.length
+        return torch.cat((x, x.new_zeros((rest, *x.shape[1:])))) if rest else x
+
+    def _to_blocks(self, x_TKGe: Tensor) -> Tensor:
+        """[n, K, G, B, e]"""
+        return self._pad(x_TKGe).view(len(self.index_nB), BLOCK, *x_TKGe.shape[1:]).permute(0, 2, 3, 1, 4)
+
+    def _from_blocks(self, x_nKGBe: Tensor) -> Tensor:
+        """[T, K, G, e]"""
+        return x_nKGBe.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.length]
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Softmax attention of each block over its window and, by their scores alone, over a few further keys.
+
+    Returns what the window gives and the weights of the further keys. By hand, because the scores are what takes memory
+    and time: they are written over where torch would copy them, and only the weights are kept for the way back.
+    """
+
+    # x blocks × key heads, q queries of a block (all heads that share a key head), L window keys, s further keys
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_xqd: Tensor, k_xdL: Tensor, v_xdL: Tensor, own_xqs: Tensor, bias_nBL: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        scores_xqL = torch.bmm(q_xqd, k_xdL)
+        n, block, keys = bias_nBL.shape
+        scores_xqL.view(n, -1, block, keys).add_(bias_nBL[:, None])
+        weights_xqL = scores_xqL.softmax(-1)
+        out_xqd = torch.bmm(weights_xqL, v_xdL.transpose(1, 2))
+        if own_xqs.shape[2]:
+            wide = torch.promote_types(q_xqd.dtype, torch.float32)
+            # the window's log-sum of exponentials, from its largest score and that one's weight
+            window_xq1 = scores_xqL.amax(-1, keepdim=True).to(wide) - weights_xqL.amax(-1, keepdim=True).to(wide).log()
+            shares = torch.cat((window_xq1, own_xqs.to(wide)), dim=-1).softmax(-1).to(q_xqd.dtype)
+        else:
+            shares = out_xqd.new_ones((*out_xqd.shape[:2], 1))
+        share_xq1, own_xqs = shares[..., :1], shares[..., 1:]
+        out_xqd = out_xqd * share_xq1
+        ctx.save_for_backward(q_xqd, k_xdL, v_xdL, weights_xqL, out_xqd, shares)
+        return out_xqd, own_xqs.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        q_xqd, k_xdL, v_xdL, weights_xqL, out_xqd, shares = ctx.saved_tensors
+        out_grad, own_grad = grads
+        share_xq1, own_xqs = shares[..., :1], shares[..., 1:]
+        mean_xq1 = (out_grad * out_xqd).sum(-1, keepdim=True) + (own_grad * own_xqs).sum(-1, keepdim=True)
+        shared_grad = out_grad * share_xq1
+        v_grad = torch.bmm(shared_grad.transpose(1, 2), weights_xqL)
+        scores_grad = torch.bmm(shared_grad, v_xdL).sub_(mean_xq1 * share_xq1).mul_(weights_xqL)
+        q_grad = torch.bmm(scores_grad, k_xdL.transpose(1, 2))
+        k_grad = torch.bmm(q_xqd.transpose(1, 2), scores_grad)
+        return q_grad, k_grad, v_grad, own_xqs * (own_grad - mean_xq1), None
+
+
+def _chain_scores(q_TKGd: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[T, K, G, s]: each query against its own chain's keys."""
+    if not chain:
+        return q_TKGd[..., :0]
+    return torch.stack([(q_TKGd * key_TKd[:, :, None]).sum(-1) for key_TKd, _ in chain], dim=-1)
+
+
+UNUSED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Keys and values of the newest positions of every row. Position p lies in slot p modulo the window.
+
+    One slot more than the window: padding is written there and never read. Graphs hold these pointers: written in place.
+    """
+
+    k_RKWd: Tensor
+    v_RKWd: Tensor
+    position_RW: Tensor  # int64; UNUSED where a slot holds nothing
+
+    @classmethod
+    def empty(
+        cls, rows: int, window: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "Ring":
+        shape = (rows, kv_heads, window + 1, head_dim)
+        return cls(
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.full((rows, window + 1), UNUSED, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def window(self) -> int:
+        return self.position_RW.shape[1] - 1
+
+    def first(self, rows: int) -> "Ring":
+        """Views of the first rows."""
+        return Ring(self.k_RKWd[:rows], self.v_RKWd[:rows], self.position_RW[:rows])
+
+    def forget(self, row: Tensor) -> None:
+        """These rows (int64 or bool) start afresh."""
+        self.position_RW[row] = UNUSED
+
+    def write(self, k_RQKd: Tensor, v_RQKd: Tensor, position_RQ: Tensor, count_R: Tensor) -> None:
+        """Keeps the first `count_R` of a row's new positions, as far as the window holds them."""
+        place_Q = torch.arange(position_RQ.shape[1], device=position_RQ.device)
+        kept_RQ = (place_Q < count_R[:, None]) & (place_Q >= count_R[:, None] - self.window)
+        slot_RQ = torch.where(kept_RQ, position_RQ % self.window, self.window)
+        row_R1 = torch.arange(len(count_R), device=count_R.device)[:, None]
+        self.k_RKWd[row_R1, :, slot_RQ] = k_RQKd
+        self.v_RKWd[row_R1, :, slot_RQ] = v_RQKd
+        self.position_RW[row_R1, slot_RQ] = position_RQ
+
+    def seen_by(self, position_RQ: Tensor) -> Tensor:
+        """[R, Q, W] bool: slots within the window of queries at these positions, all of them newer than the ring."""
+        held_R1W = self.position_RW[:, None, : self.window]
+        return (held_R1W >= 0) & (held_R1W > position_RQ[:, :, None] - self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Keys and values of the nodes of every row's draft tree, each in the slot its caller gives it."""
+
+    k_RKNd: Tensor
+    v_RKNd: Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, nodes: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "Nodes":
+        shape = (rows, kv_heads, nodes, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    def first(self, rows: int) -> "Nodes":
+        """Views of the first rows."""
+        return Nodes(self.k_RKNd[:rows], self.v_RKNd[:rows])
+
+    def write(self, k_RQKd: Tensor, v_RQKd: Tensor, slot_RQ: Tensor) -> None:
+        row_R1 = torch.arange(len(slot_RQ), device=slot_RQ.device)[:, None]
+        self.k_RKNd[row_R1, :, slot_RQ] = k_RQKd
+        self.v_RKNd[row_R1, :, slot_RQ] = v_RQKd
+
+
+def attend_ring(q_RQHd: Tensor, ring: Ring, ring_seen_RQW: Tensor, beside: Nodes, beside_seen_RQN: Tensor) -> Tensor:
+    """[R, Q, H, d]: each query over the ring slots and the keys beside it that it sees; it must see one at least."""
+    (R, Q, H, d), K, W = q_RQHd.shape, ring.k_RKWd.shape[1], ring.window
+    q_RKQd = (q_RQHd * d**-0.5).view(R, Q, K, H // K, d).permute(0, 2, 3, 1, 4).reshape(R, K, -1, d)
+    old = torch.matmul(q_RKQd, ring.k_RKWd[:, :, :W].transpose(2, 3)).view(R, K, H // K, Q, W)
+    new = torch.matmul(q_RKQd, beside.k_RKNd.transpose(2, 3)).view(R, K, H // K, Q, -1)
+    seen = torch.cat((ring_seen_RQW, beside_seen_RQN), dim=2)[:, None, None]
+    weights = torch.cat((old, new), dim=-1).masked_fill(~seen, _HIDDEN).softmax(-1).flatten(2, 3)
+    out = torch.matmul(weights[..., :W], ring.v_RKWd[:, :, :W]) + torch.matmul(weights[..., W:], beside.v_RKNd)
+    return out.view(R, K, H // K, Q, d).permute(0, 3, 1, 2, 4).reshape(R, Q, H, d)

@@ -1,0 +1,120 @@
+"""How far a drafter would get: accept lengths on answers the policy has written, without running the engine.
+
+The drafter is walked along each answer from every position at once, fed the true tokens and its own states; at each
+depth the rank of the policy's token among its candidates says whether a tree of width k would have held it. The noise
+is the very noise the answer was drawn with. Nothing is sampled and nothing is learned.
+"""
+# T packed positions, N tokens to name, S depths, C sequences, v draft vocabulary, B values of β
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.spec.align import Targets
+from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, Sharpness, draft_ids, keyed_noise, perturbed
+from tlt.spec.eagle import Eagle
+from tlt.train.drafter import DrafterBatch
+from tlt.train.supervised import LOGITS_AT_ONCE
+
+DEPTH = 8
+WIDTHS = (1, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A batch of answers and the keys they were drawn with. Sequences start at position 0."""
+
+    batch: DrafterBatch
+    seed_C: Tensor  # int64, as the sampler holds them
+    request_C: Tensor  # int64
+    temperature_C: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What one way of naming candidates reaches."""
+
+    first_hit: float  # share of first draft tokens that are the policy's
+    lengths: tuple[float, ...]  # accept length per width of WIDTHS, the policy's token among so many at every depth
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    greedy: Reach  # without noise
+    shared: Reach  # with the sampler's noise, β = 1
+    fitted: Reach  # with the β that would have hit most
+    beta: float  # that β
+    tokens: int  # named in depth 1
+
+
+@torch.no_grad()
+def accept_length(
+    model: Eagle, held: Sequence[Drawn], head_VD: Tensor, embed_VD: Tensor, depth: int = DEPTH
+) -> Acceptance:
+    """Pooled over all batches. A depth counts where the answer is long enough to have it."""
+    head_vD = model.head_rows(head_VD).detach()
+    hits = torch.zeros((len(BETAS), len(WIDTHS), depth), dtype=torch.float64)
+    first_hits = torch.zeros(len(BETAS), dtype=torch.float64)
+    reached = torch.zeros(depth, dtype=torch.float64)
+    sharpness = Sharpness()
+    for drawn in held:
+        targets = drawn.batch.aligned.targets(depth)
+        rank_BSN = _ranks(model, drawn, targets, head_vD, embed_VD)
+        rank_BST = _by_start(rank_BSN, targets, len(drawn.batch.aligned.next_T))
+        exists_ST = rank_BST[0] >= 0
+        reached += exists_ST.sum(1)
+        for place, width in enumerate(WIDTHS):
+            within_BST = (rank_BST >= 0) & (rank_BST < width)
+            hits[:, place] += within_BST.cumprod(dim=1).sum(2)
+        first_hits += (rank_BST[:, 0] == 0).sum(1)
+        sharpness.observe((rank_BST == 0).sum((1, 2)).tolist(), int(exists_ST.sum()))
+    survival = hits / reached.clamp(min=1)
+    reaches = [
+        Reach(float(first_hits[b] / reached[0]), tuple(1 + survival[b, w].sum().item() for w in range(len(WIDTHS))))
+        for b in range(len(BETAS))
+    ]
+    greedy, shared, fitted = (reaches[BETAS.index(beta)] for beta in (GREEDY, 1.0, sharpness.beta))
+    return Acceptance(greedy, shared, fitted, sharpness.beta, int(reached[0]))
+
+
+def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_VD: Tensor) -> Tensor:
+    """[B, S, N] on the host: how many candidates the drafter puts before the policy's token; −1 where it names none."""
+    aligned, device = drawn.batch.aligned, drawn.batch.features_TF.device
+    depth, count = targets.entry_SN.shape
+    states = torch.stack(model.unroll(aligned, drawn.batch.features_TF, embed_VD, depth))
+    column_N, known_N = draft_ids(aligned.next_T[targets.state_N].to(device), model.token_of_draft_v)
+    keys = _keys(drawn, targets.state_N)
+    missed = torch.iinfo(torch.int32).max
+    rank_BSN = torch.empty((len(BETAS), depth, count), dtype=torch.int32, device=device)
+    tokens = max(1, LOGITS_AT_ONCE // (len(head_vD) * 4))
+    for start in range(0, count, tokens):
+        chunk = slice(start, start + tokens)
+        part = DrawKeys(*(x[chunk].to(device) for x in keys))
+        noise_Cv = keyed_noise(part, len(head_vD), model.token_of_draft_v)
+        for step in range(depth):
+            logits_Cv = model.logits(states[step][targets.entry_SN[step, chunk].to(device)], head_vD)
+            for place, beta in enumerate(BETAS):
+                total_Cv = perturbed(logits_Cv, noise_Cv, part.temperature_N, beta)
+                rank_C = (total_Cv > total_Cv.gather(1, column_N[chunk, None])).sum(-1)
+                rank_BSN[place, step, chunk] = torch.where(known_N[chunk], rank_C, missed).int()
+    return rank_BSN.cpu().masked_fill(~targets.reached_SN, -1)
+
+
+def _keys(drawn: Drawn, state_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Seed, request, position and temperature of each token to name, on the host."""
+    aligned = drawn.batch.aligned
+    sequence_T = torch.repeat_interleave(torch.arange(len(aligned.lengths)), torch.tensor(aligned.lengths))
+    sequence_N = sequence_T[state_N]
+    position_N = aligned.index_T[state_N] + 1
+    return drawn.seed_C[sequence_N], drawn.request_C[sequence_N], position_N, drawn.temperature_C[sequence_N]
+
+
+def _by_start(rank_BSN: Tensor, targets: Targets, length: int) -> Tensor:
+    """[B, S, T]: the same ranks by the entry a draft starts from; −1 where there is nothing to name."""
+    rank_BST = torch.full((*rank_BSN.shape[:2], length), -1, dtype=rank_BSN.dtype)
+    for step in range(rank_BSN.shape[1]):
+        reached_N = targets.reached_SN[step]
+        rank_BST[:, step, targets.entry_SN[step, reached_N]] = rank_BSN[:, step, reached_N]
+    return rank_BST
