@@ -6,10 +6,11 @@ import pytest
 
 from tests.test_speculation import tokens_of
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import build_engine, speculation_of
+from tlt.engine.build import build_engine, shapes_of
 from tlt.engine.request import Request
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, ModelError
 from tlt.policy import open_policy
+from tlt.spec.shape import OFF
 from tlt.tasks.choose import task_of
 from tlt.types import Key, SamplingParams
 
@@ -32,6 +33,20 @@ def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(choos
 
 
 def test_nobody_guesses_unless_asked() -> None:
-    assert speculation_of(SpecSettings(), 8) is None
+    assert shapes_of(SpecSettings()) == (OFF,)
+    assert {shape.drafters for shape in shapes_of(SpecSettings(drafter="both", path="x"))} == {
+        (),
+        ("suffix",),
+        ("eagle",),
+        ("eagle", "suffix"),
+    }
     with pytest.raises(ConfigError, match="verifies is"):
         SpecSettings(verifies=(1,))
+    with pytest.raises(ConfigError, match="path is ''; expected the directory of a learned drafter"):
+        SpecSettings(drafter="eagle")
+
+
+def test_a_drafter_that_is_not_there_is_an_error() -> None:
+    config = RunConfig(spec=SpecSettings(drafter="eagle", path="nosuch"))
+    with pytest.raises(ModelError, match="nosuch"):
+        build_engine(open_policy(config.model), config)

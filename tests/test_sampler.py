@@ -192,7 +192,7 @@ def test_keys_that_differ_in_one_part_draw_independently() -> None:
     ],
 )
 def test_philox_gives_the_published_answers(rounds: int, counter: list[int], key: list[int], words: list[int]) -> None:
-    seed, request = (torch.tensor([sampler.signed(low | high << 32)]) for low, high in (key, counter[:2]))
+    seed, request = (torch.tensor([noise.as_int64(low | high << 32)]) for low, high in (key, counter[:2]))
     position, token_counter = torch.tensor([counter[2]]), torch.tensor([counter[3]])
     assert [word.item() for word in noise.philox(seed, request, position, token_counter, rounds)] == words
 
@@ -204,7 +204,7 @@ def test_every_bit_of_the_key_flips_half_of_the_output() -> None:
     for part, bits in ((0, 64), (1, 64), (2, 32), (3, 32)):
         for bit in range(bits):
             changed = list(base)
-            changed[part] = changed[part] ^ torch.tensor(sampler.signed(1 << bit))
+            changed[part] = changed[part] ^ torch.tensor(noise.as_int64(1 << bit))
             flipped = words ^ torch.stack(noise.philox(*changed))
             share = torch.stack([(flipped >> k & 1).double().mean() for k in range(32)])
             assert abs(share.mean() - 0.5) < 0.01, f"part {part}, bit {bit}"  # 524,288 bits: 14 standard deviations

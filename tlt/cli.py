@@ -80,6 +80,8 @@ def _parser() -> ArgumentParser:
         for argument, help_ in verb.arguments:
             if argument in _SWITCHES:
                 child.add_argument(argument, help=help_, action="store_true")
+            elif argument in _OPTIONAL:
+                child.add_argument(argument, help=help_, metavar=argument.upper(), nargs="?")
             else:
                 child.add_argument(argument, help=help_, metavar=argument.strip("-").upper())
     return parser
@@ -87,7 +89,7 @@ def _parser() -> ArgumentParser:
 
 def _config(options: Namespace, flags: list[str]) -> RunConfig:
     """The recipe if one is named, then what the verb's own arguments set, then the flags."""
-    own = [("model", "model.path"), ("out", "warmup.save")]
+    own = [("model", "model.path"), ("out", "warmup.save")] if options.verb != "draft" else [("source", "model.path")]
     given = [f"--{key}={getattr(options, name)}" for name, key in own if getattr(options, name, None) is not None]
     return load_config(getattr(options, "recipe", None), [*given, *flags])
 
@@ -123,6 +125,23 @@ def _bench(options: Namespace, flags: list[str]) -> None:
     bench_engine(config, wanted)
 
 
+def _draft(options: Namespace, flags: list[str]) -> None:
+    needed = {"train": ("prompts", "out"), "export": ("target",)}
+    if options.what not in needed:
+        raise ConfigError(f"tlt draft knows {' and '.join(needed)}, not {options.what!r}")
+    for name in needed[options.what]:
+        if getattr(options, name) is None:
+            shown = name.upper() if name in _OPTIONAL else f"--{name}"
+            raise ConfigError(f"tlt draft {options.what} needs {shown}; see tlt draft --help")
+    config = _config(options, flags)
+    from tlt.draft import draft_export, draft_train
+
+    if options.what == "train":
+        draft_train(config, options.prompts, options.out)
+    else:
+        draft_export(options.source, options.target, options.format or "flat", options.policy)
+
+
 def _train(options: Namespace, flags: list[str]) -> None:
     _config(options, flags)
     raise ConfigError(
@@ -138,6 +157,7 @@ def _show_config(options: Namespace, flags: list[str]) -> None:
 _RECIPE = ("recipe", "a TOML file of knobs")
 _MODEL = ("model", 'a Hugging Face model directory, or "tiny" for the one shipped with tlt')
 _SWITCHES = {"--raw", "--quick", "--full", "--peers", "--no-peers"}  # options without a value
+_OPTIONAL = {"target"}  # positions that may stay empty
 _OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from")
 
 VERBS: dict[str, Verb] = {
@@ -156,6 +176,20 @@ VERBS: dict[str, Verb] = {
             _OPTIONAL_RECIPE,
         ),
         _warmup,
+    ),
+    "draft": Verb(
+        "train a drafter for a model, or write one in another engine's format",
+        (
+            ("what", "`train` or `export`"),
+            ("source", "train: a model directory or `tiny`; export: a drafter directory"),
+            ("target", "export: where to write"),
+            ("--prompts", "train: a JSONL file with a prompt or question column, or the name of a task"),
+            ("--out", "train: where to save the drafter"),
+            ("--format", "export: flat (vLLM and SGLang, the default) or speculators (`vllm serve DIR`)"),
+            ("--policy", "export: the drafter's policy, where it has moved"),
+            _OPTIONAL_RECIPE,
+        ),
+        _draft,
     ),
     "bench": Verb(
         "measure the rollout engine against the machine's limit and against transformers",

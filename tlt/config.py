@@ -104,7 +104,8 @@ class EngineSettings:
 class SpecSettings:
     """Speculative decoding: changes the time a rollout takes, never its tokens."""
 
-    drafter: Literal["none", "suffix"] = "none"  # who guesses: nobody, or what was written before in the same group
+    drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who guesses: nobody, earlier text, a learned drafter
+    path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it
     chooser: Literal["tuner", "beg-mab"] = "tuner"  # who picks the shape: measured costs, or the bandit of the paper
     depths: tuple[int, ...] = (2, 4, 8)  # tokens a branch may run ahead
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
@@ -116,6 +117,8 @@ class SpecSettings:
             values = getattr(self, name)
             _require(bool(values) and min(values) >= lowest, name, values, f"at least one number, each ≥ {lowest}")
         _require(max(self.verifies) <= 128, "verifies", self.verifies, "numbers up to 128")
+        learned = self.drafter in ("eagle", "both")
+        _require(bool(self.path) or not learned, "path", self.path, "the directory of a learned drafter")
         _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")
 
 
@@ -157,7 +160,7 @@ class DraftSettings:
     total_variation: float = 0.0  # share of the total variation in the loss; the rest is soft cross-entropy
 
     def __post_init__(self) -> None:
-        least = {"window": 1, "answers": 1, "held_out": 1, "steps": 1, "tokens_per_batch": 1, "unroll": 1}
+        least = {"window": 16, "answers": 1, "held_out": 1, "steps": 1, "tokens_per_batch": 1, "unroll": 1}
         for name, lowest in {**least, "vocab": 0, "warmup_steps": 0}.items():
             _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number > 0")

@@ -107,7 +107,7 @@ class Engine:
         for request in batch:
             progress = Progress(request, self._submitted, now)
             self._in_flight[request.key] = progress
-            self._speculation.begin(request.key, request.prompt_id, request.prompt)
+            self._speculation.begin(request.key, request.prompt_id, request.prompt, request.params)
             self._scheduler.submit(progress)
             self._submitted += 1
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.engine.sampler import Sampled, SamplingRows, signed
+from tlt.engine.sampler import Sampled, SamplingRows
 from tlt.engine.scheduler import Plan
 from tlt.kernels import rows as row_kernels
+from tlt.kernels.noise import as_int64
 from tlt.spec.tree import Trees
 from tlt.spec.verify import Walk, tree_kernels
 
@@ -130,7 +131,7 @@ class Rows:
         width = max(len(entry.pages) for entry in entries)
         for entry in entries:
             key, params = entry.request.key, entry.request.params
-            ints.append([entry.token, entry.position, signed(key.seed), signed(key.request), params.top_k])
+            ints.append([entry.token, entry.position, as_int64(key.seed), as_int64(key.request), params.top_k])
             floats.append([params.temperature, params.top_p])
             pages.append([*entry.pages, *[0] * (width - len(entry.pages))])
         row = self._send([entry.row for entry in entries], torch.int64)

@@ -37,6 +37,7 @@ class Features:
     """Hidden states of the positions a tick decoded, on the device; valid until the next tick starts."""
 
     stays: tuple[Stay, ...]
+    first: tuple[int, ...]  # position of each row's first state
     taps: tuple[Tensor, ...]  # [R, S, D] each: the residual stream after each tapped layer
     hidden: Tensor  # [R, S, D], after the final norm
     steps: Tensor | None  # [R], how many of the S positions are real; None: all
@@ -116,7 +117,7 @@ class Runner:
             result = self._run("decode", count, lambda rows: self._forward(rows, plan.filtered), plan.filtered)
         else:
             result = self._verify(plan, drafts, steps)
-        self._hand_out(plan.stays, result)
+        self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
 
     def report(self) -> PoolReport | None:
@@ -146,12 +147,13 @@ class Runner:
             self._rows.set_count(live)
         return self._pool.replay(key)
 
-    def _hand_out(self, stays: tuple[Stay, ...], result: _Result) -> None:
+    def _hand_out(self, plan: Plan, result: _Result) -> None:
         if self._on_features:
-            rows = len(stays)
+            rows, behind = len(plan.stays), 1 if plan.nodes == 1 else 0  # plain plans have advanced already
+            first = tuple(stay.position - behind for stay in plan.stays)
             taps = tuple(tap[:rows] for tap in result.taps)
             steps = None if result.steps is None else result.steps[:rows]
-            self._on_features(Features(stays, taps, result.hidden[:rows], steps))
+            self._on_features(Features(plan.stays, first, taps, result.hidden[:rows], steps))
 
     def _forward(self, rows: int, filtered: bool) -> _Result:
         """One token for each of the first `rows` rows."""

@@ -59,8 +59,8 @@ class SamplingRows:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return cls(
-            seed_R=on_device([signed(key.seed) for key in keys], torch.int64),
-            request_R=on_device([signed(key.request) for key in keys], torch.int64),
+            seed_R=on_device([noise.as_int64(key.seed) for key in keys], torch.int64),
+            request_R=on_device([noise.as_int64(key.request) for key in keys], torch.int64),
             position_R=on_device(list(positions), torch.int64),
             temperature_R=on_device([p.temperature for p in params], torch.float32),
             top_k_R=on_device([p.top_k for p in params], torch.int64),
@@ -187,8 +187,3 @@ def filter_thresholds(logits_RV: Tensor, inverse_R1: Tensor, rows: SamplingRows)
     last_R1 = (mass_RV < wanted_R1).sum(-1, keepdim=True).clamp_(max=vocab_size - 1)
     by_mass_R1 = sorted_RV.gather(-1, last_R1)
     return torch.where(top_p_R1 < 1.0, by_mass_R1, by_count_R1)
-
-
-def signed(word: int) -> int:
-    """A 64-bit integer, signed or unsigned, as the int64 with the same bits."""
-    return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -159,3 +159,8 @@ def exp(x: Tensor) -> Tensor:
         p.add_(coefficient).mul_(r)
     p.add_(_EXP_P[0]).mul_(r * r).add_(r).add_(_ONE)
     return p.mul_((power.int() + 127).bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32))
+
+
+def as_int64(word: int) -> int:
+    """A 64-bit integer, signed or unsigned, as the int64 with the same bits."""
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,7 +1,7 @@
 """Which tokens a drafter names, and how far it trusts itself.
 
-The policy's token is the largest of `logits/T + G`, G keyed noise that anyone can compute beforehand. So a drafter names
-the top of `β·q_logits/T + G` with the very same G: β = 1 for a calibrated drafter, more for one that is too flat, and
+The policy's token is the largest of `logits/T + G`, G keyed noise anyone can compute beforehand. A drafter names the
+top of `β·q_logits/T + G` with the very same G: β = 1 for a calibrated drafter, more for one that is too flat, and
 β = ∞ leaves the noise out (greedy drafts). At temperature 0 there is no noise. Every verified node tells which β would
 have hit: `Sharpness` counts and chooses. Candidates are advice: whatever is named here, the policy's tokens stay.
 """

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.suffix import SuffixDrafter
-from tlt.types import Key
+from tlt.types import Key, SamplingParams
 
 
 class Drafter(Protocol):
@@ -14,7 +14,7 @@ class Drafter(Protocol):
 
     name: str
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None: ...
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
         """The answer is complete."""
@@ -29,7 +29,7 @@ class NoDrafter:
 
     name = "none"
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class SuffixDrafting:
         self._indexed: dict[Key, int] = {}  # tokens of the answer that the index has
         self._finished: OrderedDict[str, deque[tuple[Key, Sequence[int], Sequence[int]]]] = OrderedDict()
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._waiting[key] = (prompt_id, prompt)
 
     def end(self, key: Key, answer: Sequence[int]) -> None:

@@ -185,9 +185,9 @@ class Eagle(nn.Module):
         """Rotated queries and keys, and values: [T, heads, d] each."""
         eps, heads = self.config.layer.norm_eps, self.heads
         both = torch.cat((rms_norm(embedded_TD, self.embed_norm, eps), rms_norm(state_TD, self.feature_norm, eps)), -1)
-        split = linear(both, self.qkv).view(len(both), -1, heads.dim).split([heads.query + heads.kv, heads.kv], dim=1)
-        turned = rotate(split[0], self.cos_PR[position_T], self.sin_PR[position_T])
-        return turned[:, : heads.query], turned[:, heads.query :], split[1]
+        qkv = linear(both, self.qkv).view(len(both), -1, heads.dim)
+        turned = rotate(qkv[:, : heads.query + heads.kv], self.cos_PR[position_T], self.sin_PR[position_T])
+        return turned[:, : heads.query], turned[:, heads.query :], qkv[:, heads.query + heads.kv :]
 
     def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
         """The rest of the layer. The residual is the state as it came, not its norm."""
@@ -203,6 +203,8 @@ class Eagle(nn.Module):
         Step s of entry t reads the true token x_{t+1+s}. Near a sequence's end it runs out of them; what is computed
         there is nonsense that nobody may use (`Aligned.targets` never does).
         """
+        if steps > self.config.window:
+            raise ModelError(f"{steps} draft steps in a window of {self.config.window}; expected a wider window")
         device = features_TF.device
         index_T, next_T = aligned.index_T.to(device), aligned.next_T.to(device)
         band = Band.of(index_T, self.config.window, max(aligned.lengths))

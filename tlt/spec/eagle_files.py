@@ -294,7 +294,7 @@ def _vocabulary(tensors: Mapping[str, Tensor], config: EagleConfig, directory: P
 def _keep_own_head(
     model: Eagle, source: Mapping[str, Any], tensors: Mapping[str, Tensor], head_VD: Tensor | None
 ) -> None:
-    """Ours share the policy's head, which may have moved since the file was written; others' are kept if they differ."""
+    """Ours share the policy's head, which may have moved since they were written; others' are kept if they differ."""
     own = source.get("tlt")
     head_vD = tensors[HEAD].to(model.fc)
     if own is None and head_VD is not None:

@@ -12,13 +12,13 @@ from tlt.spec.alarm import Alarm
 from tlt.spec.drafter import Drafter
 from tlt.spec.shape import OFF, Draft, Shape, merge
 from tlt.spec.tuner import Outcome, TunerPolicy
-from tlt.types import Key
+from tlt.types import Key, SamplingParams
 
 
 class Speculation(Protocol):
     """What the engine asks and tells."""
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None: ...
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
     def end(self, key: Key, answer: Sequence[int]) -> None: ...
 
@@ -36,7 +36,7 @@ class Speculation(Protocol):
 class NoSpeculation:
     """Plain decoding."""
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
@@ -64,9 +64,9 @@ class Speculating:
         self._proposed: list[tuple[Draft, ...]] = []  # of the tick under way: per request, a draft per drafter
         self.alarms: list[Alarm] = []
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         for drafter in self._drafters.values():
-            drafter.begin(key, prompt_id, prompt)
+            drafter.begin(key, prompt_id, prompt, params)
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
         for drafter in self._drafters.values():

@@ -138,7 +138,7 @@ UNUSED = -1
 class Ring:
     """Keys and values of the newest positions of every row. Position p lies in slot p modulo the window.
 
-    One slot more than the window: padding is written there and never read. Graphs hold these pointers: written in place.
+    One slot more than the window: padding is written there and never read. Graphs hold these pointers: never rebind.
     """
 
     k_RKWd: Tensor

@@ -120,8 +120,8 @@ def distribution_loss(
 ) -> Tensor:
     """Σ weight · [(1 − variation) · −Σ p log q + variation · ½ Σ |p − q|], p the policy's distribution of token n.
 
-    q of draft step s is named by row `row_SN[s, n]` of `normed`, p by row n of `hidden`, both over the draft vocabulary.
-    At most about `logits_at_once` logits are in memory. Only `normed` receives a gradient.
+    q of draft step s is named by row `row_SN[s, n]` of `normed`, p by row n of `hidden`, both over the draft
+    vocabulary. At most about `logits_at_once` logits are in memory. Only `normed` receives a gradient.
     """
     tokens = max(1, logits_at_once // (len(head_vD) * (len(row_SN) + 1)))
     loss: Tensor = _DistributionLoss.apply(  # type: ignore[no-untyped-call]

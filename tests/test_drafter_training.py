@@ -1,0 +1,314 @@
+"""Drafter training: the right thing is learned, from answers alone; packing and chunks change nothing; the verb works."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from tlt.cli import main
+from tlt.config import DraftSettings
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.errors import TltError
+from tlt.model.transformer import Transformer
+from tlt.model.weights import read_config
+from tlt.policy import TINY_POLICY
+from tlt.spec.align import align
+from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, candidates
+from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.eagle_files import load_drafter
+from tlt.train.drafter import DrafterBatch, DrafterTrainer, distribution_loss, drafter_loss, policy_states
+from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, accept_length
+from tlt.train.packing import Example, pack
+from tlt.types import Key, SamplingParams
+
+POLICY = tiny.policy()
+SETTINGS = DraftSettings(unroll=3, window=16)
+
+
+def drafter(window: int = 16, draft_vocab: int = 0, dtype: torch.dtype = torch.float64) -> Eagle:
+    model = Eagle(EagleConfig.of_policy(POLICY.config, window=window, draft_vocab=draft_vocab), dtype=dtype)
+    model.init_weights(0, torch.arange(draft_vocab) * 2 if draft_vocab else None)
+    return model
+
+
+def examples(lengths: Sequence[int], seed: int = 0) -> list[Example]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Example(tuple(torch.randint(tiny.VOCAB, (length,), generator=generator).tolist()), 1 + length // 3)
+        for length in lengths
+    ]
+
+
+def batch_of(given: Sequence[Example]) -> DrafterBatch:
+    (row,) = pack(given, sum(len(example.tokens) for example in given))
+    return policy_states(POLICY, row, EagleConfig.of_policy(POLICY.config, window=16).taps)
+
+
+def loss_of(model: Eagle, batch: DrafterBatch, settings: DraftSettings = SETTINGS) -> tuple[Tensor, int]:
+    return drafter_loss(model, batch, POLICY.head_weight, POLICY.embed, settings)
+
+
+def fingerprint(model: Transformer) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("logits_at_once", [1, 700, 10**9])
+def test_the_loss_in_chunks_equals_the_definition(variation: float, logits_at_once: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    normed, hidden, head = random(12, 8).requires_grad_(), random(5, 8), random(30, 8)
+    row = torch.tensor([[0, 1, 2, 3, 4], [6, 7, 8, 9, 0]])
+    weight = torch.tensor([[0.1, 0.2, 0.1, 0.1, 0.1], [0.05, 0.1, 0.2, 0.05, 0.0]], dtype=torch.float64)
+    found = distribution_loss(normed, hidden, head, row, weight, variation, logits_at_once) * 3
+    p, q = (hidden @ head.T).softmax(-1), (normed[row] @ head.T).softmax(-1)
+    entropy, distance = -(p * q.log()).sum(-1), 0.5 * (p - q).abs().sum(-1)
+    expected = 3 * (weight * ((1 - variation) * entropy + variation * distance)).sum()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, normed), torch.autograd.grad(expected, normed))
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 15])
+def test_packed_loss_and_gradients_equal_one_by_one(draft_vocab: int) -> None:
+    model, given = drafter(draft_vocab=draft_vocab), examples((9, 30, 4, 150, 12))
+    packed, named = loss_of(model, batch_of(given))
+    packed.backward()  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    weights = [step_weight(batch_of([example])) for example in given]
+    alone = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for example, weight in zip(given, weights, strict=True):
+        loss, single = loss_of(model, batch_of([example]))
+        (loss * weight / sum(weights)).backward()  # type: ignore[no-untyped-call]
+        alone += loss.detach() * weight / sum(weights)
+        count += single
+    assert named == count
+    torch.testing.assert_close(packed.detach(), alone, rtol=1e-10, atol=1e-12)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-8, atol=1e-12)
+
+
+def step_weight(batch: DrafterBatch) -> float:
+    """What a sequence's mean loss counts for in a batch: its targets, later draft steps less."""
+    reached = batch.aligned.targets(SETTINGS.unroll).reached_SN.sum(1)
+    return sum(float(count) * SETTINGS.decay**step for step, count in enumerate(reached))
+
+
+def test_only_answers_are_learned() -> None:
+    """The policy's opinion on a position counts if and only if the token it decides is one of the answer's to draft."""
+    model, given = drafter(), examples((12, 15))
+    batch = batch_of(given)
+    plain = loss_of(model, batch)[0].item()
+    learned = set(batch.aligned.targets(SETTINGS.unroll).state_N.tolist())
+    # of 12 tokens with an answer from 5 on: 6 … 11 can be drafted, decided by the states of 5 … 10; likewise of 15
+    assert learned == {*range(5, 11), *range(12 + 6, 12 + 14)}
+    for position in range(27):
+        hidden = batch.hidden_TD.clone()
+        hidden[position] += 1.0
+        changed = loss_of(model, replace(batch, hidden_TD=hidden))[0].item() != plain
+        assert changed == (position in learned)
+
+
+def test_later_draft_steps_count_less() -> None:
+    model, batch = drafter(), batch_of(examples((20,)))
+    first = loss_of(model, batch, replace(SETTINGS, unroll=1))[0].item()
+    steep = loss_of(model, batch, replace(SETTINGS, unroll=3, decay=1e-9))[0].item()
+    level = loss_of(model, batch, replace(SETTINGS, unroll=3, decay=1.0))[0].item()
+    assert steep == pytest.approx(first, rel=1e-6)
+    assert level != pytest.approx(first, rel=1e-6)
+
+
+def test_a_batch_without_answers_is_refused() -> None:
+    with pytest.raises(TltError, match="nothing for a drafter to learn"):
+        loss_of(drafter(), batch_of([Example((3, 4, 5), 2)]))
+
+
+# ---- learning
+
+
+def telling_batch(shift: int, seed: int) -> DrafterBatch:
+    """A policy whose state at t tells x_{t+2} and nothing else: tokens are random, so no other state helps.
+
+    `shift` moves the features by so many positions: what a drafter with a wrong alignment would be shown.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (70, 31, 50)
+    tokens = torch.randint(tiny.VOCAB, (sum(lengths),), generator=generator)
+    aligned = align(tokens, torch.ones(len(tokens), dtype=torch.bool), lengths)
+    told = POLICY.embed.detach()[tokens.roll(-2)].repeat(1, 3) * 50
+    hidden = POLICY.head_weight.detach()[aligned.next_T] * 3  # the policy itself is sure of the next token
+    return DrafterBatch(aligned, told.roll(shift, dims=0).float(), hidden.float())
+
+
+def learn(shift: int) -> Acceptance:
+    policy = tiny.policy(torch.float32)
+    settings = DraftSettings(steps=60, learning_rate=1e-2, unroll=2, window=16)
+    model = drafter(dtype=torch.float32)
+    trainer = DrafterTrainer(model, policy.head_weight, policy.embed, settings)
+    for step in range(settings.steps):
+        trainer.micro_step(telling_batch(shift, step))
+    keys = torch.zeros(3, dtype=torch.int64)
+    held = Drawn(telling_batch(shift, 999), keys, keys, torch.zeros(3))
+    return accept_length(model, [held], policy.head_weight, policy.embed)
+
+
+def test_the_drafter_learns_what_the_state_tells_and_only_if_rightly_aligned() -> None:
+    assert learn(0).greedy.first_hit > 0.97
+    for wrong in (-1, 1):
+        assert learn(wrong).greedy.first_hit < 0.4
+
+
+def test_training_touches_no_tensor_of_the_policy_and_may_stop_anywhere() -> None:
+    policy = tiny.policy(torch.float32)
+    before = fingerprint(policy)
+    model = drafter(dtype=torch.float32)
+    settings = DraftSettings(steps=8, learning_rate=5e-3, unroll=3, window=16, total_variation=0.5)
+    trainer = DrafterTrainer(model, policy.head_weight, policy.embed, settings)
+    (row,) = pack(examples((40, 50)), 90)
+    batch = policy_states(policy, row, model.config.taps)
+    results = [trainer.micro_step(batch) for _ in range(8)]
+    assert results[-1].loss < results[0].loss
+    assert (results[0].tokens, trainer.steps_taken) == (90, 8)
+    assert fingerprint(policy) == before
+    assert policy.embed.grad is None
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_an_endless_trainer_keeps_its_learning_rate() -> None:
+    settings = replace(SETTINGS, steps=2, warmup_steps=0)
+    batch = batch_of(examples((20,)))
+    rates = []
+    for endless in (False, True):
+        trainer = DrafterTrainer(drafter(), POLICY.head_weight, POLICY.embed, settings, endless=endless)
+        rates.append([trainer.micro_step(batch).learning_rate for _ in range(3)])
+    assert rates[1] == [settings.learning_rate] * 3
+    assert rates[0][-1] < settings.learning_rate
+
+
+def test_a_spoilt_drafter_is_said_to_be_spoilt() -> None:
+    batch = batch_of(examples((20,)))
+    batch.features_TF[3] = float("nan")
+    trainer = DrafterTrainer(drafter(), POLICY.head_weight, POLICY.embed, SETTINGS)
+    with pytest.raises(TltError, match="the drafter is spoilt"):
+        trainer.micro_step(batch)
+
+
+# ---- measuring
+
+
+def test_accept_lengths_are_those_of_drafting_for_real() -> None:
+    """Every start of every answer drafted with `extend` and `step` along the true tokens, candidate by candidate."""
+    params = SamplingParams(max_tokens=14)
+    engine = Engine(POLICY, tiny.letters())
+    engine.submit([Request(Key(7, number), (5, 9 + number, 3), params) for number in range(3)])
+    done = [completion for completion in engine.drain() if len(completion.tokens) > 1]
+    given = [Example(c.prompt_tokens + c.tokens, len(c.prompt_tokens)) for c in done]
+    model = drafter(window=16, draft_vocab=20)
+    with torch.no_grad():
+        model.fc.mul_(20)
+    (row,) = pack(given, 100)
+    batch = policy_states(POLICY, row, model.config.taps)
+    requests = torch.tensor([done[member].key.request for member in row.members])
+    held = Drawn(batch, torch.full_like(requests, 7), requests, torch.ones(len(requests)))
+    found = accept_length(model, [held], POLICY.head_weight, POLICY.embed)
+    walked = [walks(model, batch, start, held) for start in starts_of(batch)]
+    assert found.tokens == len(walked) > 15
+    for beta, reach in ((GREEDY, found.greedy), (1.0, found.shared), (found.beta, found.fitted)):
+        hits = [walk[beta] for walk in walked]
+        assert reach.first_hit == pytest.approx(sum(walk[0][0] for walk in hits) / len(hits))
+        for place, length in enumerate(reach.lengths):
+            assert length == pytest.approx(1 + sum(survival(hits, place, depth) for depth in range(DEPTH)))
+    assert found.fitted.first_hit >= max(found.greedy.first_hit, found.shared.first_hit)
+
+
+def starts_of(batch: DrafterBatch) -> list[int]:
+    targets = batch.aligned.targets(1)
+    return targets.entry_SN[0][targets.reached_SN[0]].tolist()
+
+
+def survival(hits: list[list[list[bool]]], place: int, depth: int) -> float:
+    """How many of the drafts that could reach a depth did."""
+    long_enough = [walk for walk in hits if len(walk) > depth]
+    return sum(all(step[place] for step in walk[: depth + 1]) for walk in long_enough) / max(1, len(long_enough))
+
+
+def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[float, list[list[bool]]]:
+    """For every β: at each depth, whether the policy's token is among the candidates, for each width."""
+    aligned = batch.aligned
+    sequence = int((torch.tensor(aligned.lengths).cumsum(0) <= entry).sum())
+    end = sum(aligned.lengths[: sequence + 1])
+    first = entry - int(aligned.index_T[entry])
+    ring, nodes = model.new_ring(1), model.new_nodes(1, DEPTH)
+    part, count = slice(first, entry + 1), torch.tensor([entry + 1 - first])
+    g = model.extend(ring, aligned.next_T[part][None], batch.features_TF[part][None], count * 0, count, POLICY.embed)
+    found: dict[float, list[list[bool]]] = {beta: [] for beta in BETAS}
+    for depth in range(min(DEPTH, end - 2 - entry)):
+        if depth:
+            seen, slot = (torch.arange(DEPTH) < depth)[None, None], torch.tensor([[depth - 1]])
+            token, position = aligned.next_T[None, entry + depth, None], (count - 1 + depth)[None]
+            g = model.step(ring, nodes, token, g[:, None], position, slot, seen, POLICY.embed)[:, 0]
+        logits = model.logits(g, model.head_rows(POLICY.head_weight))
+        place = torch.tensor([entry + 2 + depth - first])  # of the token to be named
+        keys = DrawKeys(held.seed_C[:1], held.request_C[sequence, None], place, torch.ones(1))
+        true = int(aligned.next_T[entry + 1 + depth])
+        for beta in BETAS:
+            named = candidates(logits, keys, beta, max(WIDTHS), model.token_of_draft_v).token_Nk[0].tolist()
+            found[beta].append([true in named[:width] for width in WIDTHS])
+    return found
+
+
+# ---- the verb
+
+
+def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"answers": 12, "held_out": 4, "steps": 3, "tokens_per_batch": 512, "vocab": 16, "window": 64}
+    knobs = [f"--draft.{name}={value}" for name, value in small.items()]
+    there = str(tmp_path / "drafter")
+    assert main(["draft", "train", "tiny", "--prompts", "toy", "--out", there, *knobs, "--sampling.max_tokens=60"]) == 0
+    said = capsys.readouterr().out
+    assert "Accept length over 8 draft tokens" in said
+    assert "greedy" in said
+    for form in ("flat", "speculators"):
+        assert main(["draft", "export", there, str(tmp_path / form), "--format", form]) == 0
+    config = read_config(TINY_POLICY)
+    saved, *exported = (load_drafter(tmp_path / name, config, window=64) for name in ("drafter", "flat", "speculators"))
+    assert saved.config.draft_vocab == 16
+    for other in exported:
+        assert other.config == saved.config
+        for name, tensor in saved.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["draft", "improve", "tiny"], "tlt draft knows train and export, not 'improve'"),
+        (["draft", "train", "tiny", "--out", "x"], "tlt draft train needs --prompts"),
+        (["draft", "train", "tiny", "--prompts", "toy"], "tlt draft train needs --out"),
+        (["draft", "export", "x"], "tlt draft export needs TARGET"),
+        (["draft", "export", "nowhere", "x"], "no drafter at nowhere"),
+        (["draft", "export", "nowhere", "x", "--format", "gguf"], "--format is 'gguf'; expected flat or speculators"),
+        (["draft", "train", "tiny", "--prompts", "none.jsonl", "--out", "x"], "none.jsonl: no such file"),
+        (["draft", "train", "tiny", "--prompts", "toy", "--out", "x", "--draft.window=3"], "draft.window is 3"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    assert main(arguments) in (1, 2)
+    assert expected in capsys.readouterr().err

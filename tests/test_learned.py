@@ -1,0 +1,184 @@
+"""The learned drafter in the engine: states reach it in place, its drafts help, and the tokens never change."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.test_engine import MODEL, kv_gib, requests
+from tests.test_speculation import tokens_of
+from tests.tiny import letters
+from tlt.config import EngineSettings
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.engine.runner import Features
+from tlt.model.attention import PackedLayout
+from tlt.spec.align import align
+from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
+from tlt.spec.learned import LearnedDrafting
+from tlt.spec.shape import Draft, Shape
+from tlt.spec.speculation import Speculating
+from tlt.spec.tuner import Outcome
+from tlt.types import Key, SamplingParams
+
+PARAMS = [SamplingParams(max_tokens=40), SamplingParams(temperature=0.0, max_tokens=30)]
+
+
+def drafting(window: int = 16, places: int = 16) -> LearnedDrafting:
+    drafter = Eagle(EagleConfig.of_policy(MODEL.config, window=window), dtype=torch.float64)
+    drafter.init_weights(3)
+    return LearnedDrafting(drafter, MODEL, places)
+
+
+class Always:
+    """One shape for ever, or whatever a function says."""
+
+    def __init__(self, choose) -> None:  # type: ignore[no-untyped-def]
+        self._choose = choose
+
+    def choose(self, batch: int) -> Shape:
+        return self._choose(batch)
+
+    def observe(self, outcome: Outcome) -> tuple[()]:
+        return ()
+
+    def drafter_changed(self, drafter: str) -> None: ...
+
+
+def engine_with(learned: LearnedDrafting, choose, **knobs: object) -> Engine:  # type: ignore[no-untyped-def]
+    def feed(features: Features) -> None:
+        learned.absorb([stay.progress.request.key for stay in features.stays], features.first, features.taps)
+
+    return Engine(
+        MODEL,
+        letters(),
+        EngineSettings(**knobs),
+        taps=learned.drafter.config.taps,
+        on_features=feed,
+        speculation=Speculating([learned], Always(choose)),
+    )
+
+
+def shape_of(depth: int, width: int, verify: int) -> Shape:
+    return Shape(("eagle",), depth, width, verify)
+
+
+def plain(batch: Sequence[Request]) -> dict[Key, list[int]]:
+    engine = Engine(MODEL, letters(), EngineSettings(rows=16))
+    engine.submit(batch)
+    return tokens_of({completion.key: completion for completion in engine.drain()})
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "now and then"])
+def test_tokens_stay_whatever_an_untrained_drafter_names(kind: str) -> None:
+    batch = requests(8, group=2, params=PARAMS)
+    ticks = iter(range(10**6))
+    choose = {
+        "chain": lambda batch: shape_of(3, 1, 4),
+        "tree": lambda batch: shape_of(4, 3, 9),
+        "now and then": lambda batch: shape_of(4, 2, 7) if next(ticks) % 5 < 2 and batch else Shape(),
+    }[kind]
+    engine = engine_with(drafting(), lambda batch: choose(batch) if batch else Shape(), rows=8)
+    engine.submit(batch)
+    assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
+
+
+def test_tokens_stay_under_preemption_and_with_too_few_places() -> None:
+    batch = requests(8, group=2, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
+    engine = engine_with(
+        drafting(places=3), lambda batch: shape_of(3, 2, 5) if batch else Shape(), rows=8, kv_gib=kv_gib(16, 16)
+    )
+    engine.submit(batch)
+    done = {completion.key: completion for completion in engine.drain()}
+    assert tokens_of(done) == plain(batch)
+    assert sum(completion.timing.preemptions for completion in done.values()) > 0
+
+
+@torch.no_grad()
+def test_drafts_come_from_the_right_states_after_any_history() -> None:
+    """What it names in the engine equals what the packed form of the drafter names from the whole text."""
+    learned = drafting(window=64)
+    batch = requests(4, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
+    seen: list[tuple[Key, tuple[int, ...], Draft]] = []
+    original = learned.propose
+
+    def spy(keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        drafts = original(keys, answers, shape)
+        seen.extend((key, tuple(answer), draft) for key, answer, draft in zip(keys, answers, drafts, strict=True))
+        return drafts
+
+    learned.propose = spy  # type: ignore[method-assign]
+    ticks = iter(range(10**6))
+    engine = engine_with(
+        learned, lambda batch: shape_of(2, 2, 5) if batch and next(ticks) % 7 in (3, 4, 5) else Shape(), rows=4
+    )
+    engine.submit(batch)
+    engine.drain()
+    prompts = {request.key: request.prompt for request in batch}
+    checked = 0
+    for key, answer, draft in seen:
+        if not len(draft):
+            continue
+        assert draft.tokens[0] == first_named(learned, key, prompts[key], answer)
+        checked += 1
+    assert checked > 10
+
+
+def first_named(learned: LearnedDrafting, key: Key, prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
+    from tlt.spec.candidates import DrawKeys, candidates
+
+    drafter = learned.drafter
+    text = torch.tensor([*prompt, *answer])
+    states = gather_taps(MODEL(text, PackedLayout.from_lengths([len(text)]), taps=drafter.config.taps).taps)
+    first = len(prompt) - 1  # states of the prompt's earlier tokens never left the engine
+    aligned = align(text[first:], torch.ones(len(text) - first, dtype=torch.bool), [len(text) - first])
+    shifted = type(aligned)(aligned.next_T, aligned.learn_T, aligned.index_T, aligned.lengths)
+    g_TD = rotated_forward(drafter, shifted, states[first:], first)
+    logits = drafter.logits(g_TD[-2:-1], MODEL.head_weight)
+    keys = DrawKeys(*(torch.tensor([value]) for value in (key.seed, key.request, len(text))), torch.tensor([1.0]))
+    return int(candidates(logits, keys, learned.beta, 1).token_Nk)
+
+
+def rotated_forward(drafter: Eagle, aligned, states, first: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """The packed forward; rotary attention depends on distances alone, so positions may start anywhere."""
+    return drafter.forward_packed(aligned, states, MODEL.embed)
+
+
+def test_places_are_given_back() -> None:
+    learned = drafting(places=4)
+    engine = engine_with(learned, lambda batch: shape_of(2, 1, 3) if batch else Shape(), rows=4)
+    for seed in (1, 2):
+        engine.submit(requests(6, params=PARAMS, seed=seed))
+        engine.drain()
+    assert sorted(learned._free) == [0, 1, 2, 3]
+    assert not learned._requests
+
+
+def test_suffix_and_learned_branches_share_a_tree() -> None:
+    from tlt.spec.drafter import SuffixDrafting
+
+    learned = drafting()
+    batch = requests(6, group=3, params=PARAMS)
+
+    def feed(features: Features) -> None:
+        learned.absorb([stay.progress.request.key for stay in features.stays], features.first, features.taps)
+
+    both = Shape(("eagle", "suffix"), 4, 2, 9)
+    engine = Engine(
+        MODEL,
+        letters(),
+        EngineSettings(rows=6),
+        taps=learned.drafter.config.taps,
+        on_features=feed,
+        speculation=Speculating([learned, SuffixDrafting(10_000)], Always(lambda batch: both if batch else Shape())),
+    )
+    engine.submit(batch)
+    assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
+
+
+def test_the_policy_is_not_touched() -> None:
+    before = [parameter.clone() for parameter in MODEL.parameters()]
+    engine = engine_with(drafting(), lambda batch: shape_of(3, 2, 6) if batch else Shape(), rows=4)
+    engine.submit(requests(4, params=PARAMS))
+    engine.drain()
+    assert all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))

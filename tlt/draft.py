@@ -1,0 +1,207 @@
+"""`tlt draft`: a drafter for a policy, trained on the policy's own answers, and drafters in other engines' formats.
+
+Owns the order of things: the policy answers prompts, the drafter learns from its states, and what it reaches before and
+after is measured on answers it never learned from. Decides nothing about learning.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tlt.bench.prompts import token_prompts
+from tlt.config import ModelSettings, RunConfig
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.kernels.noise import as_int64
+from tlt.errors import ConfigError, TaskError
+from tlt.policy import Policy, open_policy
+from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
+from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
+from tlt.tasks.choose import task_of
+from tlt.train.drafter import DrafterTrainer, policy_states
+from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
+from tlt.train.packing import Example, pack
+from tlt.train.supervised import batches, endless
+from tlt.types import Completion, Key
+
+
+def draft_train(config: RunConfig, prompts: str, out: str) -> None:
+    """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it."""
+    console = Console(highlight=False)
+    policy = open_policy(config.model)
+    learned, held_out = _answers(config, policy, prompts, console)
+    drafter = _new_drafter(config, policy, learned)
+    held = _held(config, policy, drafter.config.taps, held_out)
+    before = _measure(drafter, policy, held)
+    started = time.perf_counter()
+    tokens = _train(config, policy, drafter, learned, console)
+    seconds = time.perf_counter() - started
+    after = _measure(drafter, policy, held)
+    save_drafter(drafter, out, policy.model.head_weight, _origin(config.model.path, policy))
+    _tell(console, before, after)
+    console.print(f"{config.draft.steps} steps, {tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
+    console.print(f"saved {out}", soft_wrap=True)
+
+
+def draft_export(source: str, target: str, form: str, policy_path: str | None) -> None:
+    """Writes the drafter at `source` once more, in the format asked for, with the head of the policy it belongs to."""
+    formats = [known for known in FORMATS if known == form]
+    if not formats:
+        raise ConfigError(f"--format is {form!r}; expected {' or '.join(FORMATS)}")
+    words = read_drafter_config(Path(source))
+    recorded = (words.get("tlt") or {}).get("policy")
+    path = policy_path or recorded
+    if path is None:
+        raise ConfigError(f"{source} does not say which policy it belongs to; name it with --policy")
+    policy = open_policy(ModelSettings(path=path, device="cpu", dtype="float32"))
+    head_VD, embed_VD = policy.model.head_weight, policy.model.embed
+    named = words.get("torch_dtype", "float32")
+    drafter = load_drafter(
+        source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
+    )
+    embedding = embed_VD if formats[0] == "speculators" else None
+    save_drafter(drafter, target, head_VD, _origin(path, policy), form=formats[0], embed_VD=embedding)
+    Console(highlight=False).print(f"saved {target} in the {form} format", soft_wrap=True)
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    example: Example
+    key: Key
+
+
+def _answers(config: RunConfig, policy: Policy, prompts: str, console: Console) -> tuple[list[_Answer], list[_Answer]]:
+    """What to learn from, and what to measure on. Answers of one token hold nothing to draft and are left out."""
+    count = config.draft.answers + config.draft.held_out
+    requests = [
+        Request(Key(config.run.seed, number), tokens, config.sampling)
+        for number, tokens in enumerate(_prompts(config, policy, prompts, count))
+    ]
+    done = {completion.key: completion for completion in _complete(config, policy, requests, console)}
+    answers = [_answer(done[request.key]) for request in requests]
+    split = config.draft.answers
+    learned, held_out = ([a for a in part if a is not None] for part in (answers[:split], answers[split:]))
+    if not learned or not held_out:
+        raise TaskError("every answer ended with its first token: nothing to draft; ask other prompts")
+    return learned, held_out
+
+
+def _answer(completion: Completion) -> _Answer | None:
+    if len(completion.tokens) < 2:
+        return None
+    tokens = completion.prompt_tokens + completion.tokens
+    return _Answer(Example(tokens, len(completion.prompt_tokens)), completion.key)
+
+
+def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> list[tuple[int, ...]]:
+    if prompts == config.task.name:
+        asked = task_of(config).sample(0, count)
+        return [tuple(policy.tokenizer.encode_prompt(prompt.content)) for prompt in asked]
+    if not Path(prompts).is_file():
+        raise TaskError(f"{prompts}: no such file; expected a JSONL file of prompts, or the task `{config.task.name}`")
+    return token_prompts(policy.tokenizer, count, Path(prompts), raw=False)
+
+
+def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], console: Console) -> list[Completion]:
+    engine = Engine(policy.model, policy.tokenizer, config.engine)
+    engine.submit(requests)
+    done: list[Completion] = []
+    with _progress("answers", console) as progress:
+        bar = progress.add_task("", total=len(requests), note="")
+        while not engine.idle:
+            done += engine.tick()
+            progress.update(bar, completed=len(done), note=f"{engine.running} running")
+    return done + engine.drain()  # raises if a request failed
+
+
+# ---- learning and measuring
+
+
+def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) -> Eagle:
+    model = policy.model
+    shape = EagleConfig.of_policy(model.config, window=config.draft.window, draft_vocab=config.draft.vocab)
+    drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
+    written = torch.tensor([token for answer in learned for token in answer.example.tokens])
+    counts_V = torch.bincount(written, minlength=model.config.vocab)
+    ids = draft_vocabulary(counts_V, shape.draft_vocab) if shape.reduced else None
+    drafter.init_weights(config.run.seed, ids)
+    return drafter
+
+
+def _train(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], console: Console) -> int:
+    """The number of tokens it was trained on, repetitions included."""
+    examples = [answer.example for answer in learned]
+    room = max(config.draft.tokens_per_batch, *(len(example.tokens) for example in examples))
+    trainer = DrafterTrainer(drafter, policy.model.head_weight, policy.model.embed, config.draft)
+    stream = batches(endless(examples, config.run.seed), config.draft.tokens_per_batch)
+    tokens = 0
+    with _progress("drafter", console) as progress:
+        bar = progress.add_task("", total=config.draft.steps, note="")
+        for batch in islice(stream, config.draft.steps):
+            for row in pack(batch, room):  # one: a batch fits a row
+                result = trainer.micro_step(policy_states(policy.model, row, drafter.config.taps))
+                tokens += result.tokens
+            progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
+    return tokens
+
+
+def _held(config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[_Answer]) -> list[Drawn]:
+    examples = [answer.example for answer in answers]
+    room = max(config.draft.tokens_per_batch, *(len(example.tokens) for example in examples))
+    held = []
+    for row in pack(examples, room):
+        keys = [answers[member].key for member in row.members]
+        held.append(
+            Drawn(
+                policy_states(policy.model, row, taps),
+                torch.tensor([as_int64(key.seed) for key in keys]),
+                torch.tensor([as_int64(key.request) for key in keys]),
+                torch.full((len(keys),), config.sampling.temperature),
+            )
+        )
+    return held
+
+
+def _measure(drafter: Eagle, policy: Policy, held: Sequence[Drawn]) -> Acceptance:
+    return accept_length(drafter, held, policy.model.head_weight, policy.model.embed)
+
+
+def _origin(path: str, policy: Policy) -> Origin:
+    return Origin(path, tuple(policy.model.config.source.get("architectures") or ()))
+
+
+# ---- telling
+
+
+def _progress(what: str, console: Console) -> Progress:
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True)
+
+
+def _tell(console: Console, before: Acceptance, after: Acceptance) -> None:
+    table = Table(title=f"Accept length over {DEPTH} draft tokens, {after.tokens} places of held-out answers")
+    table.title_justify = "left"
+    for name in ("drafts", "first token hit", *(f"width {width}" for width in WIDTHS)):
+        table.add_column(name, justify="left" if name == "drafts" else "right")
+    for name, old, new in (
+        ("greedy", before.greedy, after.greedy),
+        ("shared noise, β = 1", before.shared, after.shared),
+        (f"shared noise, β = {after.beta:g}, fitted", before.fitted, after.fitted),
+    ):
+        table.add_row(name, *_change(old, new))
+    console.print(table)
+
+
+def _change(old: Reach, new: Reach) -> list[str]:
+    lengths = [f"{was:.2f} → {now:.2f}" for was, now in zip(old.lengths, new.lengths, strict=True)]
+    return [f"{old.first_hit:.3f} → {new.first_hit:.3f}", *lengths]
