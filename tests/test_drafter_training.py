@@ -15,6 +15,7 @@ from tlt.config import DraftSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import TltError
+from tlt.kernels import distribution
 from tlt.model.transformer import Transformer
 from tlt.model.weights import read_config
 from tlt.policy import TINY_POLICY
@@ -28,6 +29,7 @@ from tlt.train.packing import Example, pack
 from tlt.types import Key, SamplingParams
 
 POLICY = tiny.policy()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = DraftSettings(unroll=3, window=16)
 
 
@@ -83,6 +85,20 @@ def test_the_loss_in_chunks_equals_the_definition(variation: float, logits_at_on
     torch.testing.assert_close(torch.autograd.grad(found, normed), torch.autograd.grad(expected, normed))
 
 
+@pytest.mark.parametrize("variation", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("width", [37, 5000])
+def test_the_fused_comparison_equals_the_plain_one(variation: float, width: int) -> None:
+    fused = pytest.importorskip("tlt.kernels.distribution_triton")
+    generator = torch.Generator().manual_seed(0)
+    policy = (torch.randn(3, width, generator=generator) * 3).to(DEVICE)
+    draft = (torch.randn(2, 3, width, generator=generator) * 3).to(DEVICE)
+    weight = torch.rand(2, 3, generator=generator).to(DEVICE)
+    expected = distribution.compare(policy.double(), draft.double(), weight.double(), variation)
+    found = fused.compare(policy, draft.clone(), weight, variation)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("draft_vocab", [0, 15])
 def test_packed_loss_and_gradients_equal_one_by_one(draft_vocab: int) -> None:
     model, given = drafter(draft_vocab=draft_vocab), examples((9, 30, 4, 150, 12))
@@ -116,8 +132,8 @@ def test_only_answers_are_learned() -> None:
     batch = batch_of(given)
     plain = loss_of(model, batch)[0].item()
     learned = set(batch.aligned.targets(SETTINGS.unroll).state_N.tolist())
-    # of 12 tokens with an answer from 5 on: 6 … 11 can be drafted, decided by the states of 5 … 10; likewise of 15
-    assert learned == {*range(5, 11), *range(12 + 6, 12 + 14)}
+    # of 15 tokens with an answer from 6 on: 7 … 14 can be drafted, decided by the states of 6 … 13; likewise of 12
+    assert learned == {*range(6, 14), *range(15 + 5, 15 + 11)}
     for position in range(27):
         hidden = batch.hidden_TD.clone()
         hidden[position] += 1.0
@@ -142,7 +158,7 @@ def test_a_batch_without_answers_is_refused() -> None:
 # ---- learning
 
 
-def telling_batch(shift: int, seed: int) -> DrafterBatch:
+def telling_batch(policy: Transformer, shift: int, seed: int) -> DrafterBatch:
     """A policy whose state at t tells x_{t+2} and nothing else: tokens are random, so no other state helps.
 
     `shift` moves the features by so many positions: what a drafter with a wrong alignment would be shown.
@@ -151,9 +167,9 @@ def telling_batch(shift: int, seed: int) -> DrafterBatch:
     lengths = (70, 31, 50)
     tokens = torch.randint(tiny.VOCAB, (sum(lengths),), generator=generator)
     aligned = align(tokens, torch.ones(len(tokens), dtype=torch.bool), lengths)
-    told = POLICY.embed.detach()[tokens.roll(-2)].repeat(1, 3) * 50
-    hidden = POLICY.head_weight.detach()[aligned.next_T] * 3  # the policy itself is sure of the next token
-    return DrafterBatch(aligned, told.roll(shift, dims=0).float(), hidden.float())
+    told = policy.embed.detach()[tokens.roll(-2)].repeat(1, 3) * 50
+    hidden = policy.head_weight.detach()[aligned.next_T] * 3  # the policy itself is sure of the next token
+    return DrafterBatch(aligned, told.roll(shift, dims=0), hidden)
 
 
 def learn(shift: int) -> Acceptance:
@@ -162,9 +178,9 @@ def learn(shift: int) -> Acceptance:
     model = drafter(dtype=torch.float32)
     trainer = DrafterTrainer(model, policy.head_weight, policy.embed, settings)
     for step in range(settings.steps):
-        trainer.micro_step(telling_batch(shift, step))
+        trainer.micro_step(telling_batch(policy, shift, step))
     keys = torch.zeros(3, dtype=torch.int64)
-    held = Drawn(telling_batch(shift, 999), keys, keys, torch.zeros(3))
+    held = Drawn(telling_batch(policy, shift, 999), keys, keys, torch.zeros(3))
     return accept_length(model, [held], policy.head_weight, policy.embed)
 
 

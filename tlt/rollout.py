@@ -5,8 +5,9 @@ Writes the run's directory: config.toml, events.jsonl and rollouts.jsonl (a line
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,10 +20,11 @@ from tlt.engine.build import build_engine
 from tlt.engine.request import Request
 from tlt.errors import TaskError
 from tlt.policy import Policy, open_policy
+from tlt.spec.alarm import Alarm
 from tlt.tasks.choose import task_of
 from tlt.tasks.task import Task
 from tlt.types import Completion, Key, Prompt, Rollout
-from tlt.watch.events import RolloutFinished, RunFinished, start_run
+from tlt.watch.events import AcceptanceCollapsed, EventLog, RolloutFinished, RunFinished, start_run
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _CHECKED = 16  # answers written a second time, in another batch, to compare
@@ -54,7 +56,7 @@ def rollout(config: RunConfig) -> None:
     asked = _requests(config, policy, task)
     with start_run(config, "rollout", __version__) as log:
         answered_from = time.perf_counter()
-        completions = _answer(policy, config, [request for _, request in asked], console)
+        completions = _answer(policy, config, [request for _, request in asked], console, partial(_sound, log))
         seconds = time.perf_counter() - answered_from
         rollouts = [_judge(task, prompt, completions[request.key]) for prompt, request in asked]
         lengths = Lengths.of([len(rollout.completion.tokens) for rollout in rollouts])
@@ -89,19 +91,42 @@ def _requests(config: RunConfig, policy: Policy, task: Task) -> list[tuple[Promp
     return asked
 
 
-def _answer(policy: Policy, config: RunConfig, requests: Sequence[Request], console: Console) -> dict[Key, Completion]:
+def _answer(
+    policy: Policy,
+    config: RunConfig,
+    requests: Sequence[Request],
+    console: Console,
+    on_alarm: Callable[[Alarm], None],
+) -> dict[Key, Completion]:
     columns = (TextColumn("rollout"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     engine = build_engine(policy, config)
     engine.submit(requests)
     done: dict[Key, Completion] = {}
+    heard = 0  # alarms
     with Progress(*columns, TextColumn("{task.fields[tail]}"), console=console, transient=True) as progress:
         bar = progress.add_task("rollout", total=len(requests), tail="")
         while not engine.idle:
             for completion in engine.tick():
                 done[completion.key] = completion
+            while heard < len(engine.alarms):
+                on_alarm(engine.alarms[heard])
+                heard += 1
             progress.update(bar, completed=len(done), tail=f"{engine.running} running")
     done.update((completion.key, completion) for completion in engine.drain())  # raises if a request failed
     return done
+
+
+def _sound(log: EventLog, alarm: Alarm) -> None:
+    log.emit(
+        AcceptanceCollapsed(
+            step=0,
+            drafter=alarm.drafter,
+            shape=str(alarm.shape),
+            recent=alarm.recent,
+            usual=alarm.usual,
+            verifies=alarm.verifies,
+        )
+    )
 
 
 def _judge(task: Task, prompt: Prompt, completion: Completion) -> Rollout:
@@ -147,7 +172,7 @@ def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], leng
         "answer length", f"median {lengths.p50}, p90 {lengths.p90}, p99 {lengths.p99}, longest {lengths.longest}"
     )
     table.add_row("time", f"{seconds:.1f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
-    table.add_row("still running", f"{_still_running(rollouts)}  from the first token to the longest answer's last")
+    table.add_row("still running", f"{_still_running(rollouts)}  over time")
     console.print(table)
     best = next((rollout for rollout in rollouts if rollout.reward > 0), rollouts[0])
     console.print(f"One answer (reward {best.reward:g}):", style="bold")
@@ -170,6 +195,7 @@ def _tell_identity(
     completions: dict[Key, Completion],
 ) -> None:
     """Sampling is keyed: the same requests in another batch must give the same tokens."""
-    again = _answer(policy, config, [*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]], console)
+    some = [*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]]
+    again = _answer(policy, config, some, console, on_alarm=lambda _: None)  # the run's log is closed
     same = sum(completion.tokens == completions[key].tokens for key, completion in again.items())
     console.print(f"{same} of {len(again)} answers written again in a smaller batch came out token for token the same.")

@@ -1,6 +1,6 @@
 """An engine as a configuration asks for it: the policy, and who speculates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tlt.config import RunConfig, SpecSettings
 from tlt.engine.engine import Engine
@@ -8,7 +8,7 @@ from tlt.engine.graphs import bucket, buckets
 from tlt.engine.runner import Features
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
-from tlt.spec.costs import CostTable, TickCosts
+from tlt.spec.costs import POLICY, CostTable, TickCosts
 from tlt.spec.drafter import Drafter, SuffixDrafting
 from tlt.spec.eagle_files import load_drafter
 from tlt.spec.learned import LearnedDrafting
@@ -47,14 +47,17 @@ def shapes_of(spec: SpecSettings) -> tuple[Shape, ...]:
     return candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies)
 
 
-def chooser_of(spec: SpecSettings, rows: int) -> TunerPolicy:
+def chooser_of(spec: SpecSettings, rows: int, decode_s: Mapping[int, float] | None = None) -> TunerPolicy:
+    """`decode_s`: what decoding so many tokens takes, where it was measured (`Engine.warm_up`)."""
     shapes = shapes_of(spec)
     if spec.chooser == "beg-mab":
         groups = len({shape.verify for shape in shapes if not shape.off})
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
     sizes = buckets(rows * max(spec.verifies))
-    costs = TickCosts(CostTable(), lambda tokens: bucket(tokens, sizes) or sizes[-1], learned=("eagle",))
-    return Tuner(shapes, costs)
+    table = CostTable()
+    for size, seconds in (decode_s or {}).items():
+        table.record(POLICY, size, seconds)
+    return Tuner(shapes, TickCosts(table, lambda tokens: bucket(tokens, sizes) or sizes[-1], learned=("eagle",)))
 
 
 def _learned(policy: Policy, config: RunConfig) -> LearnedDrafting:

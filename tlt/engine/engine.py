@@ -20,8 +20,9 @@ from tlt.engine.scheduler import Plan, Progress, Scheduler, Stay
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.alarm import Alarm
 from tlt.spec.shape import MOST_NODES, Shape
-from tlt.spec.speculation import NoSpeculation, Speculation
+from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
 
@@ -34,6 +35,7 @@ class EngineReport:
     preemptions: int
     pages: Census
     graphs: PoolReport | None  # None without a graph pool
+    speculation: SpeculationReport | None  # None without speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class Engine:
         """Requests that decode."""
         return self._scheduler.running
 
+    @property
+    def alarms(self) -> Sequence[Alarm]:
+        """Every collapse of a drafter so far, oldest first."""
+        return self._speculation.alarms
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Takes all of the requests, or raises and takes none. Those already running are not disturbed."""
         batch = list(requests)
@@ -145,12 +152,14 @@ class Engine:
         if plan.empty:
             return completions
         keys = [stay.progress.request.key for stay in plan.stays]
-        started = time.perf_counter()
+        started, captured = time.perf_counter(), self._runner.capture_s
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
         drawn = self._runner.launch(plan, drafts, steps=shape.depth + 1).drawn()
         for stay, tokens in zip(plan.stays, drawn.tokens, strict=True):
             self._scheduler.advance(stay, len(tokens))
-        self._speculation.verified(shape, drawn.tokens, time.perf_counter() - started)
+        once_s = self._runner.capture_s - captured
+        seconds = None if plan.chunks else time.perf_counter() - started - once_s  # with prefill in it, it says nothing
+        self._speculation.verified(shape, drawn.tokens, seconds, once_s)
         self._read_s = None  # the next plain tick starts afresh
         self._ticks += 1
         return completions + self._read(plan, drawn)
@@ -183,13 +192,19 @@ class Engine:
             self._scheduler.forget_cache()
             self._version = version
 
-    def warm_up(self, sizes: Sequence[int]) -> None:
-        """Captures decode graphs for these batch sizes before the first request comes."""
-        self._runner.capture(sizes)
+    def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""
+        return self._runner.capture(sizes)
 
     def report(self) -> EngineReport:
         return EngineReport(
-            self._ticks, self._tokens, self._dropped, self._preemptions, self._scheduler.census, self._runner.report()
+            ticks=self._ticks,
+            tokens=self._tokens,
+            dropped=self._dropped,
+            preemptions=self._preemptions,
+            pages=self._scheduler.census,
+            graphs=self._runner.report(),
+            speculation=self._speculation.report(),
         )
 
     # ---- reading a tick

@@ -6,8 +6,10 @@ log-probabilities, one copy per tick, and it is waited for only when asked for.
 """
 # R rows, T tokens, D hidden, Q nodes of a draft tree, S steps of a walk, W mask words
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.shape import MOST_NODES, Draft
 from tlt.spec.tree import Trees
+
+_TIMED_RUNS = 5  # of a captured size
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +127,27 @@ class Runner:
     def report(self) -> PoolReport | None:
         return self._pool.report() if self._pool else None
 
+    @property
+    def capture_s(self) -> float:
+        """Spent capturing graphs so far."""
+        return self._pool.report().capture_s if self._pool else 0.0
+
     @torch.no_grad()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Captures the graphs of these batch sizes now rather than when they are first met."""
-        for size in sizes:
-            self._rows.set_count(0)
-            self._run("decode", size, lambda rows: self._forward(rows, filtered=False), False)
+    def capture(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Captures the graphs of these batch sizes now rather than when they are first met.
+
+        Returns the seconds that a run of each takes, over an empty cache: the median of a few.
+        """
+        return {size: median(self._timed_decode(size) for _ in range(_TIMED_RUNS)) for size in sizes}
+
+    def _timed_decode(self, size: int) -> float:
+        """No row is live, so that nothing changes."""
+        self._rows.set_count(0)
+        captured, started = self.capture_s, time.perf_counter()
+        self._run("decode", size, lambda rows: self._forward(rows, filtered=False), False)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started - (self.capture_s - captured)
 
     # ---- decode
 

@@ -5,8 +5,8 @@ Knows nothing of acceptance, of who measures, or of what a role does.
 """
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
 from tlt.spec.shape import Shape
@@ -31,6 +31,10 @@ class CostTable:
             raise ValueError(f"{role} of size {size} took {seconds} s; expected a size ≥ 1 and finite seconds ≥ 0")
         self._measured.setdefault(role, {}).setdefault(size, deque(maxlen=_WINDOW)).append(seconds)
         self._curves.pop(role, None)
+
+    def knows(self, role: str, size: int) -> bool:
+        """Whether this very size was ever measured."""
+        return size in self._measured.get(role, ())
 
     def estimate(self, role: str, size: int) -> float | None:
         """Straight lines between measured sizes; below the smallest as dear as that one; beyond the largest in
@@ -79,6 +83,8 @@ class TickCosts:
     Two corrections, both factors. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when
     shapes are compared. What drafting, and verifying instead of plain decoding, costs beyond the table is learned only
     in the few ticks after a switch, when the shape before ran in the same conditions.
+    Sizes that capture did not measure are learned from their first plain ticks; what a model-free drafter takes, from
+    every tick that says so.
     """
 
     def __init__(self, table: CostTable, pad: Callable[[int], int], learned: Collection[str] = ()) -> None:
@@ -89,6 +95,7 @@ class TickCosts:
         self._drafting = {True: _Factor(), False: _Factor()}  # with a learned drafter, with model-free ones only
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed
+        self._plain: Counter[int] = Counter()  # plain ticks recorded of sizes that capture did not measure
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
@@ -98,19 +105,31 @@ class TickCosts:
         beside = 0.0 if shape.off else self._draft(shape, batch) * self._factor(shape).value
         return (policy + beside) * self._drift
 
-    def observe(self, shape: Shape, batch: int, seconds: float) -> None:
-        """A tick took this long, one-off work left out."""
+    def observe(self, shape: Shape, batch: int, seconds: float, drafts_s: Sequence[float] = ()) -> None:
+        """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""
         self._since = self._since + 1 if self._last == shape else 1
         self._last = shape
+        for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
+            if drafter not in self._learned:
+                self._table.record(LOOKUP, self.pad(batch), spent)
+        if shape.off and self._learns(self.pad(batch)):
+            self._table.record(POLICY, self.pad(batch), seconds / self._drift)
+            return
         policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
         if policy is None:
-            if shape.off:
-                self._table.record(POLICY, self.pad(batch), seconds)
-        elif shape.off or self._since > _BOUNDARY:
+            return
+        if shape.off or self._since > _BOUNDARY:
             surprise = seconds / (self.seconds(shape, batch) or seconds) - 1.0
             self._drift *= 1.0 + min(max(surprise, -_STRANGE), _STRANGE) * _DRIFT
         else:
             self._factor(shape).see((seconds / self._drift - policy) / self._draft(shape, batch))
+
+    def _learns(self, size: int) -> bool:
+        """The first ticks of a size that nobody measured tell what it costs; later ones, how all costs drift."""
+        if size not in self._plain and self._table.knows(POLICY, size):
+            return False
+        self._plain[size] += 1
+        return self._plain[size] <= _WINDOW
 
     def _factor(self, shape: Shape) -> "_Factor":
         return self._drafting[not self._learned.isdisjoint(shape.drafters)]

@@ -19,6 +19,12 @@ class Drafter(Protocol):
     def end(self, key: Key, answer: Sequence[int]) -> None:
         """The answer is complete."""
 
+    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+        """Called before `propose`: takes in what is more than the last tick can have added.
+
+        That is work done once, after a start or a pause, and not what drafting in this shape costs.
+        """
+
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         """A draft of at most `shape.verify − 1` nodes for each request; `answers` is what they have written so far."""
         ...
@@ -33,6 +39,9 @@ class NoDrafter:
         pass
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
+        pass
+
+    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
         pass
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
@@ -71,15 +80,23 @@ class SuffixDrafting:
         if len(self._finished) > _PROMPTS_KEPT:
             self._finished.popitem(last=False)
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        drafts = []
+    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
         for key, answer in zip(keys, answers, strict=True):
             if key in self._waiting:
                 self._index(key)
-            self._suffix.extend(key, answer[self._indexed[key] :])
-            self._indexed[key] = len(answer)
+            if len(answer) - self._indexed[key] > shape.depth + 1:
+                self._extend(key, answer)
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        drafts = []
+        for key, answer in zip(keys, answers, strict=True):
+            self._extend(key, answer)
             drafts.append(self._suffix.propose(key, shape.depth, shape.width, shape.verify - 1))
         return drafts
+
+    def _extend(self, key: Key, answer: Sequence[int]) -> None:
+        self._suffix.extend(key, answer[self._indexed[key] :])
+        self._indexed[key] = len(answer)
 
     def _index(self, key: Key) -> None:
         """The request, and whatever its group has finished."""

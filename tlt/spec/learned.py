@@ -100,6 +100,11 @@ class LearnedDrafting:
         self._states_PWF[place[:, None], slot_RS] = states_RSF
 
     @torch.no_grad()
+    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+        if any(self._behind(key, answer) > shape.depth + 1 for key, answer in zip(keys, answers, strict=True)):
+            self._take_in(keys, answers)
+
+    @torch.no_grad()
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         places = {
             self._requests[key].place: row for row, key in enumerate(keys) if self._take_in_wanted(key, answers[row])
@@ -135,6 +140,12 @@ class LearnedDrafting:
         return self._requests[key].place >= 0 and len(answer) > 0
 
     # ---- taking in what was written
+
+    def _behind(self, key: Key, answer: Sequence[int]) -> int:
+        """Positions it has not taken in yet."""
+        request = self._requests[key]
+        taken = max(request.taken, request.held_from)
+        return request.prompt_tokens - 1 + len(answer) - taken if self._take_in_wanted(key, answer) else 0
 
     def _take_in(self, keys: Sequence[Key], answers: Sequence[Sequence[int]]) -> None:
         """Runs the drafter over all positions that have become certain since, a few at a time."""

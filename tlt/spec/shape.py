@@ -20,6 +20,10 @@ class Shape:
     def off(self) -> bool:
         return self.verify == 1
 
+    def __str__(self) -> str:
+        """`suffix 4x2/9`: who, depth × width, nodes verified."""
+        return "off" if self.off else f"{'+'.join(self.drafters)} {self.depth}x{self.width}/{self.verify}"
+
 
 OFF = Shape()
 MOST_NODES = 128  # of a tree, the root included: what masks, cache and positions leave room for

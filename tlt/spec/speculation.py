@@ -4,19 +4,64 @@ Owns the drafters and the policy that chooses between them; knows tokens and sec
 the tokens that come out are the same.
 """
 
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tlt.spec.acceptance import Walked, track
 from tlt.spec.alarm import Alarm
 from tlt.spec.drafter import Drafter
 from tlt.spec.shape import OFF, Draft, Shape, merge
-from tlt.spec.tuner import Outcome, TunerPolicy
+from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
 from tlt.types import Key, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """What was chosen and what came of it, since the start."""
+
+    ticks: Mapping[tuple[int, Shape], int]  # (requests that ran when it was chosen, shape) → ticks
+    switches: int  # ticks whose shape was not that of the tick before
+    verifies: int  # of single requests
+    accepted: int  # draft tokens
+    drafting_s: float  # in which the host waited for drafts
+    once_s: float  # work done once because of speculation: drafters that caught up, captures
+    alarms: tuple[Alarm, ...]
+    tuner: TunerReport | None  # the tuner's own books, if it keeps any
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify, pooled."""
+        return 1.0 + self.accepted / max(1, self.verifies)
+
+    @property
+    def off_share(self) -> float:
+        """Of the ticks."""
+        off = sum(count for (_, shape), count in self.ticks.items() if shape.off)
+        return off / max(1, sum(self.ticks.values()))
+
+    def since(self, before: "SpeculationReport") -> "SpeculationReport":
+        """What came after an earlier report; the tuner's books stay whole."""
+        return replace(
+            self,
+            ticks=dict(Counter(self.ticks) - Counter(before.ticks)),
+            switches=self.switches - before.switches,
+            verifies=self.verifies - before.verifies,
+            accepted=self.accepted - before.accepted,
+            drafting_s=self.drafting_s - before.drafting_s,
+            once_s=self.once_s - before.once_s,
+            alarms=self.alarms[len(before.alarms) :],
+        )
 
 
 class Speculation(Protocol):
     """What the engine asks and tells."""
+
+    @property
+    def alarms(self) -> Sequence[Alarm]:
+        """All there have been, oldest first."""
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
@@ -26,15 +71,25 @@ class Speculation(Protocol):
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]: ...
 
-    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float) -> None:
-        """A tick with these trees emitted these tokens, row by row, and took this long."""
+    def verified(
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+    ) -> None:
+        """A tick with these trees emitted these tokens, row by row, and took this long, drafting included.
+
+        None: it did other work too. `once_s` was spent beside it on what will not be needed again.
+        """
 
     def decoded(self, running: int, seconds: float) -> None:
         """A plain tick took this long."""
 
+    def report(self) -> SpeculationReport | None:
+        """None if nobody speculates."""
+
 
 class NoSpeculation:
     """Plain decoding."""
+
+    alarms: Sequence[Alarm] = ()
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
@@ -48,11 +103,16 @@ class NoSpeculation:
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         raise AssertionError("plain decoding drafts nothing")
 
-    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float) -> None:
+    def verified(
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+    ) -> None:
         pass
 
     def decoded(self, running: int, seconds: float) -> None:
         pass
+
+    def report(self) -> SpeculationReport | None:
+        return None
 
 
 class Speculating:
@@ -62,6 +122,12 @@ class Speculating:
         self._drafters: Mapping[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self._tuner = tuner
         self._proposed: list[tuple[Draft, ...]] = []  # of the tick under way: per request, a draft per drafter
+        self._drafts_s: list[float] = []  # of the tick under way: what each drafter took …
+        self._caught_up_s = 0.0  # … and what they spent catching up before
+        self._last = OFF
+        self._ticks: Counter[tuple[int, Shape]] = Counter()
+        self._switches = self._verifies = self._accepted = 0
+        self._drafting_s = self._once_s = 0.0
         self.alarms: list[Alarm] = []
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -73,19 +139,64 @@ class Speculating:
             drafter.end(key, answer)
 
     def choose(self, running: int) -> Shape:
-        return self._tuner.choose(running) if running else OFF
+        if not running:
+            return OFF
+        shape = self._tuner.choose(running)
+        self._ticks[running, shape] += 1
+        if shape is not self._last:
+            self._switches += shape != self._last
+            self._last = shape
+        return shape
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        columns = [self._drafters[name].propose(keys, answers, shape) for name in shape.drafters]
+        drafters = [self._drafters[name] for name in shape.drafters]
+        self._catch_up(drafters, keys, answers, shape)
+        columns, self._drafts_s = [], []
+        for drafter in drafters:
+            started = time.perf_counter()
+            columns.append(drafter.propose(keys, answers, shape))
+            self._drafts_s.append(time.perf_counter() - started)
         self._proposed = list(zip(*columns, strict=True))
         return [merge(parts, shape.verify - 1) for parts in self._proposed]
 
-    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float) -> None:
+    def _catch_up(
+        self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
+    ) -> None:
+        started = time.perf_counter()
+        for drafter in drafters:
+            drafter.catch_up(keys, answers, shape)
+        self._caught_up_s = time.perf_counter() - started
+
+    def verified(
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+    ) -> None:
         walks = [
             Walked(len(tokens) - 1, tuple(track(draft, tokens, shape) for draft in parts))
             for tokens, parts in zip(emitted, self._proposed, strict=True)
         ]
-        self.alarms += self._tuner.observe(Outcome(shape, len(walks), walks, seconds))
+        if seconds is not None:
+            seconds -= self._caught_up_s
+        once_s += self._caught_up_s
+        self._count(walks, once_s)
+        self.alarms += self._tuner.observe(Outcome(shape, len(walks), walks, seconds, once_s, self._drafts_s))
+
+    def _count(self, walks: Sequence[Walked], once_s: float) -> None:
+        self._verifies += len(walks)
+        self._accepted += sum(walked.accepted for walked in walks)
+        self._drafting_s += sum(self._drafts_s)
+        self._once_s += once_s
 
     def decoded(self, running: int, seconds: float) -> None:
         self._tuner.observe(Outcome(OFF, running, (), seconds))
+
+    def report(self) -> SpeculationReport:
+        return SpeculationReport(
+            ticks=dict(self._ticks),
+            switches=self._switches,
+            verifies=self._verifies,
+            accepted=self._accepted,
+            drafting_s=self._drafting_s,
+            once_s=self._once_s,
+            alarms=tuple(self.alarms),
+            tuner=self._tuner.report(),
+        )

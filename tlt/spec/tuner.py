@@ -28,6 +28,7 @@ class Outcome:
     walks: Sequence[Walked] = ()  # one per request; none when off
     seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
     once_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
+    drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
 
 
 class TunerPolicy(Protocol):
@@ -39,6 +40,9 @@ class TunerPolicy(Protocol):
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
+
+    def report(self) -> "TunerReport | None":
+        """Its books; None if it keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +184,7 @@ class Tuner:
         if seconds is None:
             seconds = self._costs.seconds(outcome.shape, size) or 0.0
         else:
-            self._costs.observe(outcome.shape, size, seconds)
+            self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
         self._ticks += 1
         self._book(outcome, size, seconds + outcome.once_s)
         if outcome.shape.off or not outcome.walks:

@@ -9,7 +9,7 @@ between any two. Knows nothing of where the states come from, of runs or of idle
 # T packed positions, N tokens to name, S draft steps, D hidden, F = 3·D states, v draft vocabulary, C tokens of a chunk
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tlt.config import DraftSettings, WarmupSettings
 from tlt.errors import TltError
+from tlt.kernels import distribution
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
 from tlt.spec.align import Aligned, align
@@ -147,18 +148,17 @@ class _DistributionLoss(torch.autograd.Function):
         variation: float,
         tokens: int,
     ) -> Tensor:
-        wide = weight_SN.dtype
-        loss = torch.zeros((), dtype=wide, device=normed_XD.device)
+        loss = torch.zeros((), dtype=weight_SN.dtype, device=normed_XD.device)
         grad_XD = torch.zeros_like(normed_XD)
+        compare = _comparison(normed_XD)
         for start in range(0, row_SN.shape[1], tokens):
             chunk = slice(start, start + tokens)
             rows, weight_SC = row_SN[:, chunk].flatten(), weight_SN[:, chunk]
-            p_Cv = torch.softmax(hidden_ND[chunk] @ head_vD.T, dim=-1, dtype=wide)
-            logq_SCv = torch.log_softmax(normed_XD[rows] @ head_vD.T, dim=-1, dtype=wide).view(*weight_SC.shape, -1)
-            part, grad_SCv = _compare(p_Cv, logq_SCv, weight_SC, variation)
+            draft_SCv = (normed_XD[rows] @ head_vD.T).view(*weight_SC.shape, -1)
+            part, grad_SCv = compare(hidden_ND[chunk] @ head_vD.T, draft_SCv, weight_SC, variation)
             loss += part
             # a row names one token; those that name nothing all point at row 0, with a gradient of 0
-            grad_XD.index_add_(0, rows, grad_SCv.flatten(0, 1).to(normed_XD.dtype) @ head_vD)
+            grad_XD.index_add_(0, rows, grad_SCv.flatten(0, 1) @ head_vD)
         ctx.save_for_backward(grad_XD)
         return loss
 
@@ -168,17 +168,9 @@ class _DistributionLoss(torch.autograd.Function):
         return grad_XD * grads[0].to(grad_XD.dtype), None, None, None, None, None, None
 
 
-def _compare(p_Cv: Tensor, logq_SCv: Tensor, weight_SC: Tensor, variation: float) -> tuple[Tensor, Tensor]:
-    """The weighted loss of a chunk and its gradient by the drafter's logits. Writes over `logq`."""
-    loss = p_Cv.new_zeros(())
-    if variation < 1:
-        entropy_SC = torch.einsum("cv,scv->sc", p_Cv, logq_SCv)
-        loss -= (1 - variation) * (weight_SC * entropy_SC).sum()
-    q_SCv = logq_SCv.exp_()
-    grad_SCv = q_SCv - p_Cv
-    if variation > 0:
-        loss += variation * 0.5 * (weight_SC * grad_SCv.abs().sum(-1)).sum()
-        side_SCv = grad_SCv.sign().mul_(0.5 * variation)
-        side_SCv -= torch.einsum("scv,scv->sc", q_SCv, side_SCv)[:, :, None]
-        grad_SCv = grad_SCv.mul_(1 - variation).add_(side_SCv.mul_(q_SCv))
-    return loss, grad_SCv.mul_(weight_SC[:, :, None])
+def _comparison(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    if not x.is_cuda or x.dtype == torch.float64:
+        return distribution.compare
+    from tlt.kernels import distribution_triton  # Triton is installed only where there is a GPU
+
+    return distribution_triton.compare

@@ -50,6 +50,18 @@ class RolloutFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptanceCollapsed(Event):
+    """The policy suddenly refuses a drafter's tokens. The answers stay right; the drafter is out until it helps again."""
+
+    step: int
+    drafter: str
+    shape: str  # in use when it showed
+    recent: float  # accept length of the drafter alone over the last verifies
+    usual: float  # what it was before, in the same shapes
+    verifies: int  # that `recent` rests on
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupStep(Event):
     """One optimizer step of supervised training."""
 
@@ -91,7 +103,7 @@ class Run:
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RunStarted, RolloutFinished, WarmupStep, RunFinished)
+    kind.__name__: kind for kind in (RunStarted, RolloutFinished, AcceptanceCollapsed, WarmupStep, RunFinished)
 }
 
 
