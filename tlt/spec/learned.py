@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tlt.kernels.noise import as_int64
 from tlt.model.transformer import Transformer
-from tlt.spec.candidates import Candidates, DrawKeys, Sharpness, beta_hits, candidates
+from tlt.spec.candidates import DrawKeys, Sharpness, beta_hits
 from tlt.spec.eagle import Eagle, gather_taps
+from tlt.spec.growth import Soil, grow, paths_of
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.window import Nodes
 from tlt.types import Key, SamplingParams
@@ -201,47 +202,16 @@ class LearnedDrafting:
     def _grow(
         self, draws: DrawKeys, shape: Shape, height: int, keys: Sequence[Key], answers: Sequence[Sequence[int]]
     ) -> list[Draft]:
-        """`depth` levels of `width` nodes each: the likeliest paths, level by level."""
-        width, device = min(shape.width, self.drafter.config.draft_vocab), self._states_PWF.device
-        slots = width * shape.depth
-        nodes = self._nodes_for(slots).first(height)
-        g_RwD = self._g_PD[:height, None]
-        logits_Rv = self.drafter.logits(g_RwD[:, 0], self._head_vD)
-        self._rooted = _Rooted(logits_Rv, draws, {key: len(answer) for key, answer in zip(keys, answers, strict=True)})
-        named = self._name(logits_Rv, draws, 1, width)
-        token_Rw, score_Rw = named.token_Nk, named.score_Nk
-        parent_Rw = torch.full_like(token_Rw, -1)
-        g_RwD = g_RwD.expand(-1, width, -1)
-        seen_RwN = torch.zeros((height, width, slots), dtype=torch.bool, device=device)
-        levels = [(token_Rw, parent_Rw, score_Rw)]
-        for depth in range(1, shape.depth):
-            slot_w = torch.arange(width, device=device) + (depth - 1) * width
-            seen_RwN = seen_RwN.scatter(2, slot_w[None, :, None].expand(height, -1, 1), True)
-            entry_Rw = (draws.position_N - 1 + depth - 1)[:, None].expand(-1, width)
-            g_RwD = self.drafter.step(
-                *(self._ring.first(height), nodes, token_Rw, g_RwD, entry_Rw),
-                *(slot_w.expand(height, -1), seen_RwN, self._policy.embed),
-            )
-            logits_Nv = self.drafter.logits(g_RwD.flatten(0, 1), self._head_vD)
-            named = self._name(logits_Nv, draws, depth + 1, width, repeat=width)
-            paths = (score_Rw[:, :, None] + named.score_Nk.view(height, width, width)).flatten(1).topk(width, dim=1)
-            above_Rw = paths.indices // width
-            token_Rw = named.token_Nk.view(height, -1).gather(1, paths.indices)
-            score_Rw = paths.values
-            g_RwD = g_RwD.gather(1, above_Rw[:, :, None].expand(-1, -1, g_RwD.shape[2]))
-            seen_RwN = seen_RwN.gather(1, above_Rw[:, :, None].expand(-1, -1, slots))
-            levels.append((token_Rw, above_Rw + (depth - 1) * width, score_Rw))
-        return _drafts(levels)
-
-    def _name(self, logits_Nv: Tensor, draws: DrawKeys, depth: int, width: int, repeat: int = 1) -> Candidates:
-        """Successors at this depth, with the very noise the policy will draw them with."""
-        keys = DrawKeys(
-            draws.seed_N.repeat_interleave(repeat),
-            draws.request_N.repeat_interleave(repeat),
-            (draws.position_N + depth - 1).repeat_interleave(repeat),
-            draws.temperature_N.repeat_interleave(repeat),
+        """`depth` levels of `width` nodes each, for every place."""
+        width = min(shape.width, self.drafter.config.draft_vocab)
+        nodes = self._nodes_for(width * shape.depth).first(height)
+        soil = Soil(
+            self.drafter, self._ring.first(height), nodes, self._g_PD[:height], self._policy.embed, self._head_vD
         )
-        return candidates(logits_Nv, keys, self.beta, width, self.drafter.token_of_draft_v)
+        growth = grow(soil, draws, self.beta, shape.depth, width)
+        written = {key: len(answer) for key, answer in zip(keys, answers, strict=True)}
+        self._rooted = _Rooted(growth.root_logits_Rv, draws, written)
+        return [Draft(tuple(tokens), tuple(parents), tuple(scores)) for tokens, parents, scores in paths_of(growth)]
 
     def _nodes_for(self, slots: int) -> Nodes:
         if slots not in self._nodes:
@@ -274,10 +244,3 @@ class LearnedDrafting:
                 token_of_draft_v=self.drafter.token_of_draft_v,
             )
             self._sharpness.observe(hits.sum(0).tolist(), len(drawn))
-
-
-def _drafts(levels: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Draft]:
-    """A draft per place from its levels; a node's score is the probability of its whole path."""
-    token, parent, score = (torch.cat(part, dim=1) for part in zip(*levels, strict=True))
-    columns = zip(token.tolist(), parent.tolist(), score.exp().tolist(), strict=True)
-    return [Draft(tuple(tokens), tuple(parents), tuple(scores)) for tokens, parents, scores in columns]
