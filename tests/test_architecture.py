@@ -25,7 +25,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": ("tlt.model",),
     "parts": ("tlt.train", "tlt.spec", "tlt.text", "tlt.tasks", "tlt.policy"),
     "machines": ("tlt.engine", "tlt.drafting", "tlt.sync"),
-    "house": ("tlt.loop", "tlt.fleet", "tlt.sim", "tlt.generate", "tlt.rollout", "tlt.warmup", "tlt.bench"),
+    "house": (
+        "tlt.loop",
+        "tlt.fleet",
+        "tlt.sim",
+        "tlt.generate",
+        "tlt.rollout",
+        "tlt.warmup",
+        "tlt.draft",
+        "tlt.bench",
+    ),
     "doors": ("tlt.cli", "tlt.__main__", "tlt.cluster", "tlt.watch.server"),
 }
 # Modules that need nothing but the standard library (and each other).
@@ -46,6 +55,7 @@ PLAIN = {
     "tlt.sim",
     "tlt.bench.options",
 }
+BORDERS = {"tlt.cli", "tlt.tasks.judge_child"}  # may catch everything: to report it to a person, or to the run
 LONGEST_FUNCTION, LONGEST_FILE = 60, 420  # lines
 LONGEST_KERNEL = 100  # a Triton kernel: one program, whose stages share tiles held in registers
 
@@ -172,7 +182,7 @@ def files_without_a_docstring(modules: list[Module]) -> Iterator[str]:
 
 def broad_excepts(modules: list[Module]) -> Iterator[str]:
     for module in modules:
-        if module.name == "tlt.cli" or module.name.startswith("tlt.cluster."):
+        if module.name in BORDERS or module.name.startswith("tlt.cluster."):
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ExceptHandler):
@@ -267,6 +277,7 @@ def test_the_rule_can_be_broken(rule: Rule, broken: list[Module]) -> None:
 def test_what_is_allowed_is_not_refused() -> None:
     allowed = [
         plain("tlt.cli", "try:\n    from tlt.types import Key\nexcept Exception:\n    pass"),
+        plain("tlt.tasks.judge_child", "try:\n    x\nexcept BaseException:\n    pass"),
         plain("tlt.cluster.ray_fleet", "import ray\nfrom tlt.fleet import Worker"),
         plain("tlt.fleet", "from tlt import __version__\nfrom tlt.engine import engine"),
         plain("tlt.engine.engine", "import torch\nfrom tlt.engine import scheduler"),

@@ -297,7 +297,23 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     small = {"answers": 6, "held_out": 3, "steps": 2, "tokens_per_batch": 128, "vocab": 16, "window": 64}
     knobs = [f"--draft.{name}={value}" for name, value in small.items()]
     there = str(tmp_path / "drafter")
-    assert main(["draft", "train", "tiny", "--prompts", "toy", "--out", there, *knobs, "--sampling.max_tokens=24"]) == 0
+    assert (
+        main(
+            [
+                "draft",
+                "train",
+                "tiny",
+                "--prompts",
+                "toy",
+                "--out",
+                there,
+                *knobs,
+                "--sampling.max_tokens=24",
+                "--engine.kv_gib=0.01",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "Accept length over 8 draft tokens" in said
     assert "greedy" in said

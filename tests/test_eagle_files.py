@@ -264,10 +264,23 @@ def test_a_head_that_has_moved_since_is_still_the_policys(tmp_path: Path) -> Non
     assert loaded.own_head_vD is None
 
 
-def test_files_without_a_map_name_every_token(tmp_path: Path) -> None:
-    save(drafter(), tmp_path)
+def test_a_policy_whose_embedding_is_its_head_exports_both(tmp_path: Path) -> None:
+    tied = Transformer(ModelConfig.from_hf({**POLICY.config.source, "tie_word_embeddings": True}))
+    tied.init_weights(0)
+    save(drafter(policy=tied), tmp_path, "speculators", tied)
     tensors = load_file(tmp_path / "model.safetensors")
-    rewrite(tmp_path, {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
+    assert torch.equal(tensors["lm_head.weight"], tied.embed)
+    assert torch.equal(tensors["embed_tokens.weight"], tied.embed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_drafter_that_names_every_token_is_written_without_a_map(tmp_path: Path, form: Format) -> None:
+    """vLLM has no place for one and refuses the file; others write it, and it says nothing new."""
+    save(drafter(), tmp_path, form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert not {"d2t", "t2d"} & set(tensors)
+    every = {"d2t": torch.zeros(tiny.VOCAB, dtype=torch.int64), "t2d": torch.ones(tiny.VOCAB, dtype=torch.bool)}
+    rewrite(tmp_path, {**tensors, **every})
     assert same(load_drafter(tmp_path, POLICY.config, window=1), drafter())
 
 

@@ -61,7 +61,7 @@ def answers(model: Transformer, **knobs: object) -> dict[Key, Completion]:
     return done
 
 
-def test_graphs_and_preemption_change_no_token() -> None:
+def test_graphs_change_no_token() -> None:
     model = gpu_policy()
     plain = answers(model, rows=24, graphs=False)
     captured = answers(model, rows=24, graphs=True)

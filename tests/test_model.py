@@ -118,6 +118,21 @@ def test_sharded_files_load(tmp_path: Path) -> None:
         load_policy(tmp_path / "ours")
 
 
+def test_saving_again_in_other_pieces_leaves_nothing_of_the_old(tmp_path: Path) -> None:
+    make(FAMILIES["llama"], tmp_path)
+    model = load_policy(tmp_path)
+    for shard_bytes in (60_000, 10**9, 60_000):
+        with torch.no_grad():
+            model.norm.add_(1.0)
+        write_tensors(hf_tensors(model), tmp_path, shard_bytes)
+        assert torch.equal(load_policy(tmp_path).norm, model.norm)
+        either = [tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"]
+        assert [file.exists() for file in either] == [shard_bytes == 10**9, shard_bytes != 10**9]
+    either[1].write_text("{}")
+    with pytest.raises(ModelError, match=r"index.json is no index of weight files.*copy it again"):
+        load_policy(tmp_path)
+
+
 def damaged(directory: Path, change: str) -> None:
     file = directory / "model.safetensors"
     tensors = load_file(file)

@@ -117,12 +117,23 @@ def _warmup(options: Namespace, flags: list[str]) -> None:
 
 def _bench(options: Namespace, flags: list[str]) -> None:
     config = _config(options, flags)
+    if options.what == "rollout":
+        return _bench_rollout(config, options)
     from tlt.bench.options import read_options
 
     wanted = read_options(options)
     from tlt.bench.engine import bench_engine
 
-    bench_engine(config, wanted)
+    return bench_engine(config, wanted)
+
+
+def _bench_rollout(config: RunConfig, options: Namespace) -> None:
+    from tlt.bench.options import read_rollout_options
+
+    wanted = read_rollout_options(options)
+    from tlt.bench.rollout import bench_rollout
+
+    bench_rollout(config, wanted)
 
 
 def _draft(options: Namespace, flags: list[str]) -> None:
@@ -192,9 +203,9 @@ VERBS: dict[str, Verb] = {
         _draft,
     ),
     "bench": Verb(
-        "measure the rollout engine against the machine's limit and against transformers",
+        "measure the rollout engine: against the machine's limit and transformers, or with and without speculation",
         (
-            ("what", "`engine`"),
+            ("what", "`engine`, or `rollout`: one long-tail rollout with every way to speculate"),
             _MODEL,
             ("--json", "write the results to this file"),
             ("--prompts", "a JSONL file with a question or prompt column; without one, prompts are made up"),
@@ -203,6 +214,9 @@ VERBS: dict[str, Verb] = {
             ("--sections", "some of floor,start,step,context,natural,identity,logprobs,features,sync,peers"),
             ("--batches", "batch sizes of the step section, as in 1,8,64"),
             ("--cap", "tokens of a natural answer, at most"),
+            ("--groups", "rollout: prompts"),
+            ("--group-size", "rollout: answers to each prompt"),
+            ("--repeats", "rollout: times every variant is run"),
             ("--budget", "seconds for each peer, and for the context sweep"),
             ("--commit", "the commit that is measured, where git cannot tell"),
             ("--peers", "measure transformers too, even if --sections leaves it out"),

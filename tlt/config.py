@@ -71,14 +71,34 @@ class ToySettings:
 class TaskSettings:
     """What the policy is asked, and how often."""
 
-    name: Literal["toy"] = "toy"  # which task asks and judges
+    name: Literal["toy", "files"] = "toy"  # who asks and judges: the toy task, or a file of prompts and a reward
     prompts: int = 64  # prompts per step
     group: int = 1  # answers per prompt
+    path: str = ""  # file of prompts, JSONL or parquet; needs name = "files", as all that follows
+    prompt_column: str = ""  # column of the prompt; "" takes prompt or question
+    reference_column: str = ""  # column of the reference; "" takes reward_model, ground_truth, answer or label
+    template: str = ""  # text around a plain prompt, with {prompt} in its place; "" takes the prompt as it is
+    chat: bool = False  # ask a plain prompt as a user's message, in the policy's chat template
+    system: str = ""  # system message of every chat that brings none
+    reward: str = "exact"  # exact, gsm8k, math, or the user's FILE.py:FUNCTION
+    reward_convention: Literal["auto", "verl", "trl"] = "auto"  # how the function is called; auto asks its signature
+    reward_processes: int = 1  # processes that judge at the same time
+    reward_timeout_s: float = 10.0  # seconds a reward may take per answer
+    reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number: end, or count
+    failed_reward: float = 0.0  # what an answer is given whose reward failed, where failures count
     toy: ToySettings = field(default_factory=ToySettings)
 
     def __post_init__(self) -> None:
         _require(self.prompts >= 1, "prompts", self.prompts, "at least 1")
         _require(self.group >= 1, "group", self.group, "at least 1")
+        files = self.name == "files"
+        _require(bool(self.path) or not files, "path", self.path, 'a JSONL or parquet file, as name is "files"')
+        _require(files or not self.path, "path", self.path, f'nothing, as name is "{self.name}"; set name = "files"')
+        _require(not self.template or "{prompt}" in self.template, "template", self.template, "a text with {prompt}")
+        known = self.reward in ("exact", "gsm8k", "math") or re.fullmatch(r".+\.py:[^\W\d]\w*", self.reward)
+        _require(bool(known), "reward", self.reward, "exact, gsm8k, math or FILE.py:FUNCTION")
+        _require(self.reward_processes >= 1, "reward_processes", self.reward_processes, "at least 1")
+        _require(self.reward_timeout_s > 0, "reward_timeout_s", self.reward_timeout_s, "a number > 0")
 
 
 @dataclass(frozen=True, slots=True)

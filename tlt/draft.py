@@ -19,8 +19,8 @@ from tlt.bench.prompts import token_prompts
 from tlt.config import ModelSettings, RunConfig
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
-from tlt.kernels.noise import as_int64
 from tlt.errors import ConfigError, TaskError
+from tlt.kernels.noise import as_int64
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter

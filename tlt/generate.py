@@ -21,14 +21,14 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
     key = Key(config.run.seed, 0)
     engine.submit([Request(key, tokens, config.sampling)])
     stream, shown, started = TextStream(policy.tokenizer), 0, time.perf_counter()
-    completions = []
+    completions = engine.tick()
     while not engine.idle:
-        completions += engine.tick()
-        written = completions[0].tokens if completions else engine.written(key)
+        written = engine.written(key)
         print(stream.feed(written[shown:]), end="", flush=True)
         shown = len(written)
+        completions = engine.tick()
     completions += engine.drain()  # raises if the request failed
-    print()
+    print(stream.feed(completions[0].tokens[shown:]))
     seconds = time.perf_counter() - started
     count = len(completions[0].tokens)
     pace = f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} tokens/s)"

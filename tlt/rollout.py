@@ -5,6 +5,7 @@ Writes the run's directory: config.toml, events.jsonl and rollouts.jsonl (a line
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,13 +19,13 @@ from tlt import __version__
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine
 from tlt.engine.request import Request
-from tlt.errors import TaskError
 from tlt.policy import Policy, open_policy
 from tlt.spec.alarm import Alarm
-from tlt.tasks.choose import task_of
+from tlt.tasks.choose import judge_of, task_of
+from tlt.tasks.judge import Judge, Verdict
 from tlt.tasks.task import Task
 from tlt.types import Completion, Key, Prompt, Rollout
-from tlt.watch.events import AcceptanceCollapsed, EventLog, RolloutFinished, RunFinished, start_run
+from tlt.watch.events import AcceptanceCollapsed, EventLog, RewardsFailed, RolloutFinished, RunFinished, start_run
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _CHECKED = 16  # answers written a second time, in another batch, to compare
@@ -50,15 +51,24 @@ class Lengths:
 
 def rollout(config: RunConfig) -> None:
     """Samples the prompts of step 0, answers and judges them, and says how it went."""
+    task = task_of(config)
+    with judge_of(task) as judge:  # first: a reward that cannot be loaded is told before a policy is
+        _roll_out(config, task, judge)
+
+
+def _roll_out(config: RunConfig, task: Task, judge: Judge) -> None:
     console = Console(highlight=False)
     started = time.perf_counter()
-    policy, task = open_policy(config.model), task_of(config)
+    policy = open_policy(config.model)
     asked = _requests(config, policy, task)
     with start_run(config, "rollout", __version__) as log:
         answered_from = time.perf_counter()
         completions = _answer(policy, config, [request for _, request in asked], console, partial(_sound, log))
         seconds = time.perf_counter() - answered_from
-        rollouts = [_judge(task, prompt, completions[request.key]) for prompt, request in asked]
+        answers = [(prompt, completions[request.key]) for prompt, request in asked]
+        verdicts = judge.judge(answers)
+        rollouts = [Rollout(*answer, verdict.reward) for answer, verdict in zip(answers, verdicts, strict=True)]
+        failures = _report_failures(log, verdicts)
         lengths = Lengths.of([len(rollout.completion.tokens) for rollout in rollouts])
         log.emit(
             RolloutFinished(
@@ -73,9 +83,13 @@ def rollout(config: RunConfig) -> None:
             )
         )
         directory = Path(config.run.out) / config.run.name
-        _write(rollouts, directory / ROLLOUTS_FILE)
+        _write(rollouts, verdicts, directory / ROLLOUTS_FILE)
         log.emit(RunFinished(seconds=time.perf_counter() - started))
     _tell(console, config, rollouts, lengths, seconds)
+    for kind, count in failures.items():
+        console.print(
+            f"{count} rewards failed ({kind}): each counts as {config.task.failed_reward:g}.", style="bold red"
+        )
     _tell_identity(console, policy, config, [request for _, request in asked], completions)
     console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS_FILE}.")
 
@@ -129,20 +143,23 @@ def _sound(log: EventLog, alarm: Alarm) -> None:
     )
 
 
-def _judge(task: Task, prompt: Prompt, completion: Completion) -> Rollout:
-    reward = task.reward(prompt, completion)
-    if not isinstance(reward, int | float) or reward != reward or abs(reward) == float("inf"):
-        raise TaskError(f"the reward of prompt {prompt.id} is {reward!r}; expected a finite number")
-    return Rollout(prompt, completion, float(reward))
+def _report_failures(log: EventLog, verdicts: Sequence[Verdict]) -> Counter[str]:
+    """An event for each way in which rewards failed; how many failed in each."""
+    failures = [verdict.failure for verdict in verdicts if verdict.failure]
+    counts = Counter[str](failure.kind for failure in failures)
+    for kind, count in counts.items():
+        first = next(failure for failure in failures if failure.kind == kind)
+        log.emit(RewardsFailed(step=0, kind=kind, count=count, prompt=first.prompt, message=first.message))
+    return counts
 
 
 def _mean_reward(rollouts: Sequence[Rollout]) -> float:
     return sum(rollout.reward for rollout in rollouts) / len(rollouts)
 
 
-def _write(rollouts: Sequence[Rollout], file: Path) -> None:
+def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path) -> None:
     with file.open("w", encoding="utf-8") as lines:
-        for rollout in rollouts:
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
             completion = rollout.completion
             record = {
                 "prompt": rollout.prompt.id,
@@ -152,6 +169,7 @@ def _write(rollouts: Sequence[Rollout], file: Path) -> None:
                 else [asdict(message) for message in rollout.prompt.content],
                 "answer": completion.text,
                 "reward": rollout.reward,
+                "failure": asdict(verdict.failure) if verdict.failure else None,
                 "tokens": len(completion.tokens),
                 "finish_reason": completion.finish_reason,
             }
@@ -176,7 +194,9 @@ def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], leng
     console.print(table)
     best = next((rollout for rollout in rollouts if rollout.reward > 0), rollouts[0])
     console.print(f"One answer (reward {best.reward:g}):", style="bold")
-    console.print(f"{best.prompt.content}{best.completion.text}", markup=False, style="dim")
+    content = best.prompt.content
+    asked = content if isinstance(content, str) else content[-1].content + "\n"
+    console.print(f"{asked}{best.completion.text}", markup=False, style="dim")
 
 
 def _still_running(rollouts: Sequence[Rollout], width: int = 32) -> str:
@@ -195,7 +215,9 @@ def _tell_identity(
     completions: dict[Key, Completion],
 ) -> None:
     """Sampling is keyed: the same requests in another batch must give the same tokens."""
-    some = [*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]]
+    some = list(dict.fromkeys([*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]]))  # each once, however few
     again = _answer(policy, config, some, console, on_alarm=lambda _: None)  # the run's log is closed
     same = sum(completion.tokens == completions[key].tokens for key, completion in again.items())
-    console.print(f"{same} of {len(again)} answers written again in a smaller batch came out token for token the same.")
+    console.print(
+        f"{same} of {len(again)} answers written again in a batch of their own came out token for token the same."
+    )

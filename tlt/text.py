@@ -43,8 +43,14 @@ class Tokenizer:
             raise TaskError(
                 "the prompt is a chat, but the policy's tokenizer has no chat template: use a plain text prompt"
             )
+        from jinja2 import TemplateError  # as late as transformers imports it
+
         messages = [{"role": message.role, "content": message.content} for message in content]
-        text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in content)
+            raise TaskError(f"the policy's chat template refuses a chat of {roles or 'nobody'}: {error}") from error
         return list(self._inner.encode(text, add_special_tokens=False))
 
     def encode_text(self, text: str) -> list[int]:
@@ -98,6 +104,9 @@ def _declared_eos(directory: Path) -> set[int]:
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         if file.is_file():
-            declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            try:
+                declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            except json.JSONDecodeError as error:
+                raise ModelError(f"{file} is not valid JSON: {error}") from error
             found.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
     return found

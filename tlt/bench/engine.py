@@ -6,19 +6,14 @@ Goes through the sections one by one. A section that fails says so; the others g
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from tlt.bench import fidelity, overheads, steps
 from tlt.bench import peers as foreign
-from tlt.bench.lab import Lab
+from tlt.bench.lab import Lab, check_shape, widened
 from tlt.bench.machine import describe
 from tlt.bench.options import BenchOptions
 from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.config import RunConfig
-from tlt.errors import ConfigError
-from tlt.model.transformer import Transformer
-from tlt.model.widen import SHAPES, wide_config, widen
 from tlt.policy import open_policy
 
 _SECTIONS: dict[str, Callable[[Lab], Iterator[Any]]] = {
@@ -36,13 +31,12 @@ _SECTIONS: dict[str, Callable[[Lab], Iterator[Any]]] = {
 
 
 def bench_engine(config: RunConfig, options: BenchOptions) -> None:
-    if options.shape is not None and options.shape not in SHAPES:
-        raise ConfigError(f"--shape is {options.shape!r}; predefined: {', '.join(SHAPES)}")
+    check_shape(options.shape)
     clock = Clock()
     policy = open_policy(config.model)
     scale = options.scale(policy.model.embed.is_cuda)
     prompts = token_prompts(policy.tokenizer, scale.rows, options.prompts, options.raw)
-    model = _widened(policy.model, options.shape)
+    model = widened(policy.model, options.shape)
     machine = describe(model.embed.device, options.commit)
     subject = Subject(
         model=config.model.path,
@@ -58,10 +52,3 @@ def bench_engine(config: RunConfig, options: BenchOptions) -> None:
         if not report.section(name, _SECTIONS[name](lab), clock):
             lab.release()  # what a failed section left behind must not disturb the next
     report.close()
-
-
-def _widened(model: Transformer, shape: str | None) -> Transformer:
-    if shape is None:
-        return model
-    with torch.no_grad():
-        return widen(model, wide_config(model.config, shape))

@@ -60,7 +60,7 @@ def identity(lab: Lab) -> Iterator[Identity]:
     one = lab.natural_once(count, cap).completions
     other = lab.natural(lab.engine(other_rows), count, cap).completions
     lab.release()
-    common = [_common(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
+    common = [common_start(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
     same = sum(a.tokens == b.tokens for a, b in zip(one, other, strict=True))
     tokens = sum(common) + count - same
     yield Identity(
@@ -138,7 +138,7 @@ def _as_in_training(model: Transformer) -> Iterator[None]:
         model.requires_grad_(True)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_start(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens before the first that differs."""
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

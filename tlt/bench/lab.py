@@ -19,7 +19,9 @@ from tlt.engine.engine import Engine
 from tlt.engine.graphs import buckets
 from tlt.engine.request import Request
 from tlt.engine.runner import Features
+from tlt.errors import ConfigError
 from tlt.model.transformer import Transformer
+from tlt.model.widen import SHAPES, wide_config, widen
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key, SamplingParams
 
@@ -50,6 +52,19 @@ class FreshStart:
     capture_s: float  # all decode graphs, those of the first token included
     graphs: int
     pool_bytes: int
+
+
+def check_shape(shape: str | None) -> None:
+    """Before anything is loaded."""
+    if shape is not None and shape not in SHAPES:
+        raise ConfigError(f"--shape is {shape!r}; predefined: {', '.join(SHAPES)}")
+
+
+def widened(model: Transformer, shape: str | None) -> Transformer:
+    if shape is None:
+        return model
+    with torch.no_grad():
+        return widen(model, wide_config(model.config, shape))
 
 
 class Lab:

@@ -5,6 +5,7 @@ A full run is for a GPU; a quick one has the same sections in a size a CPU finis
 
 import difflib
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,16 +112,50 @@ class BenchOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutScale:
+    """How large the rollout is, and how often it is repeated."""
+
+    groups: int  # prompts
+    group_size: int  # answers to each
+    cap: int  # tokens of an answer, at most
+    repeats: int  # rollouts of every variant
+
+
+FULL_ROLLOUT = RolloutScale(groups=32, group_size=8, cap=1024, repeats=3)
+QUICK_ROLLOUT = RolloutScale(groups=4, group_size=4, cap=256, repeats=2)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    shape: str | None = None  # widen the policy to this predefined shape
+    prompts: Path | None = None  # a JSONL file
+    raw: bool = False  # no chat template
+    json: Path | None = None  # where the results go
+    commit: str | None = None
+    quick: bool | None = None  # None: quick on a CPU
+    groups: int = 0  # these override the scale's
+    group_size: int = 0
+    cap: int = 0
+    repeats: int = 0
+
+    def scale(self, on_gpu: bool) -> RolloutScale:
+        scale = QUICK_ROLLOUT if self.quick or (self.quick is None and not on_gpu) else FULL_ROLLOUT
+        given = {name: getattr(self, name) for name in ("groups", "group_size", "cap", "repeats")}
+        return replace(scale, **{name: value for name, value in given.items() if value})
+
+
 def read_options(given: Namespace) -> BenchOptions:
     """From the command line's words."""
     if given.what != "engine":
-        raise ConfigError(f"nothing called {given.what!r} to measure; expected: tlt bench engine MODEL")
-    if given.prompts and not Path(given.prompts).is_file():
-        raise ConfigError(f"--prompts: {given.prompts}: no such file; expected JSONL with a question or prompt column")
+        raise ConfigError(
+            f"nothing called {given.what!r} to measure; expected: tlt bench engine MODEL, or tlt bench rollout MODEL"
+        )
+    _refuse(given, ("groups", "group_size", "repeats"))
     return BenchOptions(
         sections=_sections(given),
         shape=given.shape,
-        prompts=Path(given.prompts) if given.prompts else None,
+        prompts=_prompts(given),
         raw=given.raw,
         json=Path(given.json) if given.json else None,
         commit=given.commit,
@@ -129,6 +164,38 @@ def read_options(given: Namespace) -> BenchOptions:
         cap=_positive("--cap", given.cap) if given.cap else 0,
         budget_s=float(_positive("--budget", given.budget)) if given.budget else 0.0,
     )
+
+
+def read_rollout_options(given: Namespace) -> RolloutOptions:
+    """From the command line's words."""
+    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers"))
+    sizes = {name: getattr(given, name) for name in ("groups", "group_size", "cap", "repeats")}
+    return RolloutOptions(
+        shape=given.shape,
+        prompts=_prompts(given),
+        raw=given.raw,
+        json=Path(given.json) if given.json else None,
+        commit=given.commit,
+        quick=_either(given.quick, given.full, "--quick", "--full"),
+        **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
+    )
+
+
+def _refuse(given: Namespace, names: Sequence[str]) -> None:
+    """Options of another benchmark."""
+    for name in names:
+        if getattr(given, name, None):
+            raise ConfigError(f"{_flag(name)} is not for tlt bench {given.what}; leave it out")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _prompts(given: Namespace) -> Path | None:
+    if given.prompts and not Path(given.prompts).is_file():
+        raise ConfigError(f"--prompts: {given.prompts}: no such file; expected JSONL with a question or prompt column")
+    return Path(given.prompts) if given.prompts else None
 
 
 def _sections(given: Namespace) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tlt.bench.machine import Machine
-from tlt.bench.options import Scale
+from tlt.bench.options import RolloutScale, Scale
 from tlt.errors import TltError
 from tlt.model.config import ModelConfig
 
@@ -44,7 +44,7 @@ class Clock:
 
 class Report:
     def __init__(
-        self, machine: Machine, subject: Subject, config: ModelConfig, scale: Scale, file: Path | None
+        self, machine: Machine, subject: Subject, config: ModelConfig, scale: Scale | RolloutScale, file: Path | None
     ) -> None:
         self._console = Console(highlight=False)
         if not self._console.is_terminal:
@@ -128,4 +128,6 @@ def _cell(value: Any) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, tuple):
+        return ", ".join(map(_cell, value))
     return str(value)

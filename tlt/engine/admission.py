@@ -1,4 +1,4 @@
-"""Who enters the batch next. A pure order over waiting requests: nothing is dropped, nothing waits for ever.
+"""Who enters the batch next. An order over waiting requests: nothing is dropped, and where no more come, all enter.
 
 The batch ends when its longest answer ends, so the answers expected to be long go first. What is known of a prompt is
 its earlier answers; of a prompt never seen, one request goes ahead as a probe and tells for its group.

@@ -1,6 +1,7 @@
 """An engine as a configuration asks for it: the policy, and who speculates."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from tlt.config import RunConfig, SpecSettings
 from tlt.engine.engine import Engine
@@ -57,7 +58,8 @@ def chooser_of(spec: SpecSettings, rows: int, decode_s: Mapping[int, float] | No
     table = CostTable()
     for size, seconds in (decode_s or {}).items():
         table.record(POLICY, size, seconds)
-    return Tuner(shapes, TickCosts(table, lambda tokens: bucket(tokens, sizes) or sizes[-1], learned=("eagle",)))
+    pad = cache(lambda tokens: bucket(tokens, sizes) or sizes[-1])  # asked several times a tick
+    return Tuner(shapes, TickCosts(table, pad, learned=("eagle",)))
 
 
 def _learned(policy: Policy, config: RunConfig) -> LearnedDrafting:

@@ -45,7 +45,7 @@ class _Flight:
 
 
 class Engine:
-    """`submit` requests, then `tick` until `idle`, or `drain` at once."""
+    """`submit` requests, then `drain`; or `tick` until `idle`, for answers as they end, and `drain` for what failed."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Engine:
         self._tokenizer = tokenizer
         self._version = version
         self._speculation = speculation or NoSpeculation()
-        pages = cache_pages(model, settings)
+        beyond = MOST_NODES if speculation else 0  # a tree needs room for its branches
+        pages = cache_pages(model, settings, beyond)
         self._limits = Limits(
             vocab=model.config.vocab,
             context=model.config.max_positions,
-            # a prompt's partial page may lie twice, and a tree needs room for its branches
-            cache_tokens=(pages - 1) * settings.page_size - (MOST_NODES if speculation else 0),
+            cache_tokens=(pages - 1) * settings.page_size - beyond,  # a prompt's partial page may lie twice
         )
         cache = KVCache.allocate(model.config, pages, settings.page_size, model.embed.dtype, model.embed.device)
         admission = ADMISSIONS[settings.admission]()
@@ -83,6 +83,7 @@ class Engine:
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, Progress] = {}
         self._failures: list[str] = []
+        self._torn = False  # a tick was begun and not ended
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
 
     @property
@@ -120,10 +121,16 @@ class Engine:
 
     def tick(self) -> list[Completion]:
         """One step for every running request; the completions that ended."""
+        if self._torn:
+            raise RuntimeError(
+                "an exception cut an earlier tick short, rows and pages may disagree: build a new engine"
+            )
+        self._torn = True
         shape = self._speculation.choose(self._scheduler.running)
         completions = self._plain_tick() if shape.off else self._verify_tick(shape)
         if self.idle:
             self._settle()
+        self._torn = False
         return completions
 
     def _plain_tick(self) -> list[Completion]:
@@ -148,9 +155,9 @@ class Engine:
     def _verify_tick(self, shape: Shape) -> list[Completion]:
         """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first."""
         completions = self._land()
+        if not self._scheduler.running:
+            return completions + self._plain_tick()  # those to draft for have just ended
         plan = self._scheduler.plan(nodes=shape.verify)
-        if plan.empty:
-            return completions
         keys = [stay.progress.request.key for stay in plan.stays]
         started, captured = time.perf_counter(), self._runner.capture_s
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
@@ -295,4 +302,5 @@ class Engine:
     def _settle(self) -> None:
         """Idle: the tick that may still be in flight belongs to nobody, and no page may be missing."""
         self._land()
+        self._read_s = None  # the time until the next request is no tick's
         self._scheduler.check_integrity()

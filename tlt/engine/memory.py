@@ -13,11 +13,14 @@ RESERVE_SHARE = 0.05  # of the whole GPU, kept for graphs and the allocator
 RESERVE_GIB = 1.0  # and this on top
 
 
-def cache_pages(model: Transformer, settings: EngineSettings) -> int:
-    """Pages within the memory asked for, or within what is free; never more than all rows could ever fill."""
+def cache_pages(model: Transformer, settings: EngineSettings, beyond: int) -> int:
+    """Pages within the memory asked for, or within what is free; never more than all rows could ever fill.
+
+    `beyond` is how many places a draft tree may take behind a context that is full.
+    """
     page = KVCache.page_bytes(model.config, settings.page_size, model.embed.dtype)
     budget = settings.kv_gib * GIB if settings.kv_gib else _free_bytes(model, settings)
-    most = settings.rows * (-(-model.config.max_positions // settings.page_size) + 1)
+    most = settings.rows * (-(-(model.config.max_positions + beyond) // settings.page_size) + 1)
     pages = min(int(budget // page), most)
     if pages < 2:
         raise ConfigError(

@@ -31,6 +31,8 @@ def check(request: Request, limits: Limits) -> None:
     name = f"request {request.key.request}"
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"{name}: params is a {type(request.params).__name__}; expected SamplingParams")
+    if not isinstance(request.prompt, tuple) or not all(isinstance(token, int) for token in request.prompt):
+        raise RequestError(f"{name}: the prompt is {_glimpse(request.prompt)}; expected a tuple of integers")
     if not request.prompt:
         raise RequestError(f"{name}: the prompt has no tokens; expected at least one")
     strange = [token for token in request.prompt if not 0 <= token < limits.vocab]
@@ -47,6 +49,11 @@ def check(request: Request, limits: Limits) -> None:
             f"{name}: needs {total} tokens of key-value cache, the whole cache holds {limits.cache_tokens}; "
             "raise engine.kv_gib or lower max_tokens"
         )
+
+
+def _glimpse(prompt: object, shown: int = 40) -> str:
+    text = repr(prompt)
+    return f"a {type(prompt).__name__}, {text if len(text) <= shown else text[:shown] + '…'}"
 
 
 def check_keys(requests: Iterable[Request], in_flight: Iterable[Key]) -> None:

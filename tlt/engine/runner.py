@@ -9,7 +9,6 @@ log-probabilities, one copy per tick, and it is waited for only when asked for.
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from tlt.model.transformer import Transformer
 from tlt.spec.shape import MOST_NODES, Draft
 from tlt.spec.tree import Trees
 
-_TIMED_RUNS = 5  # of a captured size
+_TIMED_RUNS = 5  # of each captured size
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +135,11 @@ class Runner:
     def capture(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures the graphs of these batch sizes now rather than when they are first met.
 
-        Returns the seconds that a run of each takes, over an empty cache: the median of a few.
+        Returns the seconds that a run of each takes, over an empty cache: the fastest of a few, all sizes in turn, so
+        that a machine that is busy for a moment slows down none of them alone.
         """
-        return {size: median(self._timed_decode(size) for _ in range(_TIMED_RUNS)) for size in sizes}
+        rounds = [[self._timed_decode(size) for size in sizes] for _ in range(_TIMED_RUNS)]
+        return dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True))
 
     def _timed_decode(self, size: int) -> float:
         """No row is live, so that nothing changes."""

@@ -123,10 +123,6 @@ class Scheduler:
     # ---- what callers ask
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting) + len(self._resuming)
-
-    @property
     def running(self) -> int:
         return len(self._stays)
 
@@ -281,8 +277,7 @@ class Scheduler:
         self._book.share(shared)  # before making room, which could drop the prefix they come from
         pages = self._pages_for(len(tokens)) - len(shared)
         entry = self._pages_for(len(tokens) % self._page_size + self._nodes)
-        reserve = entry + len(self._stays)  # for the entry itself, and one for everybody's next
-        if not self._room(pages + reserve) and (self._stays or not self._room(pages + entry)):
+        if not self._room(pages + entry + len(self._stays)):  # for the entry itself, and one for everybody's next
             self._book.release(shared)
             return None
         prefix = Prefix(tokens, shared + self._book.take(pages), len(shared) * self._page_size, bool(progress.tokens))
@@ -334,7 +329,7 @@ class Scheduler:
         return True
 
     def _no_longer_waiting(self, progress: Progress) -> None:
-        (self._resuming if progress.preemptions and progress in self._resuming else self._waiting).remove(progress)
+        (self._resuming if progress.preemptions else self._waiting).remove(progress)
         self._awaited[progress.prefix] -= 1
         if not self._awaited[progress.prefix]:
             del self._awaited[progress.prefix]

@@ -1,7 +1,7 @@
 """How far a drafter's distribution is from the policy's, and in which direction to go. Torch, on any device.
 
-What always holds: `compare` here defines what the fused kernel in `distribution_triton` must compute. Sums are in float32
-or finer whatever the logits are. Knows logits; knows nothing of models or tokens.
+What always holds: `compare` here defines what the fused kernel in `distribution_triton` must compute. Sums are in
+float32 or finer whatever the logits are. Knows logits; knows nothing of models or tokens.
 """
 # S draft steps, C tokens, v draft vocabulary
 

@@ -159,6 +159,7 @@ def write_tensors(tensors: Mapping[str, Tensor], directory: Path, shard_bytes: i
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
         save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
+        (directory / INDEX).unlink(missing_ok=True)  # of an earlier save: readers would follow it
         return
     index: dict[str, Any] = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": {}}
     for number, shard in enumerate(shards, start=1):
@@ -166,6 +167,7 @@ def write_tensors(tensors: Mapping[str, Tensor], directory: Path, shard_bytes: i
         save_file(shard, directory / name, metadata={"format": "pt"})
         index["weight_map"].update(dict.fromkeys(shard, name))
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (directory / SINGLE).unlink(missing_ok=True)  # likewise
 
 
 def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -183,7 +185,10 @@ def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, T
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ModelError(f"{index} is no index of weight files: {error}; copy it again") from error
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
             raise ModelError(f"{index} names files that are not there: {', '.join(absent)}; copy them beside it")

@@ -65,10 +65,9 @@ def candidates(
     noise_Nv = keyed_noise(keys, logits_Nv.shape[1], token_of_draft_v)
     total_Nv = perturbed(logits_Nv, noise_Nv, keys.temperature_N, beta)
     best = total_Nv.topk(k, dim=-1)
-    sharpness = torch.as_tensor(beta, dtype=torch.float32, device=logits_Nv.device)
-    sharpness = torch.where(sharpness.isinf(), 1.0, sharpness)  # greedy drafts have no scale of their own
-    score_Nk = (best.values - total_Nv.max(-1, keepdim=True).values) * sharpness
-    score_Nk = score_Nk - ((total_Nv - total_Nv.max(-1, keepdim=True).values) * sharpness).logsumexp(-1, keepdim=True)
+    # greedy drafts have no scale of their own
+    sharpness = torch.where(beta.isinf(), 1.0, beta) if isinstance(beta, Tensor) else 1.0 if beta == GREEDY else beta
+    score_Nk = best.values * sharpness - (total_Nv * sharpness).logsumexp(-1, keepdim=True)
     token_Nk = best.indices if token_of_draft_v is None else token_of_draft_v[best.indices]
     return Candidates(token_Nk, score_Nk.float())
 

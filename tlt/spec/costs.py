@@ -5,7 +5,7 @@ Knows nothing of acceptance, of who measures, or of what a role does.
 """
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
@@ -95,7 +95,7 @@ class TickCosts:
         self._drafting = {True: _Factor(), False: _Factor()}  # with a learned drafter, with model-free ones only
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed
-        self._plain: Counter[int] = Counter()  # plain ticks recorded of sizes that capture did not measure
+        self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where capture did not measure it
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
@@ -109,27 +109,38 @@ class TickCosts:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""
         self._since = self._since + 1 if self._last == shape else 1
         self._last = shape
+        if shape.off:
+            self._observe_plain(self.pad(batch), seconds)
+            return
         for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
             if drafter not in self._learned:
                 self._table.record(LOOKUP, self.pad(batch), spent)
-        if shape.off and self._learns(self.pad(batch)):
-            self._table.record(POLICY, self.pad(batch), seconds / self._drift)
-            return
         policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
         if policy is None:
             return
-        if shape.off or self._since > _BOUNDARY:
-            surprise = seconds / (self.seconds(shape, batch) or seconds) - 1.0
-            self._drift *= 1.0 + min(max(surprise, -_STRANGE), _STRANGE) * _DRIFT
+        if self._since > _BOUNDARY:
+            self._see_drift(seconds, self.seconds(shape, batch) or seconds)
         else:
             self._factor(shape).see((seconds / self._drift - policy) / self._draft(shape, batch))
 
-    def _learns(self, size: int) -> bool:
+    def _observe_plain(self, size: int, seconds: float) -> None:
         """The first ticks of a size that nobody measured tell what it costs; later ones, how all costs drift."""
-        if size not in self._plain and self._table.knows(POLICY, size):
+        policy = self._table.estimate(POLICY, size)
+        if policy is None or self._learns(size):
+            self._table.record(POLICY, size, seconds / self._drift)
+        else:
+            self._see_drift(seconds, policy * self._drift or seconds)
+
+    def _see_drift(self, seconds: float, expected: float) -> None:
+        surprise = seconds / expected - 1.0
+        self._drift *= 1.0 + min(max(surprise, -_STRANGE), _STRANGE) * _DRIFT
+
+    def _learns(self, size: int) -> bool:
+        seen = self._plain.get(size, 0)
+        if seen == _WINDOW or (not seen and self._table.knows(POLICY, size)):
             return False
-        self._plain[size] += 1
-        return self._plain[size] <= _WINDOW
+        self._plain[size] = seen + 1
+        return True
 
     def _factor(self, shape: Shape) -> "_Factor":
         return self._drafting[not self._learned.isdisjoint(shape.drafters)]

@@ -49,7 +49,9 @@ class NoDrafter:
 
 
 _ANSWERS_KEPT = 16  # finished answers per prompt that wait to be indexed
-_PROMPTS_KEPT = 4096
+_PAST = Key(0, 1 << 64)  # no request has this key: finished answers are indexed under it, one after the other
+
+_Finished = tuple[Sequence[int], Sequence[int]]  # prompt and answer
 
 
 class SuffixDrafting:
@@ -62,9 +64,11 @@ class SuffixDrafting:
 
     def __init__(self, memory_tokens: int) -> None:
         self._suffix = SuffixDrafter(memory_tokens)
+        self._memory_tokens = memory_tokens
         self._waiting: dict[Key, tuple[str, Sequence[int]]] = {}  # begun, not indexed yet
         self._indexed: dict[Key, int] = {}  # tokens of the answer that the index has
-        self._finished: OrderedDict[str, deque[tuple[Key, Sequence[int], Sequence[int]]]] = OrderedDict()
+        self._finished: OrderedDict[str, deque[_Finished]] = OrderedDict()  # never indexed; by prompt, latest last
+        self._kept_tokens = 0  # in them
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._waiting[key] = (prompt_id, prompt)
@@ -75,10 +79,7 @@ class SuffixDrafting:
             self._suffix.end(key)
             return
         prompt_id, prompt = self._waiting.pop(key)
-        kept = self._finished.setdefault(prompt_id, deque(maxlen=_ANSWERS_KEPT))
-        kept.append((key, prompt, tuple(answer)))
-        if len(self._finished) > _PROMPTS_KEPT:
-            self._finished.popitem(last=False)
+        self._keep(prompt_id, (prompt, tuple(answer)))
 
     def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
         for key, answer in zip(keys, answers, strict=True):
@@ -98,12 +99,33 @@ class SuffixDrafting:
         self._suffix.extend(key, answer[self._indexed[key] :])
         self._indexed[key] = len(answer)
 
+    def _keep(self, prompt_id: str, finished: _Finished) -> None:
+        """Until somebody asks about the prompt. No more than the index could hold: the oldest prompts go."""
+        kept = self._finished.setdefault(prompt_id, deque())
+        self._finished.move_to_end(prompt_id)
+        kept.append(finished)
+        self._kept_tokens += _size(finished)
+        if len(kept) > _ANSWERS_KEPT:
+            self._kept_tokens -= _size(kept.popleft())
+        while self._kept_tokens > self._memory_tokens:
+            self._give_up(next(iter(self._finished)))
+
+    def _give_up(self, prompt_id: str) -> Sequence[_Finished]:
+        gone = self._finished.pop(prompt_id, ())
+        self._kept_tokens -= sum(map(_size, gone))
+        return gone
+
     def _index(self, key: Key) -> None:
         """The request, and whatever its group has finished."""
         prompt_id, prompt = self._waiting.pop(key)
-        for other, other_prompt, answer in self._finished.pop(prompt_id, ()):
-            self._suffix.begin(other, prompt_id, other_prompt)
-            self._suffix.extend(other, answer)
-            self._suffix.end(other)
+        for earlier_prompt, answer in self._give_up(prompt_id):
+            self._suffix.begin(_PAST, prompt_id, earlier_prompt)
+            self._suffix.extend(_PAST, answer)
+            self._suffix.end(_PAST)
         self._suffix.begin(key, prompt_id, prompt)
         self._indexed[key] = 0
+
+
+def _size(finished: _Finished) -> int:
+    prompt, answer = finished
+    return len(prompt) + len(answer)

@@ -207,9 +207,11 @@ class Eagle(nn.Module):
             raise ModelError(f"{steps} draft steps in a window of {self.config.window}; expected a wider window")
         device = features_TF.device
         index_T, next_T = aligned.index_T.to(device), aligned.next_T.to(device)
-        band = Band.of(index_T, self.config.window, max(aligned.lengths))
+        band = Band.of(aligned.index_T, self.config.window, device)
         state_TD, out = self.fuse(features_TF), []
-        keys, values, chain = state_TD, state_TD, []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        chain: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
             q, k, v = self._project(embed_VD.detach()[next_T.roll(-step)], state_TD, index_T + step)
             if step == 0:

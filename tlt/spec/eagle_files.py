@@ -100,13 +100,13 @@ def file_tensors(model: Eagle, head_VD: Tensor, form: Format, embed_VD: Tensor |
     """Every tensor of the file under its name, on the CPU."""
     ours = dict(model.named_parameters())
     tensors = {name: place.of(ours) for name, place in places(model.config, form).items()}
-    V, v = model.config.layer.vocab, model.config.draft_vocab
-    ids_v = torch.arange(v) if model.token_of_draft_v is None else model.token_of_draft_v.cpu()
     tensors[HEAD] = model.head_rows(head_VD).to(model.fc.dtype)
-    tensors[D2T] = ids_v - torch.arange(v)
-    tensors[T2D] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids_v, True)
+    if model.token_of_draft_v is not None:  # vLLM refuses the map of a drafter that names every token
+        ids_v = model.token_of_draft_v.cpu()
+        tensors[D2T] = ids_v - torch.arange(len(ids_v))
+        tensors[T2D] = torch.zeros(model.config.layer.vocab, dtype=torch.bool).index_fill_(0, ids_v, True)
     if embed_VD is not None:
-        tensors[EMBED] = embed_VD.to(model.fc.dtype)
+        tensors[EMBED] = embed_VD.to(model.fc.dtype, copy=True)  # where it is the head too, the file holds both
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 

@@ -43,7 +43,7 @@ class SpeculationReport:
         return off / max(1, sum(self.ticks.values()))
 
     def since(self, before: "SpeculationReport") -> "SpeculationReport":
-        """What came after an earlier report; the tuner's books stay whole."""
+        """What came after an earlier report."""
         return replace(
             self,
             ticks=dict(Counter(self.ticks) - Counter(before.ticks)),
@@ -53,6 +53,7 @@ class SpeculationReport:
             drafting_s=self.drafting_s - before.drafting_s,
             once_s=self.once_s - before.once_s,
             alarms=self.alarms[len(before.alarms) :],
+            tuner=self.tuner.since(before.tuner) if self.tuner and before.tuner else self.tuner,
         )
 
 
@@ -124,8 +125,9 @@ class Speculating:
         self._proposed: list[tuple[Draft, ...]] = []  # of the tick under way: per request, a draft per drafter
         self._drafts_s: list[float] = []  # of the tick under way: what each drafter took …
         self._caught_up_s = 0.0  # … and what they spent catching up before
-        self._last = OFF
-        self._ticks: Counter[tuple[int, Shape]] = Counter()
+        self._last: Shape | None = None  # shape of the tick before, if there was one
+        self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
+        self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._once_s = 0.0
         self.alarms: list[Alarm] = []
@@ -140,11 +142,15 @@ class Speculating:
 
     def choose(self, running: int) -> Shape:
         if not running:
+            self._last = None
             return OFF
         shape = self._tuner.choose(running)
-        self._ticks[running, shape] += 1
+        if shape.off:
+            self._plain[running] += 1
+        else:
+            self._ticks[running, shape] += 1
         if shape is not self._last:
-            self._switches += shape != self._last
+            self._switches += self._last is not None and shape != self._last
             self._last = shape
         return shape
 
@@ -157,7 +163,7 @@ class Speculating:
             columns.append(drafter.propose(keys, answers, shape))
             self._drafts_s.append(time.perf_counter() - started)
         self._proposed = list(zip(*columns, strict=True))
-        return [merge(parts, shape.verify - 1) for parts in self._proposed]
+        return [_joined(parts, shape.verify - 1) for parts in self._proposed]
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
@@ -170,12 +176,13 @@ class Speculating:
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
+        started = time.perf_counter()
         walks = [
             Walked(len(tokens) - 1, tuple(track(draft, tokens, shape) for draft in parts))
             for tokens, parts in zip(emitted, self._proposed, strict=True)
         ]
         if seconds is not None:
-            seconds -= self._caught_up_s
+            seconds += time.perf_counter() - started - self._caught_up_s
         once_s += self._caught_up_s
         self._count(walks, once_s)
         self.alarms += self._tuner.observe(Outcome(shape, len(walks), walks, seconds, once_s, self._drafts_s))
@@ -191,7 +198,7 @@ class Speculating:
 
     def report(self) -> SpeculationReport:
         return SpeculationReport(
-            ticks=dict(self._ticks),
+            ticks={**self._ticks, **{(running, OFF): ticks for running, ticks in self._plain.items()}},
             switches=self._switches,
             verifies=self._verifies,
             accepted=self._accepted,
@@ -200,3 +207,8 @@ class Speculating:
             alarms=tuple(self.alarms),
             tuner=self._tuner.report(),
         )
+
+
+def _joined(parts: Sequence[Draft], budget: int) -> Draft:
+    """One tree of all drafters' branches; of a single drafter, mostly its own."""
+    return parts[0] if len(parts) == 1 and len(parts[0]) <= budget else merge(parts, budget)

@@ -75,6 +75,24 @@ class TunerReport:
     switches: int  # changes of mind at one batch size
     alarms: int
 
+    def since(self, before: "TunerReport") -> "TunerReport":
+        """What came after an earlier report of the same tuner."""
+        verifies, accepted = self.verifies - before.verifies, self.accepted - before.accepted
+        return TunerReport(
+            ticks=self.ticks - before.ticks,
+            verifies=verifies,
+            accepted=accepted,
+            accept_length=1.0 + accepted / max(1, verifies),
+            by_depth=self.by_depth,
+            ticks_by_shape=dict(Counter(self.ticks_by_shape) - Counter(before.ticks_by_shape)),
+            seconds=self.seconds - before.seconds,
+            saved_s=self.saved_s - before.saved_s,
+            explored_ticks=self.explored_ticks - before.explored_ticks,
+            explored_s=self.explored_s - before.explored_s,
+            switches=self.switches - before.switches,
+            alarms=self.alarms - before.alarms,
+        )
+
 
 def candidates(
     drafters: Iterable[Iterable[str]], depths: Iterable[int], widths: Iterable[int], verifies: Iterable[int]
@@ -141,7 +159,8 @@ class _Ledger:
 
 @dataclass(slots=True)
 class _Tally:
-    ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)
+    plain: Counter[int] = field(default_factory=Counter)
+    ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)  # but for the plain ones counted above
     verifies: int = 0
     accepted: int = 0
     saved_s: float = 0.0
@@ -212,7 +231,7 @@ class Tuner:
             accepted=tally.accepted,
             accept_length=1.0 + tally.accepted / max(1, tally.verifies),
             by_depth={drafter: self._acceptance.by_depth(drafter) for drafter in self._drafters},
-            ticks_by_shape=dict(tally.ticks),
+            ticks_by_shape=dict(tally.ticks + Counter({(size, OFF): ticks for size, ticks in tally.plain.items()})),
             seconds=self._ledger.spent,
             saved_s=tally.saved_s,
             explored_ticks=tally.explored,
@@ -313,9 +332,12 @@ class Tuner:
 
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
         tally, ledger = self._tally, self._ledger
+        ledger.spent += seconds
+        if outcome.shape.off and not ledger.open:
+            tally.plain[size] += 1  # quickly: this is all that many a tick has to do with speculation
+            return
         accepted = sum(walked.accepted for walked in outcome.walks)
         per_request = 1.0 + accepted / len(outcome.walks) if outcome.walks else 1.0
-        ledger.spent += seconds
         probe = ledger.close(outcome.shape, size, self._ticks)
         if probe is not None:
             tally.explored += 1

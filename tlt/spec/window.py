@@ -11,40 +11,86 @@ static shape. Knows heads and positions; knows nothing of weights or tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK = 128  # queries that share their keys
-_ROUND = 8  # tensor cores want multiples of it
+BLOCK = 64  # queries that share their keys
+_LEAST_BEFORE = 32  # keys before a block come in powers of two from here on
+_MOST_SPANS = 6  # more would be many small launches: then all blocks see as far back as the one that must see furthest
 _HIDDEN = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Who sees whom among packed positions."""
+    """Who sees whom among packed positions: spans of blocks that look back equally far.
 
+    Rows packed longest first have few spans, and short sequences are not charged for long ones beside them.
+    """
+
+    spans: tuple["Span", ...]
+
+    @classmethod
+    def of(cls, index_T: Tensor, window: int, device: torch.device) -> "Band":
+        """`index_T`, on the host: place of each position within its own sequence."""
+        padded_nB = functional.pad(index_T, (0, -len(index_T) % BLOCK)).view(-1, BLOCK)
+        need_n = (padded_nB.clamp(max=window - 1) - torch.arange(BLOCK)).amax(1)
+        before = [_LEAST_BEFORE << max(0, (need - 1) // _LEAST_BEFORE).bit_length() for need in need_n.tolist()]
+        cuts = [0, *(block for block in range(1, len(before)) if before[block] != before[block - 1]), len(before)]
+        if len(cuts) - 1 > _MOST_SPANS:
+            before, cuts = [max(before)] * len(before), [0, len(before)]
+        on_device = padded_nB.to(device, non_blocking=True)
+        return cls(
+            tuple(
+                Span(on_device[first:last], window, before[first], first * BLOCK, min(last * BLOCK, len(index_T)))
+                for first, last in pairwise(cuts)
+            )
+        )
+
+    def windows(self, x_TKd: Tensor) -> list[Tensor]:
+        """The keys (or values) that each block of each span sees."""
+        return [span.windows(x_TKd) for span in self.spans]
+
+    def attend(
+        self,
+        q_THd: Tensor,
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        step: int,
+        chain: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """[T, H, d]: over the `windows` of keys and values, then over the query's own chain, [T, K, d] each."""
+        outs = [
+            span.attend(q_THd[span.cut], k[at], v[at], step, [(key[span.cut], value[span.cut]) for key, value in chain])
+            for at, span in enumerate(self.spans)
+        ]
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
     index_nB: Tensor  # int64: place of each query within its own sequence; padding is 0
     window: int
     before: int  # keys each block sees before its own
-    length: int  # positions without padding
+    start: int  # packed positions, without padding
+    stop: int
 
-    @classmethod
-    def of(cls, index_T: Tensor, window: int, longest: int) -> "Band":
-        """`index_T` on the device the attention runs on; `longest` sequence among them."""
-        before = -(-min(window, longest) // _ROUND) * _ROUND
-        padded = functional.pad(index_T, (0, -len(index_T) % BLOCK))
-        return cls(padded.view(-1, BLOCK), window, before, len(index_T))
+    @property
+    def cut(self) -> slice:
+        return slice(self.start, self.stop)
 
     def windows(self, x_TKd: Tensor) -> Tensor:
-        """[n·K, d, L]: for every block its own keys (or values) and those before it."""
-        padded = torch.cat((x_TKd.new_zeros((self.before, *x_TKd.shape[1:])), self._pad(x_TKd)))
+        """[n·K, d, L]: for every block its own keys and those before it; before the first position are zeros."""
+        missing = max(0, self.before - self.start)
+        seen = x_TKd[self.start - self.before + missing : self.stop]
+        rest = self.index_nB.numel() - (self.stop - self.start)
+        padded = functional.pad(seen, (0, 0, 0, 0, missing, rest))
         return padded.unfold(0, self.before + BLOCK, BLOCK).reshape(-1, x_TKd.shape[2], self.before + BLOCK)
 
     def attend(self, q_THd: Tensor, k: Tensor, v: Tensor, step: int, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """[T, H, d]: over the `windows` of keys and values, then over the query's own chain, [T, K, d] each."""
         (T, H, d), n, bias = q_THd.shape, len(self.index_nB), self._bias_nBL(step, q_THd.dtype)
         K = k.shape[0] // n
         q_TKGd = (q_THd * d**-0.5).view(T, K, H // K, d)
@@ -67,17 +113,15 @@ class Band:
         hidden_nBL = (back_BL < 0) | (back_BL > most_nB[:, :, None])
         return torch.zeros((), dtype=dtype, device=device).masked_fill(hidden_nBL, _HIDDEN)
 
-    def _pad(self, x: Tensor) -> Tensor:
-        rest = self.index_nB.numel() - self.length
-        return torch.cat((x, x.new_zeros((rest, *x.shape[1:])))) if rest else x
-
     def _to_blocks(self, x_TKGe: Tensor) -> Tensor:
         """[n, K, G, B, e]"""
-        return self._pad(x_TKGe).view(len(self.index_nB), BLOCK, *x_TKGe.shape[1:]).permute(0, 2, 3, 1, 4)
+        rest = self.index_nB.numel() - len(x_TKGe)
+        padded = functional.pad(x_TKGe, (0, 0, 0, 0, 0, 0, 0, rest)) if rest else x_TKGe
+        return padded.view(len(self.index_nB), BLOCK, *x_TKGe.shape[1:]).permute(0, 2, 3, 1, 4)
 
     def _from_blocks(self, x_nKGBe: Tensor) -> Tensor:
         """[T, K, G, e]"""
-        return x_nKGBe.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.length]
+        return x_nKGBe.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.stop - self.start]
 
 
 class _BlockAttention(torch.autograd.Function):

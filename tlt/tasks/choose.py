@@ -1,10 +1,18 @@
-"""Which task a configuration names."""
+"""Which task a configuration names, and who judges its answers."""
 
 from tlt.config import RunConfig
+from tlt.tasks.files import FileTask
+from tlt.tasks.judge import DirectJudge, Judge
 from tlt.tasks.task import Task
 from tlt.tasks.toy import ToyTask
 
 
 def task_of(config: RunConfig) -> Task:
-    makers = {"toy": lambda: ToyTask(config.task.toy, seed=config.run.seed)}
-    return makers[config.task.name]()
+    if config.task.name == "files":
+        return FileTask(config.task, seed=config.run.seed)
+    return ToyTask(config.task.toy, seed=config.run.seed)
+
+
+def judge_of(task: Task) -> Judge:
+    """A file's answers are judged in a process of their own, with a time limit; any other task judges for itself."""
+    return task.judge if isinstance(task, FileTask) else DirectJudge(task)

@@ -50,8 +50,19 @@ class RolloutFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RewardsFailed(Event):
+    """Answers of one step whose reward failed in one way, and the first of them. The run goes on as the user chose."""
+
+    step: int
+    kind: str  # raised, timed out, died, or no number
+    count: int  # answers
+    prompt: str  # id of the first
+    message: str  # what the first said
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptanceCollapsed(Event):
-    """The policy suddenly refuses a drafter's tokens. The answers stay right; the drafter is out until it helps again."""
+    """The policy suddenly refuses a drafter's tokens. Answers stay right; the drafter is out until it helps again."""
 
     step: int
     drafter: str
@@ -103,7 +114,8 @@ class Run:
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RunStarted, RolloutFinished, AcceptanceCollapsed, WarmupStep, RunFinished)
+    kind.__name__: kind
+    for kind in (RunStarted, RolloutFinished, RewardsFailed, AcceptanceCollapsed, WarmupStep, RunFinished)
 }
 
 

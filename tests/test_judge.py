@@ -1,0 +1,235 @@
+"""The judge: a user's reward in its own process. What raises, hangs, dies or is no number is named, never a zero."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings
+from tlt.errors import TaskError
+from tlt.rollout import rollout
+from tlt.tasks.judge import DirectJudge, ProcessJudge, Verdict
+from tlt.types import Completion, Key, Message, Prompt, SamplingParams, Timing
+from tlt.watch.events import RewardsFailed, read_run
+
+# What the answer says is what happens.
+OBEYS = """
+import os, sys, time
+def reward(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "raise":
+        raise KeyError("no such thing")
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "die":
+        os._exit(3)
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "hang in a child":
+        os.system("sleep 600")
+    if solution_str == "print":
+        print("on standard output")
+    if solution_str == "none":
+        return None
+    if solution_str == "pid":
+        return os.getpid()
+    if solution_str == "torch":
+        return "torch" in sys.modules
+    return len(solution_str)
+"""
+
+
+def answer(text: str, number: int = 0, content: Any = "2+2?", **extra: Any) -> tuple[Prompt, Completion]:
+    completion = Completion(
+        key=Key(0, number),
+        prompt_tokens=(),
+        tokens=(1, 2),
+        text=text,
+        logprobs=(),
+        policy_logprobs=(),
+        finish_reason="eos",
+        policy_version=0,
+        timing=Timing(0.0, 0.0),
+    )
+    return Prompt(f"rows.jsonl:{number}", content, "4", extra), completion
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> Any:
+    """Writes the user's file; gives FILE.py:reward."""
+
+    def write(source: str) -> str:
+        (tmp_path / "mine.py").write_text(source)
+        return f"{tmp_path}/mine.py:reward"
+
+    return write
+
+
+@pytest.fixture
+def obeying(reward_file: Any) -> TaskSettings:
+    return TaskSettings(reward=reward_file(OBEYS), reward_timeout_s=0.5, reward_errors="count", failed_reward=-1.0)
+
+
+@pytest.fixture
+def court(obeying: TaskSettings) -> Iterator[ProcessJudge]:
+    with ProcessJudge(obeying) as judge:
+        yield judge
+
+
+def verdicts(judge: ProcessJudge, *texts: str) -> list[Verdict]:
+    return judge.judge([answer(text, number) for number, text in enumerate(texts)])
+
+
+def rewards(judge: ProcessJudge, *texts: str) -> list[float]:
+    return [verdict.reward for verdict in verdicts(judge, *texts)]
+
+
+def test_verdicts_come_in_order_and_the_process_is_kept(court: ProcessJudge) -> None:
+    assert rewards(court, "a", "", "ccc", "print") == [1.0, 0.0, 3.0, 5.0]
+    assert len({*rewards(court, "pid", "pid"), *rewards(court, "pid")}) == 1
+    assert verdicts(court) == []
+
+
+def test_a_judging_process_needs_no_torch(court: ProcessJudge) -> None:
+    assert rewards(court, "torch") == [0.0]
+
+
+def test_every_failure_is_counted_by_name_and_the_others_are_judged(court: ProcessJudge) -> None:
+    found = verdicts(court, "a", "raise", "hang", "die", "none", "exit", "hang in a child", "bb")
+    assert [verdict.reward for verdict in found] == [1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 2.0]
+    failures = {v.failure.prompt: (v.failure.kind, v.failure.message) for v in found if v.failure}
+    assert {prompt: kind for prompt, (kind, _) in failures.items()} == {
+        "rows.jsonl:1": "raised",
+        "rows.jsonl:2": "timed out",
+        "rows.jsonl:3": "died",
+        "rows.jsonl:4": "no number",
+        "rows.jsonl:5": "raised",
+        "rows.jsonl:6": "timed out",
+    }
+    assert failures["rows.jsonl:1"][1].startswith("Traceback")
+    assert "mine.py" in failures["rows.jsonl:1"][1]
+    assert "rewards.py" not in failures["rows.jsonl:1"][1]
+    assert failures["rows.jsonl:1"][1].endswith("KeyError: 'no such thing'")
+    assert failures["rows.jsonl:2"][1] == "no reward within 0.5 s"
+    assert "exit code 3" in failures["rows.jsonl:3"][1]
+    assert "returned None" in failures["rows.jsonl:4"][1]
+
+
+def test_several_processes_judge_in_order_and_survive_failures(obeying: TaskSettings) -> None:
+    texts = ["a", "hang", "bb", "die", "ccc", "raise", *("d" * n for n in range(20))]
+    with ProcessJudge(replace(obeying, reward_processes=3)) as judge:
+        assert rewards(judge, *texts) == [1.0, -1.0, 2.0, -1.0, 3.0, -1.0, *map(float, range(20))]
+        assert len(set(rewards(judge, *["pid"] * 60))) <= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("raise", ["has raised", "KeyError: 'no such thing'", "mine.py"]),
+        ("hang", ["has timed out", "no reward within 0.5 s", "task.reward_timeout_s"]),
+        ("die", ["has died", "exit code 3"]),
+        ("none", ["is no number", "returned None; expected a finite number"]),
+    ],
+)
+def test_by_default_a_failure_ends_the_run_and_says_where(
+    obeying: TaskSettings, text: str, expected: Sequence[str]
+) -> None:
+    with ProcessJudge(replace(obeying, reward_errors="stop")) as judge:
+        with pytest.raises(TaskError) as caught:
+            judge.judge([answer("a", 1), answer(text, 17)])
+        for part in ["the reward of prompt rows.jsonl:17", f"the answer begins '{text}'", *expected]:
+            assert part in str(caught.value)
+        assert rewards(judge, "a") == [1.0]
+
+
+def test_trl_judges_the_answers_to_a_prompt_in_one_call(reward_file: Any) -> None:
+    name = reward_file(
+        "def reward(prompts, completions, level):\n"
+        "    assert len(set(level)) == 1\n"
+        "    return [len(completions) + l for l in level]\n"
+    )
+    settings = TaskSettings(reward=name, reward_errors="count", path="")
+    answers = [answer("x", number, level=number) for number in (0, 0, 0, 1, 1, 2)]
+    with ProcessJudge(settings, frozenset({"level"})) as judge:
+        assert [v.reward for v in judge.judge(answers)] == [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    with (
+        pytest.raises(TaskError, match=r"asks for level; the columns of every prompt in .* are answer"),
+        ProcessJudge(settings, frozenset({"answer"})),
+    ):
+        pass
+
+
+def test_chats_reach_the_reward_as_messages(reward_file: Any) -> None:
+    name = reward_file(
+        "def reward(prompts, completions, **_): return [len(prompts[0]) + (completions[0][0]['content'] == 'x')]"
+    )
+    chat = (Message("system", "s"), Message("user", "u"))
+    with ProcessJudge(TaskSettings(reward=name)) as judge:
+        assert judge.judge([answer("x", content=chat)]) == [Verdict(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import not_a_module\n", "(?s)cannot be loaded:.*mine.py.*No module named 'not_a_module'"),
+        ("def reward(:\n", "(?s)cannot be loaded:.*SyntaxError"),
+        ("def reward(text): ...\n", r"has the signature \(text\); expected compute_score"),
+        ("import os\nos._exit(5)\n", r"did not start; it died: .*exit code 5"),
+        ("raise SystemExit(1)\n", "(?s)cannot be loaded:.*SystemExit: 1"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_told_at_once(reward_file: Any, source: str, expected: str) -> None:
+    with pytest.raises(TaskError, match=expected), ProcessJudge(TaskSettings(reward=reward_file(source))):
+        pass
+
+
+def test_a_task_that_judges_for_itself_must_give_a_number() -> None:
+    class Absent:
+        def sample(self, step: int, count: int) -> Sequence[Prompt]:
+            return []
+
+        def reward(self, prompt: Prompt, completion: Completion) -> float:
+            return float(completion.text)
+
+    with DirectJudge(Absent()) as judge:
+        assert judge.judge([answer("3")]) == [Verdict(3.0)]
+        with pytest.raises(TaskError, match=r"the reward of prompt rows\.jsonl:0 is nan"):
+            judge.judge([answer("nan")])
+
+
+# ---- a whole rollout
+
+
+def file_run(tmp_path: Path, reward: str, **task: Any) -> RunConfig:
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = TaskSettings(
+        name="files", path=str(tmp_path / "rows.jsonl"), prompts=4, group=2, reward=reward, reward_timeout_s=5.0, **task
+    )
+    return RunConfig(
+        run=RunSettings(out=str(tmp_path)), task=settings, sampling=SamplingParams(temperature=0, max_tokens=8)
+    )
+
+
+def test_a_rollout_records_what_failed(reward_file: Any, tmp_path: Path) -> None:
+    name = reward_file(
+        "def reward(solution_str, ground_truth):\n"
+        "    if ground_truth == '3': raise ValueError('not three')\n"
+        "    return float(ground_truth)\n"
+    )
+    rollout(file_run(tmp_path, name, reward_errors="count", failed_reward=-5.0))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    by_prompt = {line["prompt"]: (line["reward"], line["failure"] and line["failure"]["kind"]) for line in lines}
+    assert len(lines) == 8
+    assert by_prompt == {f"rows.jsonl:{n}": (-5.0, "raised") if n == 3 else (float(n), None) for n in range(1, 5)}
+    (event,) = [r.event for r in read_run(tmp_path / "run").events if isinstance(r.event, RewardsFailed)]
+    assert (event.kind, event.count, event.prompt) == ("raised", 2, "rows.jsonl:3")
+    assert event.message.endswith("ValueError: not three")
+
+
+def test_a_reward_that_cannot_be_loaded_is_told_before_the_policy_is(reward_file: Any, tmp_path: Path) -> None:
+    config = file_run(tmp_path, reward_file("import not_a_module"))
+    with pytest.raises(TaskError, match="not_a_module"):
+        rollout(replace(config, model=ModelSettings(path=str(tmp_path / "no-such-policy"))))

@@ -1,0 +1,237 @@
+"""What speculation tells of itself: counts, costs kept apart from one-off work, and alarms that reach the log."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlt.rollout
+import tlt.spec.speculation as speculation_module
+from tests.test_engine import MODEL, requests
+from tests.tiny import letters
+from tlt.config import EngineSettings, RunConfig
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.spec.acceptance import Track, Walked
+from tlt.spec.alarm import Alarm
+from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
+from tlt.spec.drafter import NoDrafter, SuffixDrafting
+from tlt.spec.fixed import Fixed
+from tlt.spec.shape import OFF, Draft, Shape
+from tlt.spec.speculation import NoSpeculation, Speculating
+from tlt.spec.tuner import Outcome, Tuner
+from tlt.types import Key, SamplingParams
+from tlt.watch.events import AcceptanceCollapsed, RolloutFinished, read_run
+
+CHAIN = Shape(("x",), 2, 1, 3)
+SUFFIX = Shape(("suffix",), 4, 1, 5)
+PARAMS = SamplingParams()
+
+
+class Recording(Fixed):
+    """Remembers what it observed; one alarm on the way."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.outcomes: list[Outcome] = []
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        self.outcomes.append(outcome)
+        return (Alarm("x", outcome.shape, 1.0, 3.0, 64),) if len(self.outcomes) == 2 else ()
+
+
+class Slow(NoDrafter):
+    """Catches up for 5 seconds and drafts for 2, on a clock of its own."""
+
+    name = "x"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+        self.now += 5.0
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        self.now += 2.0
+        return [Draft((7, 8), (-1, 0), (0.5, 0.5))] * len(keys)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    drafter = Slow()
+
+    class Clock:
+        perf_counter = staticmethod(lambda: drafter.now)
+
+    monkeypatch.setattr(speculation_module, "time", Clock)
+    return drafter
+
+
+def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
+    tuner = Recording(CHAIN)
+    speculating = Speculating([slow], tuner)
+    speculating.propose([Key(0, 0), Key(0, 1)], [[1], [2]], CHAIN)
+    speculating.verified(CHAIN, [[7, 8, 9], [4]], seconds=10.0, once_s=3.0)  # a capture took 3 seconds more
+    speculating.propose([Key(0, 0)], [[1]], CHAIN)
+    speculating.verified(CHAIN, [[7, 5]], seconds=None)
+    first, second = tuner.outcomes
+    assert (first.seconds, first.once_s, list(first.drafts_s)) == (5.0, 8.0, [2.0])
+    assert second.seconds is None
+    report = speculating.report()
+    assert (report.drafting_s, report.once_s) == (4.0, 13.0)
+    assert (report.verifies, report.accepted, report.accept_length) == (3, 3, 2.0)
+    assert len(report.alarms) == 1
+    assert report.tuner is None
+
+
+def test_ticks_are_counted_by_batch_and_shape() -> None:
+    tuner = Fixed(CHAIN)
+    speculating = Speculating([NoDrafter()], tuner)
+    shapes = iter([CHAIN, CHAIN, OFF, CHAIN])
+    tuner.choose = lambda batch: next(shapes)  # type: ignore[method-assign]
+    assert speculating.choose(0) == OFF  # nobody runs: no tick of anyone's choosing
+    speculating.choose(4)
+    before = speculating.report()
+    for _ in range(3):
+        speculating.choose(2)
+    report = speculating.report()
+    assert report.ticks == {(4, CHAIN): 1, (2, CHAIN): 2, (2, OFF): 1}
+    assert (report.switches, report.off_share) == (2, 0.25)
+    later = report.since(before)
+    assert later.ticks == {(2, CHAIN): 2, (2, OFF): 1}
+    assert later.switches == 2
+
+
+def test_a_tuners_books_can_be_read_from_any_point() -> None:
+    tuner = Tuner([CHAIN], costs(CostTable()))
+    speculating = Speculating([NoDrafter()], tuner)
+    walked = [Walked(1, (Track((1,), 1),)), Walked(2, (Track((1, 1)),))]
+    tuner.observe(Outcome(CHAIN, 2, walked, 2.0))
+    before = speculating.report()
+    tuner.observe(Outcome(OFF, 4, (), 1.0))
+    tuner.observe(Outcome(CHAIN, 2, walked[:1], 3.0))
+    later = speculating.report().since(before).tuner
+    assert later is not None
+    assert (later.ticks, later.verifies, later.accepted, later.accept_length, later.seconds) == (2, 1, 1, 2.0, 4.0)
+    assert later.ticks_by_shape == {(4, OFF): 1, (2, CHAIN): 1}
+
+
+def test_an_engine_tells_what_its_speculation_did() -> None:
+    engine = Engine(
+        MODEL, letters(), EngineSettings(rows=8), speculation=Speculating([SuffixDrafting(10_000)], Fixed(SUFFIX))
+    )
+    engine.submit(requests(6, group=3))
+    tokens = sum(len(completion.tokens) for completion in engine.drain())
+    report = engine.report().speculation
+    assert report is not None
+    assert report.verifies == sum(batch * ticks for (batch, _), ticks in report.ticks.items())
+    assert report.verifies + report.accepted >= tokens - 6  # the first tick is plain: nobody ran when it was chosen
+    assert Engine(MODEL, letters()).report().speculation is None
+
+
+def test_a_tick_with_prefill_in_it_tells_no_time() -> None:
+    tuner = Recording(SUFFIX)
+    engine = Engine(MODEL, letters(), EngineSettings(rows=8), speculation=Speculating([SuffixDrafting(10_000)], tuner))
+    engine.submit(requests(2, seed=1))
+    engine.tick()
+    engine.tick()
+    engine.submit([Request(Key(9, 9), tuple(range(2, 30)), PARAMS)])
+    engine.tick()
+    alone, with_prefill = tuner.outcomes[-2:]
+    assert alone.seconds is not None
+    assert with_prefill.seconds is None
+    assert with_prefill.batch == 3
+
+
+def test_the_suffix_drafter_catches_up_before_it_drafts() -> None:
+    """Long texts are indexed in `catch_up`; what one tick can have added is left to `propose`."""
+    drafter, key = SuffixDrafting(10_000), Key(0, 0)
+    drafter.begin(key, "p", (5, 6, 7, 8), PARAMS)
+    answer = [5, 6, 7, 8] * 4
+    drafter.catch_up([key], [answer], SUFFIX)
+    assert drafter._indexed[key] == 16
+    drafter.catch_up([key], [[*answer, 5, 6]], SUFFIX)
+    assert drafter._indexed[key] == 16
+    (draft,) = drafter.propose([key], [[*answer, 5, 6]], SUFFIX)
+    assert drafter._indexed[key] == 18
+    assert draft.tokens == (7, 8, 5, 6)
+
+
+def test_a_policy_run_of_every_size_is_timed_on_request() -> None:
+    engine = Engine(MODEL, letters(), EngineSettings(rows=8))
+    seconds = engine.warm_up([1, 4, 8])
+    assert set(seconds) == {1, 4, 8}
+    assert all(value > 0 for value in seconds.values())
+
+
+# ---- costs
+
+
+def costs(table: CostTable) -> TickCosts:
+    return TickCosts(table, lambda size: size, learned=["eagle"])
+
+
+def test_what_model_free_drafts_take_goes_into_the_table() -> None:
+    table = CostTable()
+    table.record(POLICY, 4, 1.0)
+    found = costs(table)
+    found.observe(Shape(("eagle", "suffix"), 1, 1, 2), 4, 3.0, [0.5, 0.25])
+    assert table.estimate(LOOKUP, 4) == 0.25
+    assert found.seconds(Shape(("suffix",), 1, 1, 2), 4) == pytest.approx(2.0 + 0.25, rel=0.01)
+
+
+def test_sizes_that_nobody_measured_are_learned_from_plain_ticks() -> None:
+    """Costs that rise by a half per doubling: seen at every batch, they are known for every verify."""
+    found = costs(CostTable())
+    for batch in (16, 8, 4, 2, 1):
+        for _ in range(20):
+            found.observe(OFF, batch, 1.0 + batch / 16)
+    for batch, verify in ((1, 16), (2, 4), (4, 2)):
+        assert found.seconds(Shape(("suffix",), 1, 1, verify), batch) == pytest.approx(
+            1 + batch * verify / 16, rel=0.02
+        )
+
+
+def test_a_measured_size_is_not_learned_again() -> None:
+    """What differs from capture is drift, and shared by all sizes."""
+    table = CostTable()
+    table.record(POLICY, 1, 1.0)
+    table.record(POLICY, 8, 1.5)
+    found = costs(table)
+    for _ in range(200):
+        found.observe(OFF, 1, 2.0)
+    assert table.estimate(POLICY, 1) == 1.0
+    assert found.seconds(OFF, 8) == pytest.approx(3.0, rel=0.01)
+
+
+# ---- alarms
+
+
+class Alarming(NoSpeculation):
+    """Plain decoding that has heard two alarms."""
+
+    alarms = (Alarm("suffix", SUFFIX, 1.1, 3.0, 70), Alarm("suffix", SUFFIX, 1.0, 2.0, 80))
+
+
+def test_alarms_become_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build(policy: Any, config: RunConfig) -> Engine:
+        return Engine(policy.model, policy.tokenizer, config.engine, speculation=Alarming())
+
+    monkeypatch.setattr(tlt.rollout, "build_engine", build)
+    config = RunConfig(sampling=SamplingParams(max_tokens=4))
+    config = replace(
+        config,
+        run=replace(config.run, out=str(tmp_path)),
+        task=replace(config.task, prompts=2),
+        engine=EngineSettings(rows=4),
+    )
+    tlt.rollout.rollout(config)
+    events = [recorded.event for recorded in read_run(tmp_path / "run").events]
+    told = [event for event in events if isinstance(event, AcceptanceCollapsed)]
+    assert told == [
+        AcceptanceCollapsed(0, "suffix", "suffix 4x1/5", 1.1, 3.0, 70),
+        AcceptanceCollapsed(0, "suffix", "suffix 4x1/5", 1.0, 2.0, 80),
+    ]
+    assert isinstance(events[events.index(told[-1]) + 1], RolloutFinished)

@@ -1,0 +1,318 @@
+"""`tlt bench rollout`: one long-tail rollout written with every way to speculate; how long each takes, and why.
+
+The variants take turns, so that a machine that slows down slows them all; plain decoding opens and closes. Of several
+rollouts of a variant the one with the middle makespan is described, and the fastest is told beside it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from tlt.bench.fidelity import common_start
+from tlt.bench.lab import check_shape, widened
+from tlt.bench.machine import describe
+from tlt.bench.options import RolloutOptions, RolloutScale
+from tlt.bench.prompts import token_prompts
+from tlt.bench.report import Clock, Report, Subject
+from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
+from tlt.config import RunConfig
+from tlt.policy import open_policy
+from tlt.rollout import Lengths
+from tlt.spec.shape import Shape
+
+_TAIL_SHARE = 0.125  # of the requests: when no more are left, the tail begins
+_LAST = 32  # requests below which the paper speculates
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the tuner starts from."""
+
+    tokens: int  # of one forward, each of another request, over an empty cache
+    decode_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One rollout of one variant, in the order they were written."""
+
+    variant: str
+    makespan_s: float
+    tokens_per_s: float
+    tail_s: float
+    cpu_s: float  # of this process
+    capture_s: float  # part of the makespan
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What was written: the same in every variant, unless told otherwise."""
+
+    prompts: int
+    group_size: int
+    answers: int
+    tokens: int
+    median: int
+    p90: int
+    p99: int
+    longest: int
+    cap: int
+    at_cap: int  # answers cut off
+    temperature: float
+    rows: int  # requests that may decode at the same time
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    variant: str
+    makespan_s: float  # the middle one
+    fastest_s: float
+    tokens_per_s: float
+    speedup: float  # over plain, middle by middle
+    fastest_speedup: float  # fastest by fastest
+    tail_s: float  # while at most an eighth of the requests still ran
+    tail_speedup: float
+    last_32_s: float | None  # while at most 32 still ran, where there are that many
+    last_32_speedup: float | None
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    variant: str
+    accept_length: float | None  # tokens per verify, pooled
+    verifies: int
+    speedup_per_accept: float | None  # how much of the accept length became speed
+    off_share: float | None  # of the ticks
+    identical: int  # answers that are plain decoding's, token for token
+    common_tokens: int  # before the first that differs, all answers together
+    of_tokens: int
+    switches: int  # ticks in another shape than the tick before
+    alarms: int
+    drafting_s: float  # in which the host waited for drafts
+    once_s: float  # drafters catching up, captures
+    explored_ticks: int | None  # of a tuner: chosen to learn …
+    explored_s: float | None  # … and what that lost; below 0: won back what earlier rollouts had lost
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    shape: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.share:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a chooser did while so many requests ran."""
+
+    variant: str
+    batch: str
+    ticks: int
+    shapes: tuple[Share, ...]  # of these ticks, the most frequent first
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    best_fixed: str  # plain decoding among them
+    best_fixed_s: float
+    tuner_regret: float  # share of time above the best fixed shape in hindsight; below 0: faster than any
+    warm_tuner_regret: float
+    bandit_regret: float
+    tuner_over_plain: float
+    off_over_plain: float  # share of time, as measured: no better than the spread of plain decoding
+    off_host_us: float  # what speculation that stays off adds to a tick on the host …
+    off_host_share: float  # … as a share of a plain tick
+    plain_spread: float  # slowest over fastest rollout of plain decoding, less 1: the machine's noise
+    plain_drift: float  # last over first, less 1
+    all_identical: bool
+
+
+def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
+    check_shape(options.shape)
+    clock = Clock()
+    config = _speculating(config)
+    policy = open_policy(config.model)
+    policy = replace(policy, model=widened(policy.model, options.shape))
+    scale = options.scale(policy.model.embed.is_cuda)
+    prompts = token_prompts(policy.tokenizer, scale.groups, options.prompts, options.raw)
+    machine = describe(policy.model.embed.device, options.commit)
+    subject = Subject(
+        model=config.model.path,
+        shape=f"widened to {options.shape}" if options.shape else "as it is",
+        prompts=options.prompts.name if options.prompts else "built in",
+        prompt_tokens_mean=mean(map(len, prompts)),
+        seed=config.run.seed,
+    )
+    report = Report(machine, subject, policy.model.config, scale, options.json)
+    stage = Stage(policy, config, prompts, scale)
+    clock.lap()
+    report.section("costs", [Cost(size, 1e3 * seconds) for size, seconds in stage.decode_s.items()], clock)
+    written: list[Written] = []
+    if report.section("runs", runs(stage, variants(config.spec), scale.repeats, written), clock):
+        report.section("answers", [answers(stage, config, scale, written)], clock)
+        report.section("time", time(written), clock)
+        report.section("speculation", speculated(written), clock)
+        report.section("shapes", chosen(written), clock)
+        report.section("verdict", [verdict(written, stage.off_seconds())], clock)
+    report.close()
+
+
+def _speculating(config: RunConfig) -> RunConfig:
+    """Without a drafter there is nothing to compare: the one that needs no training is taken."""
+    if config.spec.drafter != "none":
+        return config
+    return replace(config, spec=replace(config.spec, drafter="suffix"))
+
+
+# ---- sections
+
+
+def runs(stage: Stage, wanted: Sequence[Variant], repeats: int, written: list[Written]) -> Iterator[Run]:
+    """All rollouts, kept in `written`. The first of each variant is only to warm up: graphs, kernels, caches."""
+    for variant in wanted:
+        stage.write(variant)
+    for variant in [*list(wanted) * repeats, wanted[0]]:
+        done = stage.write(variant)
+        written.append(done)
+        yield Run(variant.name, done.seconds, done.tokens / done.seconds, _tail_s(done), done.cpu_s, done.capture_s)
+
+
+def answers(stage: Stage, config: RunConfig, scale: RolloutScale, written: Sequence[Written]) -> Answers:
+    completions = written[0].completions
+    lengths = Lengths.of([len(completion.tokens) for completion in completions])
+    return Answers(
+        prompts=scale.groups,
+        group_size=scale.group_size,
+        answers=len(completions),
+        tokens=written[0].tokens,
+        median=lengths.p50,
+        p90=lengths.p90,
+        p99=lengths.p99,
+        longest=lengths.longest,
+        cap=stage.cap,
+        at_cap=sum(completion.finish_reason == "length" for completion in completions),
+        temperature=config.sampling.temperature,
+        rows=config.engine.rows,
+        preemptions=sum(completion.timing.preemptions for completion in completions),
+    )
+
+
+def time(written: Sequence[Written]) -> Iterator[Time]:
+    plain = _of(written, PLAIN)
+    for name in _names(written):
+        rollouts = _of(written, name)
+        done, base = _middle(rollouts), _middle(plain)
+        last, base_last = _last_s(done), _last_s(base)
+        yield Time(
+            variant=name,
+            makespan_s=done.seconds,
+            fastest_s=_fastest_s(rollouts),
+            tokens_per_s=done.tokens / done.seconds,
+            speedup=base.seconds / done.seconds,
+            fastest_speedup=_fastest_s(plain) / _fastest_s(rollouts),
+            tail_s=_tail_s(done),
+            tail_speedup=_tail_s(base) / max(_tail_s(done), 1e-9),
+            last_32_s=last,
+            last_32_speedup=base_last / last if last and base_last else None,
+            ticks=done.ticks,
+        )
+
+
+def speculated(written: Sequence[Written]) -> Iterator[Speculated]:
+    plain = _middle(_of(written, PLAIN))
+    for name in _names(written):
+        done = _middle(_of(written, name))
+        found = done.speculation
+        tuner = found.tuner if found else None
+        length = found.accept_length if found and found.verifies else None
+        pairs = list(zip(done.completions, written[0].completions, strict=True))
+        yield Speculated(
+            variant=name,
+            accept_length=length,
+            verifies=found.verifies if found else 0,
+            speedup_per_accept=plain.seconds / done.seconds / length if length else None,
+            off_share=found.off_share if found else None,
+            identical=sum(mine.tokens == plain.tokens for mine, plain in pairs),
+            common_tokens=sum(common_start(mine.tokens, plain.tokens) for mine, plain in pairs),
+            of_tokens=written[0].tokens,
+            switches=found.switches if found else 0,
+            alarms=len(found.alarms) if found else 0,
+            drafting_s=found.drafting_s if found else 0.0,
+            once_s=found.once_s if found else 0.0,
+            explored_ticks=tuner.explored_ticks if tuner else None,
+            explored_s=tuner.explored_s if tuner else None,
+        )
+
+
+def chosen(written: Sequence[Written]) -> Iterator[Chosen]:
+    """Of those that choose."""
+    for name in (BANDIT, TUNER, WARM):
+        found = _middle(_of(written, name)).speculation
+        by_bucket: dict[int, Counter[Shape]] = {}
+        for (batch, shape), ticks in found.ticks.items() if found else ():
+            by_bucket.setdefault(_bucket(batch), Counter())[shape] += ticks
+        for largest, counts in sorted(by_bucket.items(), reverse=True):
+            total = counts.total()
+            shares = tuple(Share(str(shape), ticks / total) for shape, ticks in counts.most_common())
+            yield Chosen(name, f"{largest // 2 + 1}–{largest}" if largest > 2 else str(largest), total, shares)
+
+
+def verdict(written: Sequence[Written], off_s: float) -> Verdict:
+    names = (PLAIN, STAYS_OFF, TUNER, WARM, BANDIT)
+    plain, off, tuner, warm, bandit = (_middle(_of(written, name)) for name in names)
+    fixed = [_middle(_of(written, done.variant.name)) for done in written if done.variant.fixed]
+    best = min([plain, *fixed], key=lambda done: done.seconds)
+    spans = [done.seconds for done in _of(written, PLAIN)]
+    expected = [completion.tokens for completion in written[0].completions]
+    return Verdict(
+        best_fixed=best.variant.name,
+        best_fixed_s=best.seconds,
+        tuner_regret=tuner.seconds / best.seconds - 1.0,
+        warm_tuner_regret=warm.seconds / best.seconds - 1.0,
+        bandit_regret=bandit.seconds / best.seconds - 1.0,
+        tuner_over_plain=tuner.seconds / plain.seconds - 1.0,
+        off_over_plain=off.seconds / plain.seconds - 1.0,
+        off_host_us=1e6 * off_s,
+        off_host_share=off_s * plain.ticks / plain.seconds,
+        plain_spread=max(spans) / min(spans) - 1.0,
+        plain_drift=spans[-1] / spans[0] - 1.0,
+        all_identical=all([completion.tokens for completion in done.completions] == expected for done in written),
+    )
+
+
+# ---- arithmetic
+
+
+def _names(written: Sequence[Written]) -> list[str]:
+    return list(dict.fromkeys(done.variant.name for done in written))
+
+
+def _of(written: Sequence[Written], name: str) -> list[Written]:
+    return [done for done in written if done.variant.name == name]
+
+
+def _middle(rollouts: Sequence[Written]) -> Written:
+    """With the median makespan; of an even number the faster of the two."""
+    return sorted(rollouts, key=lambda done: done.seconds)[(len(rollouts) - 1) // 2]
+
+
+def _fastest_s(rollouts: Sequence[Written]) -> float:
+    return min(done.seconds for done in rollouts)
+
+
+def _tail_s(done: Written) -> float:
+    return done.tail_s(max(1, int(_TAIL_SHARE * len(done.completions))))
+
+
+def _last_s(done: Written) -> float | None:
+    return done.tail_s(_LAST) if len(done.completions) >= _LAST else None
+
+
+def _bucket(batch: int) -> int:
+    """The power of two at or above it."""
+    return 1 << (batch - 1).bit_length()

@@ -1,0 +1,200 @@
+"""The ways to write one rollout: plainly, with speculation that stays off, in one shape, or as a chooser likes.
+
+All variants share the policy, the requests and their seeds. Two engines lie side by side, one that never heard of
+speculation and one built with the drafters of the configuration; what differs between the variants of the latter is
+who chooses. A chooser starts every rollout anew, but for the one warm tuner that goes on as it would in training. What
+drafters remember of a prompt starts anew in any case: prompts have another name in each rollout.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+
+from tlt.bench.machine import wait_for
+from tlt.bench.options import RolloutScale
+from tlt.config import RunConfig, SpecSettings
+from tlt.engine.build import build_engine, chooser_of, shapes_of
+from tlt.engine.engine import Engine
+from tlt.engine.graphs import buckets
+from tlt.engine.request import Request
+from tlt.model.kv import KVCache
+from tlt.policy import Policy
+from tlt.spec.alarm import Alarm
+from tlt.spec.fixed import Fixed
+from tlt.spec.shape import MOST_NODES, OFF, Shape
+from tlt.spec.speculation import Speculating, SpeculationReport
+from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
+from tlt.types import Completion, Key
+
+PLAIN, STAYS_OFF, BANDIT, TUNER, WARM = "plain", "off", "BEG-MAB", "tuner", "tuner, warm"
+
+_GIB = 1024**3
+_MEMORY_SHARE = 0.4  # of what is free on a GPU, for the cache of each engine
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    shape: Shape | None = None  # the one shape of a fixed variant
+
+    @property
+    def fixed(self) -> bool:
+        return self.shape is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One rollout of one variant."""
+
+    variant: Variant
+    completions: tuple[Completion, ...]  # in the order of their keys
+    seconds: float  # from the first submit to the last answer
+    cpu_s: float  # of this process: on a busy machine it says more than the makespan
+    ticks: int
+    capture_s: float  # of these, spent capturing graphs
+    speculation: SpeculationReport | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.tokens) for completion in self.completions)
+
+    def tail_s(self, left: int) -> float:
+        """Time during which at most `left` requests still ran."""
+        finished = sorted(completion.timing.finished_s for completion in self.completions)
+        return finished[-1] - (finished[-1 - left] if left < len(finished) else 0.0)
+
+
+def variants(spec: SpecSettings) -> list[Variant]:
+    fixed = [Variant(str(shape), shape) for shape in fixed_shapes(shapes_of(spec))]
+    return [Variant(PLAIN), Variant(STAYS_OFF), *fixed, Variant(BANDIT), Variant(TUNER), Variant(WARM)]
+
+
+def fixed_shapes(shapes: Sequence[Shape]) -> list[Shape]:
+    """Of every set of drafters and verify size the deepest shape, and of those the narrowest."""
+    chosen: dict[tuple[tuple[str, ...], int], Shape] = {}
+    for shape in sorted(shapes, key=lambda shape: (-shape.depth, shape.width)):
+        if not shape.off:
+            chosen.setdefault((shape.drafters, shape.verify), shape)
+    return sorted(chosen.values(), key=lambda shape: (shape.drafters, shape.verify))
+
+
+class Understudy:
+    """Lets one chooser after another play in the same engine."""
+
+    def __init__(self) -> None:
+        self.now: TunerPolicy = Fixed(OFF)
+
+    def choose(self, batch: int) -> Shape:
+        return self.now.choose(batch)
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        return self.now.observe(outcome)
+
+    def drafter_changed(self, drafter: str) -> None:
+        self.now.drafter_changed(drafter)
+
+    def report(self) -> TunerReport | None:
+        return self.now.report()
+
+
+class Stage:
+    """The two engines, and the requests they are asked."""
+
+    def __init__(
+        self, policy: Policy, config: RunConfig, prompts: Sequence[tuple[int, ...]], scale: RolloutScale
+    ) -> None:
+        model = policy.model
+        self.cap = min(scale.cap, model.config.max_positions - max(map(len, prompts)))
+        self.answers = len(prompts) * scale.group_size
+        self._config = replace(config, engine=replace(config.engine, kv_gib=self._cache_gib(policy, config, prompts)))
+        self._prompts = prompts
+        self._group_size = scale.group_size
+        self._device = model.embed.device
+        self._choosers = Understudy()
+        self._plain = Engine(model, policy.tokenizer, self._config.engine)
+        self._speculating = build_engine(policy, self._config, self._choosers)
+        sizes = self._sizes()
+        self._plain.warm_up(sizes)
+        self.decode_s = self._speculating.warm_up(sizes)  # tokens of a forward → seconds
+        self._warm = self.chooser(Variant(WARM))
+        self._rollouts = 0
+
+    def write(self, variant: Variant) -> Written:
+        """One rollout, from prompts that nobody has computed yet."""
+        engine = self._plain if variant.name == PLAIN else self._speculating
+        self._choosers.now = self._warm if variant.name == WARM else self.chooser(variant)
+        engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
+        requests = self._requests()
+        before = engine.report()
+        wait_for(self._device)
+        started, cpu = time.perf_counter(), time.process_time()
+        engine.submit(requests)
+        completions = engine.drain()
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        after = engine.report()
+        return Written(
+            variant=variant,
+            completions=tuple(sorted(completions, key=lambda completion: completion.key.request)),
+            seconds=seconds,
+            cpu_s=cpu_s,
+            ticks=after.ticks - before.ticks,
+            capture_s=after.graphs.capture_s - before.graphs.capture_s if after.graphs and before.graphs else 0.0,
+            speculation=after.speculation.since(before.speculation)
+            if after.speculation and before.speculation
+            else None,
+        )
+
+    def chooser(self, variant: Variant) -> TunerPolicy:
+        """A fresh one. The variant that stays off has a tuner all the same, with nothing to choose from."""
+        spec, rows = self._config.spec, self._config.engine.rows
+        if variant.shape is not None:
+            return Fixed(variant.shape)
+        if variant.name == BANDIT:
+            return chooser_of(replace(spec, chooser="beg-mab"), rows)
+        tuned = replace(spec, chooser="tuner")
+        if variant.name in (TUNER, WARM):
+            return chooser_of(tuned, rows, self.decode_s)
+        return chooser_of(replace(tuned, drafter="none"), rows, self.decode_s)
+
+    def off_seconds(self, ticks: int = 4096) -> float:
+        """What an engine with speculation does more in a plain tick than one without, on the host."""
+        speculating = Speculating([], self.chooser(Variant(STAYS_OFF)))
+        batches = [1 + tick * min(self.answers, self._config.engine.rows) // ticks for tick in range(ticks)]
+        fastest = inf
+        for _ in range(5):
+            started = time.perf_counter()
+            for batch in batches:
+                speculating.choose(batch)
+                speculating.decoded(batch, 1e-3)
+            fastest = min(fastest, (time.perf_counter() - started) / ticks)
+        return fastest
+
+    def _requests(self) -> list[Request]:
+        self._rollouts += 1
+        params = replace(self._config.sampling, max_tokens=self.cap)
+        return [
+            Request(Key(self._config.run.seed, number), prompt, params, f"rollout {self._rollouts}, prompt {index}")
+            for number, (index, prompt) in enumerate(
+                (index, prompt) for index, prompt in enumerate(self._prompts) for _ in range(self._group_size)
+            )
+        ]
+
+    def _sizes(self) -> list[int]:
+        """Batches to warm up: all that decode, and beyond them what verifying may come to."""
+        rows, most = self._config.engine.rows, self.answers * max(self._config.spec.verifies)
+        return [size for size in buckets(rows) if size <= max(most, buckets(min(rows, self.answers))[-1])]
+
+    def _cache_gib(self, policy: Policy, config: RunConfig, prompts: Sequence[tuple[int, ...]]) -> float:
+        """Room for everybody's longest answer in each of two engines, as far as there is; or what is configured."""
+        if config.engine.kv_gib:
+            return config.engine.kv_gib
+        model, page_size = policy.model, config.engine.page_size
+        longest = max(map(len, prompts)) + self.cap + MOST_NODES
+        pages = (self.answers + len(prompts)) * (-(-longest // page_size) + 1)
+        needed = pages * KVCache.page_bytes(model.config, page_size, model.embed.dtype)
+        if model.embed.is_cuda:
+            needed = min(needed, int(_MEMORY_SHARE * torch.cuda.mem_get_info(model.embed.device)[0]))
+        return needed / _GIB

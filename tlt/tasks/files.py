@@ -1,0 +1,224 @@
+"""A task from a file: prompts and references from JSONL or parquet rows, in the layouts people already have.
+
+The prompts of a step are a function of (file, seed, step, count): epochs follow each other, each in its own order, and
+step s stands at position s · count, so a resumed run needs nothing but its step. A prompt's id is the file's name and
+its line (JSONL, from 1) or row (parquet, from 0). A row that is not what was expected is an error that names it.
+Knows columns and text; knows nothing of tokens.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tlt.config import TaskSettings
+from tlt.errors import TaskError
+from tlt.tasks.judge import ProcessJudge
+from tlt.tasks.math import MARKER, gsm8k_reference
+from tlt.tasks.rewards import BUILT_IN
+from tlt.types import Completion, Message, Prompt
+
+PROMPT_COLUMNS = ("prompt", "question")
+REFERENCE_COLUMNS = ("ground_truth", "answer", "label")
+
+
+class FileTask:
+    """The rows of a file as prompts; the user's reward as judge."""
+
+    def __init__(self, settings: TaskSettings, *, seed: int = 0) -> None:
+        rows = list(read_rows(Path(settings.path)))
+        self.prompts = _prompts(rows, settings)
+        self.judge = ProcessJudge(settings, frozenset.intersection(*(frozenset(p.extra) for p in self.prompts)))
+        self._seed = seed
+
+    def sample(self, step: int, count: int) -> Sequence[Prompt]:
+        return [self._at(position) for position in range(step * count, (step + 1) * count)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> float:
+        return self.judge.judge([(prompt, completion)])[0].reward
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self.prompts))
+        return self.prompts[_order(len(self.prompts), self._seed, epoch)[place]]
+
+
+@lru_cache(maxsize=4)  # a step asks for the same epoch over and over
+def _order(rows: int, seed: int, epoch: int) -> Sequence[int]:
+    order = list(range(rows))
+    random.Random(f"files/{seed}/{epoch}").shuffle(order)
+    return order
+
+
+# ---- rows
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    id: str
+    origin: str  # where it stands, for messages
+    columns: Mapping[str, Any]
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, by its ending; blank lines are passed over."""
+    readers = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".parquet": _parquet_rows}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise TaskError(f"task.path {path}: ends in {path.suffix!r}; expected a file that ends in {', '.join(readers)}")
+    if not path.is_file():
+        raise TaskError(f"task.path {path}: no such file; expected JSONL or parquet, relative to {Path.cwd()}")
+    return reader(path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(f"{path.name}:{number}", f"{path}:{number}", _parse(line, f"{path}:{number}"))
+    except OSError as error:
+        raise TaskError(f"task.path {path}: cannot be read ({error.strerror})") from None
+
+
+def _parse(line: bytes, origin: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        raise TaskError(f"{origin}: is not UTF-8 text; expected one JSON object per line") from None
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{origin}: is not valid JSON ({error.msg}); expected one object per line") from None
+    if not isinstance(record, dict):
+        raise TaskError(f"{origin}: is {_shown(record)}; expected an object, {{column: value, …}}")
+    return record
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError:
+        raise TaskError(f"{path}: parquet needs pyarrow, which is not installed; pip install 'tlt[data]'") from None
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for columns in batch.to_pylist():
+                    yield Row(f"{path.name}:{number}", f"{path}, row {number}", columns)
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise TaskError(f"{path}: cannot be read as parquet ({error})") from None
+
+
+# ---- prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a file keeps what is needed: told by its first row, and every row must keep to it."""
+
+    prompt: str
+    reference: str | None
+    is_verl: bool  # the reference is {style, ground_truth}
+    is_gsm8k: bool  # the reference ends in `#### 42`
+
+
+def _prompts(rows: Sequence[Row], settings: TaskSettings) -> list[Prompt]:
+    if not rows:
+        raise TaskError(f"task.path {settings.path}: holds no rows; expected at least one prompt")
+    layout = _layout(rows[0], settings)
+    return [_prompt(row, layout, settings) for row in rows]
+
+
+def _layout(row: Row, settings: TaskSettings) -> _Layout:
+    prompt = settings.prompt_column or _one_of(PROMPT_COLUMNS, row, "task.prompt_column")
+    if prompt is None:
+        raise TaskError(
+            f"{row.origin}: its columns are {_names(row)}; expected {' or '.join(PROMPT_COLUMNS)}, "
+            "or the one that task.prompt_column names"
+        )
+    if not settings.reference_column and isinstance(row.columns.get("reward_model"), Mapping):
+        return _Layout(prompt, "reward_model", is_verl=True, is_gsm8k=False)
+    reference = settings.reference_column or _one_of(REFERENCE_COLUMNS, row, "task.reference_column")
+    value = row.columns.get(reference) if reference else None
+    is_gsm8k = (prompt, reference) == ("question", "answer") and isinstance(value, str) and MARKER in value
+    return _Layout(prompt, reference, is_verl=False, is_gsm8k=is_gsm8k)
+
+
+def _one_of(names: Sequence[str], row: Row, knob: str) -> str | None:
+    found = [name for name in names if name in row.columns]
+    if len(found) > 1:
+        raise TaskError(f"{row.origin}: has the columns {' and '.join(found)}; say which one with {knob}")
+    return found[0] if found else None
+
+
+def _prompt(row: Row, layout: _Layout, settings: TaskSettings) -> Prompt:
+    content = _content(_column(row, layout.prompt), row.origin, settings)
+    reference = _reference(row, layout)
+    if reference is None and settings.reward in BUILT_IN:
+        raise TaskError(
+            f"{row.origin}: has no reference, which the reward {settings.reward} compares with; its columns are "
+            f"{_names(row)}; expected {', '.join(REFERENCE_COLUMNS)} or reward_model: set task.reference_column"
+        )
+    extra = {name: value for name, value in row.columns.items() if name != layout.prompt}
+    return Prompt(row.id, content, reference, extra)
+
+
+def _content(prompt: Any, origin: str, settings: TaskSettings) -> str | tuple[Message, ...]:
+    if isinstance(prompt, str) and prompt.strip():
+        text = settings.template.replace("{prompt}", prompt) if settings.template else prompt
+        if not settings.chat and settings.system:
+            raise TaskError(f"{origin}: is a plain prompt, and task.system is for chats; set task.chat = true")
+        return _with_system((Message("user", text),), settings.system) if settings.chat else text
+    return _with_system(messages_of(prompt, origin), settings.system)
+
+
+def _with_system(chat: tuple[Message, ...], system: str) -> tuple[Message, ...]:
+    if not system or chat[0].role == "system":
+        return chat
+    return (Message("system", system), *chat)
+
+
+def messages_of(value: Any, origin: str) -> tuple[Message, ...]:
+    """A chat from what a file holds."""
+    if not isinstance(value, list) or not value:
+        raise TaskError(
+            f"{origin}: the prompt is {_shown(value)}; expected text, or a list of messages {{role, content}}"
+        )
+    for item in value:
+        if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in ("role", "content")):
+            raise TaskError(f"{origin}: a message is {_shown(item)}; expected an object with text `role` and `content`")
+    return tuple(Message(item["role"], item["content"]) for item in value)
+
+
+def _reference(row: Row, layout: _Layout) -> Any:
+    if layout.reference is None:
+        return None
+    value = _column(row, layout.reference)
+    if layout.is_verl:
+        if not isinstance(value, Mapping) or "ground_truth" not in value:
+            raise TaskError(f"{row.origin}: reward_model is {_shown(value)}; expected an object with `ground_truth`")
+        return value["ground_truth"]
+    if layout.is_gsm8k:
+        result = gsm8k_reference(value) if isinstance(value, str) else None
+        if result is None:
+            raise TaskError(f"{row.origin}: the answer is {_shown(value)}; expected GSM8K's form, text with `#### 42`")
+        return result
+    return value
+
+
+def _column(row: Row, name: str) -> Any:
+    if name not in row.columns:
+        raise TaskError(f"{row.origin}: its columns are {_names(row)}; expected {name}")
+    return row.columns[name]
+
+
+def _names(row: Row) -> str:
+    return ", ".join(row.columns) or "none"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:120] + "…"

@@ -1,0 +1,259 @@
+"""Judges: what answers earn. The user's reward runs in processes of its own, with a time limit per answer.
+
+Every answer gets a verdict, in the order given. A reward that raises, hangs, kills its process or returns no number
+ends the run with an error that names the prompt, or is counted by name and given the value the user chose: never a zero
+that nobody sees. A process that hung or died is replaced. Knows nothing of what a reward computes.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from math import isfinite
+from multiprocessing.connection import Pipe, wait
+from typing import Any, Protocol, Self
+
+from tlt.config import TaskSettings
+from tlt.errors import TaskError
+from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused
+from tlt.tasks.task import Task
+from tlt.types import Completion, Prompt
+
+_START_TIMEOUT_S = 600.0  # for the user's imports: some load a model
+_SHOWN = 200  # characters of an answer in a message
+
+Answer = tuple[Prompt, Completion]
+Call = tuple[int, ...]  # the answers judged in one call, by number
+Score = float | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward that was none."""
+
+    prompt: str  # its id
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an answer earns; if its reward failed, the value chosen for that case, and how it failed."""
+
+    reward: float
+    failure: Failure | None = None
+
+
+class Judge(Protocol):
+    """Judges answers. Entered, it is ready to judge, or raises; left, nothing of it remains."""
+
+    def judge(self, answers: Sequence[Answer]) -> list[Verdict]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *failure: object) -> None: ...
+
+
+class DirectJudge:
+    """The task's own reward, called in this process: for rewards that are ours."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+        return [Verdict(self._reward(prompt, completion)) for prompt, completion in answers]
+
+    def _reward(self, prompt: Prompt, completion: Completion) -> float:
+        reward = self._task.reward(prompt, completion)
+        if not isinstance(reward, int | float) or not isfinite(reward):
+            raise TaskError(f"the reward of prompt {prompt.id} is {reward!r}; expected a finite number")
+        return float(reward)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+
+class ProcessJudge:
+    """The user's reward, called in `task.reward_processes` processes that are kept from one step to the next."""
+
+    def __init__(self, settings: TaskSettings, columns: frozenset[str] = frozenset()) -> None:
+        self._settings = settings
+        self._columns = columns  # that every prompt brings
+        self._children: list[_Child] = []
+        self._takes_groups = False
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes; judging again starts new ones."""
+        while self._children:
+            self._children.pop().end()
+
+    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+        self._start()  # tells how it wants its calls
+        cases = [case_of(prompt, completion) for prompt, completion in answers]
+        verdicts: dict[int, Verdict] = {}
+        for call, scores in self._scores(cases, deque(self._calls(cases))):
+            for number, score in zip(call, scores, strict=True):
+                verdicts[number] = self._verdict(cases[number], score)
+        return [verdicts[number] for number in range(len(cases))]
+
+    def _start(self) -> None:
+        while len(self._children) < self._settings.reward_processes:
+            self._children.append(self._child())
+
+    def _child(self) -> "_Child":
+        child = _Child(Opening(self._settings.reward, self._settings.reward_convention))
+        missing = [name for name in child.ready.needs if name not in self._columns]
+        if missing:
+            child.end()
+            raise TaskError(
+                f"task.reward {self._settings.reward} asks for {', '.join(missing)}; "
+                f"the columns of every prompt in {self._settings.path} are {', '.join(sorted(self._columns)) or 'none'}"
+            )
+        self._takes_groups = child.ready.takes_groups
+        return child
+
+    def _calls(self, cases: Sequence[Case]) -> Iterator[Call]:
+        """One answer a call; or all answers to a prompt, as they stand beside each other."""
+        if not self._takes_groups:
+            return ((number,) for number in range(len(cases)))
+        groups = groupby(range(len(cases)), key=lambda number: cases[number].prompt_id)
+        return (tuple(numbers) for _, numbers in groups)
+
+    def _scores(self, cases: Sequence[Case], calls: deque[Call]) -> Iterator[tuple[Call, Sequence[Score]]]:
+        """Hands the calls to whoever is free; yields each as soon as it is done or has failed."""
+        busy: dict[_Child, Call] = {}
+        while calls or busy:
+            if calls:
+                self._start()  # in the place of those that hung or died
+            for child in [child for child in self._children if child not in busy][: len(calls)]:
+                busy[child] = call = calls.popleft()
+                limit_s = self._settings.reward_timeout_s * len(call)
+                child.begin(tuple(cases[number] for number in call), limit_s)
+            for child in _first_to_finish(list(busy)):
+                call = busy.pop(child)
+                outcome = child.finish()
+                if isinstance(outcome, Failed):
+                    self._children.remove(child)
+                    outcome = (outcome,) * len(call)
+                yield call, outcome
+
+    def _verdict(self, case: Case, score: Score) -> Verdict:
+        if not isinstance(score, Failed):
+            return Verdict(score)
+        if self._settings.reward_errors == "stop":
+            self.close()  # others may still be judging
+            raise TaskError(_complaint(case, score))
+        return Verdict(self._settings.failed_reward, Failure(case.prompt_id, score.kind, score.message))
+
+
+class _Child:
+    """One judging process. A call at a time: `begin`, then `finish` when it is over or its time is."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.connection, theirs = Pipe()
+        self._limit_s = _START_TIMEOUT_S
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tlt.tasks.judge_child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the user's code prints goes where errors go
+                start_new_session=True,  # Ctrl-C is ours; and its processes end with it
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self.deadline = time.monotonic() + _START_TIMEOUT_S
+        self._send(opening)
+        self.ready = self._opened()
+
+    def begin(self, cases: tuple[Case, ...], limit_s: float) -> None:
+        self._limit_s = limit_s
+        self.deadline = time.monotonic() + limit_s
+        self._send(cases)
+
+    def finish(self) -> Sequence[Score] | Failed:
+        """The scores; Failed if there are none, and then the process has been ended."""
+        scores: Sequence[Score] | Failed = self._receive()
+        return scores
+
+    def end(self) -> int:
+        """Ends the process and what it has started, and says how it ended."""
+        self.connection.close()
+        os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        return self._process.wait()
+
+    def _opened(self) -> Ready:
+        answer = self._receive()
+        if isinstance(answer, Ready):
+            return answer
+        if isinstance(answer, Refused):
+            self.end()
+            raise TaskError(answer.message)
+        raise TaskError(f"the reward's process did not start; it {answer.kind}: {answer.message}")
+
+    def _send(self, message: object) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died, and receiving will say so
+            self.connection.send(message)
+
+    def _receive(self) -> Any:
+        try:
+            if self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+                return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return Failed("died", f"the reward ended its process ({_how(self.end())})")
+        self.end()
+        return Failed("timed out", f"no reward within {self._limit_s:g} s")
+
+
+def case_of(prompt: Prompt, completion: Completion) -> Case:
+    content = prompt.content
+    return Case(
+        prompt_id=prompt.id,
+        prompt=content if isinstance(content, str) else [asdict(message) for message in content],
+        answer=completion.text,
+        tokens=completion.tokens,
+        reference=prompt.reference,
+        source=str(prompt.extra.get("data_source", prompt.id.rpartition(":")[0])),
+        columns=dict(prompt.extra),
+    )
+
+
+def _first_to_finish(children: Sequence[_Child]) -> list[_Child]:
+    """Waits until some have an answer or have run out of time; at least one."""
+    over: list[_Child] = []
+    while not over:
+        patience = max(0.0, min(child.deadline for child in children) - time.monotonic())
+        heard = wait([child.connection for child in children], timeout=patience)
+        now = time.monotonic()
+        over = [child for child in children if child.connection in heard or child.deadline <= now]
+    return over
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _complaint(case: Case, failed: Failed) -> str:
+    beginning = case.answer[:_SHOWN] + "…" * (len(case.answer) > _SHOWN)
+    return (
+        f"the reward of prompt {case.prompt_id} {'is' if failed.kind == 'no number' else 'has'} {failed.kind}\n"
+        f"{failed.message}\n"
+        f"the answer begins {beginning!r}\n"
+        "repair the reward, give it more time with task.reward_timeout_s, "
+        'or count such answers with task.reward_errors = "count"'
+    )

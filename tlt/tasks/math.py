@@ -1,0 +1,112 @@
+"""Answers checked against a reference: numbers, GSM8K's form, and mathematical expressions (math-verify).
+
+A right answer earns 1, any other 0; an answer that cannot be read is not right. A reference that cannot be read is the
+user's mistake and raises. Knows text alone; `math` needs the extra of the same name, the others nothing.
+"""
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from tlt.errors import TaskError
+
+MARKER = "####"  # GSM8K writes the result behind it
+_BOXED = "\\boxed{"
+_LIMIT_S = 2  # seconds that math-verify may take to read or to compare: a policy may write 9^{9^{9^9}}
+
+# A minus belongs to the number unless it stands between two operands; commas count only as thousands' separators.
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])-)?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text: `$1,000`, `-3`, `.5`; None if there is none."""
+    found = _numbers(text)
+    return found[-1] if found else None
+
+
+def gsm8k_reference(answer: str) -> str | None:
+    """What stands behind the last `####` of GSM8K's own answers, without commas; None without the mark."""
+    _, mark, result = answer.rpartition(MARKER)
+    return result.strip().replace(",", "") if mark and result.strip() else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{…}` that is closed, the inner of nested ones; None if there is none."""
+    opened: list[tuple[int, bool]] = []  # where each open brace's content starts, and whether it is boxed
+    last, content = -1, None
+    for brace in re.finditer(r"\\boxed\{|[{}]", text):
+        if brace[0] != "}":
+            opened.append((brace.end(), brace[0] != "{"))
+        elif opened:
+            start, boxed = opened.pop()
+            if boxed and start > last:
+                last, content = start, text[start : brace.start()]
+    return content
+
+
+def exact(answer: str, reference: Any) -> float:
+    """The whole answer is the reference, capitals and spaces aside, or its last number is the number asked for."""
+    wanted = _text(reference)
+    if _plain(answer) == _plain(wanted):
+        return 1.0
+    number = _whole_number(wanted)
+    return float(number is not None and last_number(answer) == number)
+
+
+def gsm8k(answer: str, reference: Any) -> float:
+    """The first number behind the answer's last `####`, or else its last number, equals the reference's."""
+    wanted = _text(reference)
+    number = last_number(gsm8k_reference(wanted) or wanted)
+    if number is None:
+        raise TaskError(
+            f"the reference is {reference!r}; the reward gsm8k expects a number, or text with `#### number`"
+        )
+    marked = _numbers(answer.rpartition(MARKER)[2]) if MARKER in answer else []
+    return float((marked[0] if marked else last_number(answer)) == number)
+
+
+def math_reward() -> Callable[[str, Any], float]:
+    r"""The reward `math`: the last `\boxed{…}`, or else what math-verify finds, equals the reference as mathematics."""
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError:
+        raise TaskError(
+            "the reward `math` needs math-verify, which is not installed; pip install 'tlt[math]', "
+            "or take the reward exact or gsm8k"
+        ) from None
+
+    def math(answer: str, reference: Any) -> float:
+        wanted = _text(reference)
+        gold = parse(wanted if "$" in wanted or _BOXED in wanted else f"{_BOXED}{wanted}}}", parsing_timeout=_LIMIT_S)
+        if not gold:
+            raise TaskError(f"the reference is {reference!r}; math-verify cannot read it as a number or an expression")
+        boxed = last_boxed(answer)
+        given = parse(answer if boxed is None else f"{_BOXED}{boxed}}}", parsing_timeout=_LIMIT_S)
+        return float(verify(gold, given, timeout_seconds=_LIMIT_S))
+
+    return math
+
+
+def _text(reference: Any) -> str:
+    if isinstance(reference, bool) or not isinstance(reference, str | int | float):
+        raise TaskError(f"the reference is {reference!r}; the built-in rewards expect text or a number")
+    return str(reference)
+
+
+def _numbers(text: str) -> list[Decimal]:
+    return [_decimal(number) for number in _NUMBER.findall(text.replace("−", "-"))]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _whole_number(text: str) -> Decimal | None:
+    found = _NUMBER.fullmatch(text.strip().replace("−", "-"))
+    return _decimal(found[0]) if found else None
+
+
+def _decimal(number: str) -> Decimal:
+    return Decimal(re.sub(r"[$,\s]", "", number))

@@ -1,0 +1,210 @@
+"""Rewards: the built-in ones, and the user's function in the convention it was written for (verl's or TRL's).
+
+Whatever a function returns ends as a finite number or as a `Failed` that says why: never as a zero nobody asked for.
+Owns the records that travel between the run and its judging processes. Knows nothing of processes and time.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Literal, SupportsFloat
+
+from tlt.errors import TaskError
+from tlt.tasks.math import exact, gsm8k, math_reward
+
+FailureKind = Literal["raised", "timed out", "died", "no number"]
+Function = Callable[..., Any]
+
+VERL = "compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': number, …}"
+TRL = "reward_func(prompts, completions, **columns) -> list of numbers"
+_ANSWER = {"verl": "solution_str", "trl": "completions"}  # convention → the parameter that tells it
+_VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TRL_NAMES = ("prompts", "completions", "completion_ids")
+
+BUILT_IN: dict[str, Callable[[], Callable[[str, Any], float]]] = {
+    "exact": lambda: exact,
+    "gsm8k": lambda: gsm8k,
+    "math": math_reward,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One answer to be judged, in plain values."""
+
+    prompt_id: str
+    prompt: str | list[dict[str, str]]  # text, or a chat as messages {role, content}
+    answer: str
+    tokens: tuple[int, ...]  # of the answer
+    reference: Any
+    source: str  # the row's data_source, or the name of the file it comes from
+    columns: Mapping[str, Any]  # of the prompt's row, the prompt left out
+
+    @property
+    def reply(self) -> str | list[dict[str, str]]:
+        """The answer in the prompt's kind: text, or a chat of one message."""
+        return self.answer if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.answer}]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why an answer has no reward."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a judging process is told first."""
+
+    reward: str  # as `task.reward`
+    convention: str  # as `task.reward_convention`
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A judging process has its reward."""
+
+    takes_groups: bool  # judges all answers to a prompt in one call
+    needs: tuple[str, ...]  # columns that the function cannot do without
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A judging process has no reward."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward ready to be called. `values` gives one value per case, as the function returned it."""
+
+    values: Callable[[Sequence[Case]], Sequence[Any]]
+    ready: Ready
+
+
+def score(reward: Reward, cases: Sequence[Case]) -> tuple[float | Failed, ...]:
+    """What each answer earns. What the function raises passes through."""
+    values = reward.values(cases)
+    if len(values) != len(cases):
+        failed = Failed("no number", f"the reward returned {len(values)} values for {len(cases)} answers")
+        return (failed,) * len(cases)
+    return tuple(_number(value) for value in values)
+
+
+def open_reward(name: str, convention: str) -> Reward:
+    """The reward that `task.reward` names: a built-in, or FILE.py:FUNCTION."""
+    if name in BUILT_IN:
+        judge = BUILT_IN[name]()
+        return Reward(lambda cases: [judge(case.answer, case.reference) for case in cases], Ready(False, ()))
+    function = _load(name)
+    if inspect.iscoroutinefunction(function):
+        raise TaskError(f"task.reward {name} is async; expected a plain function")
+    return _as_verl(name, function) if _convention(name, function, convention) == "verl" else _as_trl(function)
+
+
+def _number(value: Any) -> float | Failed:
+    if isinstance(value, Failed):
+        return value
+    if isinstance(value, SupportsFloat):  # numbers, booleans, and what numpy and torch call a number; not text
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # an array or tensor of several, 10**400
+            number = nan
+        if isfinite(number):
+            return number
+    return _no_number(value, "a finite number")
+
+
+def _no_number(value: Any, expected: str) -> Failed:
+    text = repr(value)
+    return Failed("no number", f"the reward returned {text[:200]}{'…' * (len(text) > 200)}; expected {expected}")
+
+
+# ---- the user's function
+
+
+def _load(name: str) -> Function:
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise TaskError(
+            f"task.reward {name}: no file {file}; expected FILE.py:FUNCTION, the file relative to {Path.cwd()}"
+        )
+    module_name = f"tlt_reward_{path.stem}"  # not the stem alone: a user's types.py must not become everybody's
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"task.reward {name}: {file} is not a Python file; expected FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up
+    sys.path += [str(path.resolve().parent), str(Path.cwd())]  # so that the file may import its neighbours
+    spec.loader.exec_module(module)
+    found = vars(module).get(attribute)
+    if not callable(found):
+        functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise TaskError(f"task.reward {name}: no function {attribute} in {file}; its functions are: {functions}")
+    function: Function = found
+    return function
+
+
+def _convention(name: str, function: Function, wish: str) -> str:
+    """As wished, or told by what the parameters are called; a signature that does not go with it is refused."""
+    parameters = inspect.signature(function).parameters
+    keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [kind for kind, answer in _ANSWER.items() if answer in parameters]
+    fits = [wish] if wish in named or (wish in _ANSWER and keywords) else named if wish == "auto" else []
+    if len(fits) != 1:
+        expected = {"verl": VERL, "trl": TRL}.get(wish, f"{VERL} (verl), or {TRL} (TRL)")
+        raise TaskError(f"task.reward {name} has the signature {inspect.signature(function)}; expected {expected}")
+    return fits[0]
+
+
+def _as_verl(name: str, function: Function) -> Reward:
+    """One answer a call; a dictionary's `score` is the reward."""
+    unknown = [needed for needed in _required(function) if needed not in _VERL_NAMES]
+    if unknown:
+        raise TaskError(f"task.reward {name} asks for {', '.join(unknown)}; expected {VERL}")
+
+    def one(case: Case) -> Any:
+        extra = case.columns.get("extra_info", case.columns)
+        given = zip(_VERL_NAMES, (case.source, case.answer, case.reference, extra), strict=True)
+        value = function(**_accepted(function, dict(given)))
+        if not isinstance(value, Mapping):
+            return value
+        return value["score"] if "score" in value else _no_number(value, "a number, or a dictionary with `score`")
+
+    return Reward(lambda cases: [one(case) for case in cases], Ready(False, ()))
+
+
+def _as_trl(function: Function) -> Reward:
+    """All answers to a prompt a call; every column of the file goes along as a list."""
+
+    def all_of(cases: Sequence[Case]) -> Sequence[Any]:
+        names = dict.fromkeys(name for case in cases for name in case.columns)
+        columns = {name: [case.columns.get(name) for case in cases] for name in names}
+        own = ([case.prompt for case in cases], [case.reply for case in cases], [list(case.tokens) for case in cases])
+        values = function(**_accepted(function, columns | dict(zip(_TRL_NAMES, own, strict=True))))
+        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+            return [_no_number(values, "a list with one number per answer")] * len(cases)
+        return list(values)
+
+    return Reward(all_of, Ready(True, tuple(name for name in _required(function) if name not in _TRL_NAMES)))
+
+
+def _required(function: Function) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def _accepted(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that the function takes by name."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
