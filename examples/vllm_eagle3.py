@@ -11,23 +11,24 @@ format. vLLM is no dependency of tlt and wants an environment of its own, into w
 
 Every answer is written three times: plainly and with the drafter at temperature 0, where both must agree, and with the
 drafter at temperature 1. vLLM drafts greedy chains, and it accepts a draft token exactly where the answer goes on with
-it, so the finished answer and tlt's own forward pass tell how many it accepted. If the counts differ by more than
-rounding, vLLM reads the drafter's files otherwise than tlt meant them. At temperature 1 vLLM also counts what it
-accepted beyond the end of an answer, which nobody else sees. The exit status is 1 if the answers or counts disagree.
+it, so a finished answer and tlt's own forward pass tell how many it accepted. Counts that differ mean that vLLM reads
+the drafter's files otherwise than tlt meant them. Beyond the end of an answer vLLM may accept some more, which at
+temperature 1 nobody else sees.
+
+The exit status is 1 if answers or counts at temperature 0 disagree. Those at temperature 1 are shown only: vLLM 0.32
+without a GPU verifies with an uninitialised temperature (vllm-project/vllm#55005), whatever the drafter.
 """
 # S draft steps, T positions of a text
 
 import argparse
 import gc
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: quick to start, and counters at hand
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from torch import Tensor
@@ -153,6 +154,8 @@ def agree(served: Tally, told: Tally) -> bool:
 
 def main() -> int:
     options = parse()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: quick to start, counters at hand
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     policy = open_policy(ModelSettings(path=options.policy, device="cpu", dtype="float32"))
     drafter = load_drafter(
         options.drafter, policy.model.config, window=DraftSettings().window, head_VD=policy.model.head_weight

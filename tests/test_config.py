@@ -211,9 +211,10 @@ class Reads:
         self.by_class = {kind.__name__: key for key, kind in sections(RunConfig, "")} | {"RunConfig": ""}
         trees = [ast.parse(source) for source in sources]
         self.keys: set[str] = set()
+        everywhere = {pair for tree in trees for pair in self.annotated(tree, ast.AnnAssign)}
         for tree in trees:
-            self.holders: set[tuple[str, str]] = self.annotated(tree, ast.arg)  # (name, section it may hold)
-            self.holders |= {pair for other in trees for pair in self.annotated(other, ast.AnnAssign)}
+            # (name, section it may hold)
+            self.holders: set[tuple[str, str]] = everywhere | self.annotated(tree, ast.arg)
             for _ in range(2):  # a name may be assigned from a name assigned further down
                 self.follow_assignments(tree)
             self.collect(tree)
