@@ -28,8 +28,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", 
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a Hugging Face tensor lives: rows [start, start + rows) of one of our parameters."""
+class Place:
+    """Where a file's tensor lives: rows [start, start + rows) of one of our parameters."""
 
     parameter: str
     start: int
@@ -39,21 +39,21 @@ class _Place:
         return tensors[self.parameter][self.start : self.start + self.shape[0]]
 
 
-def places(config: ModelConfig) -> dict[str, _Place]:
+def places(config: ModelConfig) -> dict[str, Place]:
     """Hugging Face name → place, for every tensor of a policy."""
     D, M, d = config.hidden, config.mlp, config.head_dim
     q, kv = config.heads * d, config.kv_heads * d
     found = {
-        "model.embed_tokens.weight": _Place("embed", 0, (config.vocab, D)),
-        "model.norm.weight": _Place("norm", 0, (D,)),
+        "model.embed_tokens.weight": Place("embed", 0, (config.vocab, D)),
+        "model.norm.weight": Place("norm", 0, (D,)),
     }
     if not config.tied:
-        found["lm_head.weight"] = _Place("head", 0, (config.vocab, D))
+        found["lm_head.weight"] = Place("head", 0, (config.vocab, D))
     for i in range(config.layers):
         hf, ours = f"model.layers.{i}.", f"blocks.{i}."
 
         def put(name: str, parameter: str, start: int, *shape: int, hf: str = hf, ours: str = ours) -> None:
-            found[hf + name] = _Place(ours + parameter, start, shape)
+            found[hf + name] = Place(ours + parameter, start, shape)
 
         put("input_layernorm.weight", "attn_norm", 0, D)
         put("post_attention_layernorm.weight", "mlp_norm", 0, D)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt.errors import ModelError
 from tlt.model.config import ModelConfig
-from tlt.model.weights import read_tensors, write_tensors
+from tlt.model.weights import Place, read_tensors, write_tensors
 from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source, taps
 
 Format = Literal["flat", "speculators"]
@@ -41,36 +41,24 @@ class Origin:
     architectures: tuple[str, ...]  # of the policy's config.json
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a file's tensor lives: rows [start, start + rows) of one of the drafter's parameters."""
-
-    parameter: str
-    start: int
-    shape: tuple[int, ...]
-
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return tensors[self.parameter][self.start : self.start + self.shape[0]]
-
-
-def places(config: EagleConfig, form: Format) -> dict[str, _Place]:
+def places(config: EagleConfig, form: Format) -> dict[str, Place]:
     """Name in the file → place, for every tensor the drafter owns."""
     layer, prefix = config.layer, LAYER_PREFIX[form]
     D, M = layer.hidden, layer.mlp
     q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     return {
-        "fc.weight": _Place("fc", 0, (D, TAPS * D)),
-        f"{prefix}input_layernorm.weight": _Place("embed_norm", 0, (D,)),
-        f"{prefix}hidden_norm.weight": _Place("feature_norm", 0, (D,)),
-        f"{prefix}self_attn.q_proj.weight": _Place("qkv", 0, (q, 2 * D)),
-        f"{prefix}self_attn.k_proj.weight": _Place("qkv", q, (kv, 2 * D)),
-        f"{prefix}self_attn.v_proj.weight": _Place("qkv", q + kv, (kv, 2 * D)),
-        f"{prefix}self_attn.o_proj.weight": _Place("o", 0, (D, q)),
-        f"{prefix}post_attention_layernorm.weight": _Place("mlp_norm", 0, (D,)),
-        f"{prefix}mlp.gate_proj.weight": _Place("gate_up", 0, (M, D)),
-        f"{prefix}mlp.up_proj.weight": _Place("gate_up", M, (M, D)),
-        f"{prefix}mlp.down_proj.weight": _Place("down", 0, (D, M)),
-        "norm.weight": _Place("norm", 0, (D,)),
+        "fc.weight": Place("fc", 0, (D, TAPS * D)),
+        f"{prefix}input_layernorm.weight": Place("embed_norm", 0, (D,)),
+        f"{prefix}hidden_norm.weight": Place("feature_norm", 0, (D,)),
+        f"{prefix}self_attn.q_proj.weight": Place("qkv", 0, (q, 2 * D)),
+        f"{prefix}self_attn.k_proj.weight": Place("qkv", q, (kv, 2 * D)),
+        f"{prefix}self_attn.v_proj.weight": Place("qkv", q + kv, (kv, 2 * D)),
+        f"{prefix}self_attn.o_proj.weight": Place("o", 0, (D, q)),
+        f"{prefix}post_attention_layernorm.weight": Place("mlp_norm", 0, (D,)),
+        f"{prefix}mlp.gate_proj.weight": Place("gate_up", 0, (M, D)),
+        f"{prefix}mlp.up_proj.weight": Place("gate_up", M, (M, D)),
+        f"{prefix}mlp.down_proj.weight": Place("down", 0, (D, M)),
+        "norm.weight": Place("norm", 0, (D,)),
     }
 
 
