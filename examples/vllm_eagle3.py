@@ -155,7 +155,7 @@ def agree(served: Tally, told: Tally) -> bool:
 def main() -> int:
     options = parse()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: quick to start, counters at hand
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)  # vLLM has much to say
     policy = open_policy(ModelSettings(path=options.policy, device="cpu", dtype="float32"))
     drafter = load_drafter(
         options.drafter, policy.model.config, window=DraftSettings().window, head_VD=policy.model.head_weight
