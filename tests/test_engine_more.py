@@ -346,3 +346,15 @@ def test_generating_from_a_sick_policy_names_the_sickness(monkeypatch: pytest.Mo
     monkeypatch.setattr(generate, "open_policy", lambda settings: Policy(model, letters(), Path()))
     with pytest.raises(RequestError, match="request 0: the policy's logits at position 2 are NaN"):
         generate.generate(RunConfig(), "AB", raw=True)
+
+
+def test_what_the_others_were_answered_rides_on_the_error() -> None:
+    model = policy()
+    with torch.no_grad():
+        model.embed[7] = float("nan")
+    engine = Engine(model, letters())
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    engine.submit([Request(Key(1, 0), (3, 4), params), Request(Key(1, 1), (3, 7), params)])
+    with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were answered") as caught:
+        engine.drain()
+    assert [completion.key.request for completion in caught.value.completions] == [0]

@@ -3,6 +3,9 @@
 Everything tlt raises on purpose is a TltError; the command line prints it as one line and exits with its code.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class TltError(Exception):
     """Something the user can put right. `exit_code` is what the command line ends with."""
@@ -21,7 +24,14 @@ class ModelError(TltError):
 
 
 class RequestError(TltError):
-    """A request the engine cannot take. Other requests are unaffected."""
+    """A request the engine cannot take or answer. Other requests are unaffected.
+
+    `completions` holds what the others were answered, where the error came at the end of a batch.
+    """
+
+    def __init__(self, message: str, completions: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.completions = tuple(completions)
 
 
 class TaskError(TltError):

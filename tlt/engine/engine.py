@@ -183,7 +183,8 @@ class Engine:
             completions += self.tick()
         if self._failures:
             failures, self._failures = self._failures, []
-            raise RequestError(f"{'; '.join(failures)}. {len(completions)} other requests were answered")
+            others = f"{len(completions)} other requests were answered: see the error's `completions`"
+            raise RequestError(f"{'; '.join(failures)}. {others}", completions)
         return completions
 
     def written(self, key: Key) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The two small kernels around a decode tick on a GPU: row state → inputs, drawn tokens → row state.
 
-They do what `tlt.engine.rows.Rows` does with torch operations on a CPU, in one launch each instead of a dozen.
+They do what `tlt.kernels.rows` does with torch operations, in one launch each instead of a dozen.
 """
 # R rows, P pages of a row
 
