@@ -23,14 +23,15 @@ from tlt.spec.align import align
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, candidates
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import load_drafter
-from tlt.train.drafter import DrafterBatch, DrafterTrainer, distribution_loss, drafter_loss, policy_states
+from tlt.train.drafter import RATED_AT, DrafterBatch, DrafterTrainer, distribution_loss, drafter_loss, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, accept_length
 from tlt.train.packing import Example, pack
 from tlt.types import Key, SamplingParams
 
 POLICY = tiny.policy()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = DraftSettings(unroll=3, window=16)
+SETTINGS = DraftSettings(unroll=3, window=16, single_steps=0)
+NARROW = POLICY.config.hidden / RATED_AT  # learning rates below are meant as they stand
 
 
 def drafter(window: int = 16, draft_vocab: int = 0, dtype: torch.dtype = torch.float64) -> Eagle:
@@ -53,7 +54,7 @@ def batch_of(given: Sequence[Example]) -> DrafterBatch:
 
 
 def loss_of(model: Eagle, batch: DrafterBatch, settings: DraftSettings = SETTINGS) -> tuple[Tensor, int]:
-    return drafter_loss(model, batch, POLICY.head_weight, POLICY.embed, settings)
+    return drafter_loss(model, batch, POLICY.head_weight, POLICY.embed, settings, settings.unroll)
 
 
 def fingerprint(model: Transformer) -> str:
@@ -174,7 +175,7 @@ def telling_batch(policy: Transformer, shift: int, seed: int) -> DrafterBatch:
 
 def learn(shift: int) -> Acceptance:
     policy = tiny.policy(torch.float32)
-    settings = DraftSettings(steps=50, learning_rate=1e-2, unroll=1, window=16)
+    settings = DraftSettings(steps=50, learning_rate=1e-2 * NARROW, unroll=1, window=16)
     model = drafter(dtype=torch.float32)
     trainer = DrafterTrainer(model, policy.head_weight, policy.embed, settings)
     for step in range(settings.steps):
@@ -194,7 +195,7 @@ def test_training_touches_no_tensor_of_the_policy_and_may_stop_anywhere() -> Non
     policy = tiny.policy(torch.float32)
     before = fingerprint(policy)
     model = drafter(dtype=torch.float32)
-    settings = DraftSettings(steps=8, learning_rate=5e-3, unroll=3, window=16, total_variation=0.5)
+    settings = DraftSettings(steps=8, learning_rate=5e-3 * NARROW, unroll=3, window=16, single_steps=0)
     trainer = DrafterTrainer(model, policy.head_weight, policy.embed, settings)
     (row,) = pack(examples((40, 50)), 90)
     batch = policy_states(policy, row, model.config.taps)
@@ -207,6 +208,33 @@ def test_training_touches_no_tensor_of_the_policy_and_may_stop_anywhere() -> Non
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.gpu
+def test_half_precision_on_a_gpu_learns_what_float32_learns() -> None:
+    losses = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cuda")):
+        policy = tiny.policy(torch.float32).to(device, dtype)
+        model = drafter(dtype=torch.float32).to(device, dtype)
+        settings = DraftSettings(steps=40, learning_rate=5e-3 * NARROW, unroll=3, window=16, single_steps=0)
+        trainer = DrafterTrainer(model, policy.head_weight, policy.embed, settings)
+        (row,) = pack(examples((200, 90, 30)), 320)
+        batch = policy_states(policy, row, model.config.taps)
+        losses.append([trainer.micro_step(batch).loss for _ in range(40)])
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.03)
+    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.15)
+    assert losses[1][-1] < 0.8 * losses[1][0]
+
+
+def test_training_starts_with_the_first_draft_token_alone() -> None:
+    batch = batch_of(examples((20,)))
+    losses = []
+    for single, unroll in ((1, 3), (0, 1), (0, 3)):
+        settings = replace(SETTINGS, single_steps=single, unroll=unroll)
+        trainer = DrafterTrainer(drafter(), POLICY.head_weight, POLICY.embed, settings)
+        losses.append([trainer.micro_step(batch).loss for _ in range(2)])
+    assert losses[0][0] == losses[1][0] != losses[2][0]
+    assert losses[0][1] != losses[1][1]
+
+
 def test_an_endless_trainer_keeps_its_learning_rate() -> None:
     settings = replace(SETTINGS, steps=2, warmup_steps=0)
     batch = batch_of(examples((20,)))
@@ -214,8 +242,8 @@ def test_an_endless_trainer_keeps_its_learning_rate() -> None:
     for endless in (False, True):
         trainer = DrafterTrainer(drafter(), POLICY.head_weight, POLICY.embed, settings, endless=endless)
         rates.append([trainer.micro_step(batch).learning_rate for _ in range(3)])
-    assert rates[1] == [settings.learning_rate] * 3
-    assert rates[0][-1] < settings.learning_rate
+    assert rates[1] == pytest.approx([settings.learning_rate / NARROW] * 3)
+    assert rates[0][-1] < rates[0][0]
 
 
 def test_a_spoilt_drafter_is_said_to_be_spoilt() -> None:

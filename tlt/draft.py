@@ -191,12 +191,12 @@ def _progress(what: str, console: Console) -> Progress:
 def _tell(console: Console, before: Acceptance, after: Acceptance) -> None:
     table = Table(title=f"Accept length over {DEPTH} draft tokens, {after.tokens} places of held-out answers")
     table.title_justify = "left"
-    for name in ("drafts", "first token hit", *(f"width {width}" for width in WIDTHS)):
-        table.add_column(name, justify="left" if name == "drafts" else "right")
+    for name in ("drafts", "first hit", *(f"width {width}" for width in WIDTHS)):
+        table.add_column(name, justify="left" if name == "drafts" else "right", no_wrap=True)
     for name, old, new in (
         ("greedy", before.greedy, after.greedy),
-        ("shared noise, β = 1", before.shared, after.shared),
-        (f"shared noise, β = {after.beta:g}, fitted", before.fitted, after.fitted),
+        ("β = 1", before.shared, after.shared),
+        (f"β = {after.beta:g} (fitted)", before.fitted, after.fitted),
     ):
         table.add_row(name, *_change(old, new))
     console.print(table)

@@ -27,6 +27,7 @@ from tlt.train.packing import PackedRow
 from tlt.train.supervised import LOGITS_AT_ONCE, MasterAdamW, StepResult, learning_rate
 
 CLIP = 1.0  # largest norm of the gradient
+RATED_AT = 1024  # hidden size that `draft.learning_rate` speaks of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ def policy_states(model: Transformer, row: PackedRow, taps: Sequence[int]) -> Dr
 class DrafterTrainer:
     """Takes micro-steps on packed batches. Reads the device's results once per micro-step, at its end.
 
-    `head` and `embed` are the policy's. With `settings.steps` the learning rate ends where the schedule does; an online
-    trainer, which has no end, passes `endless`.
+    `head` and `embed` are the policy's. The learning rate falls until `settings.steps`; an online trainer, which has no
+    end, passes `endless`. One that goes on from a trained drafter starts with `steps_taken` where that one stood.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DrafterTrainer:
         self._settings = settings
         self._schedule = WarmupSettings(
             steps=2**62 if endless else settings.steps,
-            learning_rate=settings.learning_rate,
+            learning_rate=settings.learning_rate * RATED_AT / model.config.layer.hidden,
             warmup_steps=settings.warmup_steps,
         )
         self._optimizer = MasterAdamW(model, weight_decay=0.0)
@@ -70,7 +71,8 @@ class DrafterTrainer:
 
     def micro_step(self, batch: DrafterBatch) -> StepResult:
         """One update from the batch."""
-        loss, named = drafter_loss(self._model, batch, self._head_VD, self._embed_VD, self._settings)
+        steps = 1 if self.steps_taken < self._settings.single_steps else self._settings.unroll
+        loss, named = drafter_loss(self._model, batch, self._head_VD, self._embed_VD, self._settings, steps)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.gather()
         rate = learning_rate(self.steps_taken, self._schedule)
@@ -86,19 +88,19 @@ class DrafterTrainer:
 
 
 def drafter_loss(
-    model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings
+    model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, steps: int
 ) -> tuple[Tensor, int]:
-    """The weighted mean of the loss over everything the batch lets the drafter name, and how many tokens that are."""
-    targets = batch.aligned.targets(settings.unroll)
+    """The weighted mean of the loss over all that can be named within `steps` draft steps, and how many tokens."""
+    targets = batch.aligned.targets(steps)
     if not len(targets.state_N):
         raise TltError("a batch holds no answer of two tokens or more: nothing for a drafter to learn; leave it out")
     device = batch.features_TF.device
-    decay_S1 = settings.decay ** torch.arange(settings.unroll, dtype=torch.float64)[:, None]
+    decay_S1 = settings.decay ** torch.arange(steps, dtype=torch.float64)[:, None]
     weight_SN = targets.reached_SN * decay_S1
     weight_SN = weight_SN / weight_SN.sum()
-    states = model.unroll(batch.aligned, batch.features_TF, embed_VD, settings.unroll)
+    states = model.unroll(batch.aligned, batch.features_TF, embed_VD, steps)
     normed_STD = model.final_norm(torch.stack(states))
-    flat_SN = targets.entry_SN + torch.arange(settings.unroll)[:, None] * len(batch.aligned.next_T)
+    flat_SN = targets.entry_SN + torch.arange(steps)[:, None] * len(batch.aligned.next_T)
     loss = distribution_loss(
         normed_STD.flatten(0, 1),
         batch.hidden_TD.index_select(0, targets.state_N.to(device)),
