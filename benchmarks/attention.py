@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -334,6 +335,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="context 1024 only")
     parser.add_argument("--tune", action="store_true", help="try the neighbours of the planned launches, nothing else")
     parser.add_argument("--pdl", action="store_true", help="launch with programmatic dependent launch")
+    parser.add_argument("--commit", default="", help="of the code that is timed, for the record")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU found; this benchmark times GPU kernels, and the tests check them without one")
@@ -353,7 +355,14 @@ def main() -> None:
         time_prefill(table, SHAPES[0])
     print(f"{time.perf_counter() - began:.0f} s in all")
     if options.json:
-        about = {"gpu": torch.cuda.get_device_name(), "copy_gigabytes_per_second": table.copy_speed}
+        about = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": options.commit,
+            "command": " ".join(sys.argv),
+            "copy_gigabytes_per_second": table.copy_speed,
+        }
         options.json.write_text(json.dumps(about | {"rows": table.rows}, indent=1) + "\n")
 
 
