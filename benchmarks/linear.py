@@ -3,14 +3,20 @@
 `--tune` tries configurations per layer shape and batch bucket against the vendor's library and prints the table to
 paste into `tlt/kernels/linear_table.py`: what was timed now, and the package's own entry where nothing was. With
 `--known SUMMARY` only the surroundings of the best known configuration are searched, which is timed again beside them.
-Then, or without `--tune`, all linear layers of a model are timed in one CUDA graph.
+`--stream` searches where 32 to 128 rows are quickest (tall weight tiles, L2 running ahead), in rounds around the
+leaders, and lets the whole model's chain decide among the best; what was found is on disk after every bucket.
+`--settle SUMMARY` searches nothing: the chain decides between the package's entries, the summary's and the library.
+Then, or without any of them, embedding, linear layers and norms of a model are timed in one CUDA graph, as the engine
+runs them (`carried`: a layer that writes the residual stream prepares it for the next norm), beside earlier ways.
 Weights rotate over far more memory than the second-level cache holds; a configuration is checked before it is timed.
-`--summarize IN [IN ...] OUT` needs no GPU: the best per layer of one or more runs, a later run before an earlier one.
+`--summarize IN [IN ...] OUT` needs no GPU: the best per layer of one or more runs or earlier summaries, a later one
+before an earlier one; `--write-table` puts what the last of them settled into the package's table.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -31,9 +37,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tlt.kernels.elementwise_triton import rms_norm
+from tlt.kernels.linear import Weighed
 from tlt.kernels.linear import linear as torch_linear
 from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
-from tlt.kernels.linear_triton import composed_linear, skinny_linear
+from tlt.kernels.linear_triton import composed_linear, room_for, skinny_linear, take_rows
 from tlt.kernels.workspace import shared_workspace
 
 # M rows, N outputs after gating, K inputs
@@ -223,6 +231,75 @@ def neighbours(config: Config) -> list[Config]:
     ] + ([] if config.wide else [replace(config, stages=config.stages + more) for more in (1, 2)])
 
 
+def streaming(layer: Layer, bucket: int) -> list[Config]:
+    """Tall weight tiles, so that x, which every program reads, is little beside the weights, over one or two waves.
+
+    Programs below half a multiprocessor's memory leave room for the next kernel's, which then prefetch meanwhile.
+    """
+    stage_counts = {
+        (128, 64, 4): {32: (5, 8), 64: (4, 6, 8), 128: (3, 4, 6)},
+        (128, 64, 8): {32: (5,), 64: (4, 8), 128: (3, 6)},
+        (128, 128, 8): {32: (3, 5), 64: (3, 4), 128: (3,)},
+        (256, 64, 8): {32: (3, 5), 64: (3, 5), 128: (4,)},
+        (64, 128, 4): {32: (4, 6), 64: (3, 5), 128: ()},
+        (64, 256, 4): {32: (4,), 64: (3,)},
+        (64, 64, 4): {32: (8,), 64: (6,), 128: (4,)},
+    }
+    found = []
+    for (rows, block_k, warps), by_bucket in stage_counts.items():
+        for stages in by_bucket.get(bucket, ()):
+            tile = Config(bucket, rows // (2 if layer.gated else 1), block_k, 1, warps, stages,
+                          tma=True, tma_x=True, apart=layer.norm)  # fmt: skip
+            tile = replace(tile, swap=tile.block_n >= 64)  # what the matrix units want of the tall operand
+            if fits(layer, tile):
+                whole = [replace(tile, split_k=split) for split in sorted(whole_waves(layer, bucket, tile))]
+                found += [run_ahead(layer, bucket, config, 10e6) for config in whole]
+                found += [replace(run_ahead(layer, bucket, config, 20e6), ahead=0, late=True) for config in whole]
+    return list(dict.fromkeys(found))
+
+
+def run_ahead(layer: Layer, bucket: int, config: Config, in_l2: float) -> Config:
+    """Keep about `in_l2` bytes of weights waiting in the second-level cache for the pipeline, which is ahead itself."""
+    programs = -(-layer.n // config.block_n) * -(-TUNED_AT[bucket] // config.block_m) * config.split_k
+    resident = min(programs, MULTIPROCESSORS * (SHARED_MEMORY // shared_bytes(layer, config)))
+    rows = config.block_n * (2 if layer.gated else 1) * resident
+    columns = in_l2 / (rows * 2) + (config.stages - 1) * config.block_k
+    prefetch = max(2 * config.block_k, min(2048, 1 << round(math.log2(columns))))
+    return replace(config, prefetch=prefetch, ahead=256)
+
+
+def streaming_neighbours(layer: Layer, bucket: int, config: Config) -> list[Config]:
+    """The other settings of a good tile: how far ahead, who copies, which operand is tall, when to signal."""
+    found = [
+        *(replace(config, prefetch=prefetch) for prefetch in (256, 512, 1024)),
+        *(replace(config, ahead=columns) for columns in (0, 128, 256, 512) if columns >= config.block_k or not columns),
+        replace(config, late=not config.late),
+        replace(config, tma_x=not config.tma_x),
+        replace(config, tma=not config.tma, tma_x=not config.tma),
+        replace(config, warps=8 if config.warps == 4 else 4),
+        replace(config, stages=config.stages + 1),
+        replace(config, stages=max(2, config.stages - 1)),
+    ]
+    if bucket >= 64:
+        found.append(replace(config, swap=not config.swap))
+    if layer.norm:
+        found.append(replace(config, apart=not config.apart))
+    if config.split_k > 1:
+        found.append(replace(config, split_k=config.split_k - 1))
+    return [config for config in dict.fromkeys(map(as_run, found)) if fits(layer, config)]
+
+
+def as_run(config: Config) -> Config:
+    """Nothing runs ahead that never started."""
+    return config if config.prefetch else replace(config, ahead=0)
+
+
+def fits(layer: Layer, config: Config) -> bool:
+    """Whether the pipeline fits a multiprocessor, and the sums half of a thread's registers."""
+    sums = config.block_m * config.block_n * (2 if layer.gated else 1)
+    return shared_bytes(layer, config) <= SHARED_MEMORY and sums <= 128 * 32 * config.warps
+
+
 def compile_one(layer: Layer, m: int, config: Config, pdl: bool) -> str:
     """Run once in a worker process, which leaves the kernel in Triton's cache. Returns what went wrong, or nothing."""
     try:
@@ -244,7 +321,7 @@ def compile_all(
     keys = {}
     for layer, m, config, pdl in jobs:
         steps = layer.k if config.wide else layer.k % config.block_k == 0
-        key = (layer.norm, layer.residual, layer.gated, steps, config, pdl)
+        key = (layer.norm and not config.apart, layer.residual, layer.gated, steps, config, pdl)
         keys[layer, m, config] = key
         if key not in unique:
             try:
@@ -409,18 +486,156 @@ def tune(shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float
     return best, rows
 
 
-def time_configs(bench: Bench, configs: list[Config]) -> list[tuple[float, Config]]:
+Timed = list[tuple[float, Config]]
+
+
+def tune_streaming(
+    shape: Shape, bucket: int, pool: Tensor, workers: ProcessPoolExecutor, deadline: float, rounds: int = 3
+) -> tuple[dict[Layer, Timed], dict[Layer, float]]:
+    """Seconds per configuration and of the library, per layer: tiles first, then what lies around the leaders."""
+    layers = (*shape.block(), shape.head())
+    benches = {layer: Bench(layer, TUNED_AT[bucket], pool) for layer in layers}
+    library = {layer: benches[layer].seconds(benches[layer].theirs) for layer in layers}
+    timed: dict[Layer, Timed] = {layer: [] for layer in layers}
+    seen: dict[Layer, set[Config]] = {layer: set() for layer in layers}
+    for number in range(rounds):
+        fresh = {}
+        for layer in layers:
+            known = TABLE.get((layer.n, layer.k, layer.gated, bucket))
+            wanted = ([known] if known else []) + streaming(layer, bucket)
+            if number:
+                wanted = [c for _, leader in timed[layer][:2] for c in streaming_neighbours(layer, bucket, leader)]
+            fresh[layer] = [config for config in dict.fromkeys(wanted) if config not in seen[layer]]
+            seen[layer].update(fresh[layer])
+        jobs = [(layer, TUNED_AT[bucket], config, True) for layer in layers for config in fresh[layer]]
+        usable = compile_all(workers, jobs)
+        for layer in layers:
+            good = [config for config in fresh[layer] if (layer, TUNED_AT[bucket], config) in usable]
+            timed[layer] = sorted(timed[layer] + time_configs(benches[layer], good, deadline), key=lambda pair: pair[0])
+        print(
+            f"[{time.monotonic() - START:.0f}s] {shape.name} M<={bucket} round {number + 1}: {len(jobs)} tried",
+            flush=True,
+        )
+        if time.monotonic() > deadline:
+            break
+    return {layer: ranked for layer, ranked in timed.items() if ranked}, library
+
+
+def settle(model: "Model", m: int, timed: dict[Layer, Timed]) -> Best:
+    """Of the package's choice, each layer's few best and the library, the one with which the whole model is quickest.
+
+    Kernels overlap in their own ways, and what a layer's norm costs depends on the layer before it.
+    """
+    bucket = bucket_of(m) or 0
+    best = before = chain_seconds(model, m)
+    chosen: Best = {
+        (layer.n, layer.k, layer.gated, bucket): choose(m, layer.n, layer.k, layer.gated) for layer in timed
+    }
+    model.table.update(chosen)
+    for layer, ranked in timed.items():
+        key = (layer.n, layer.k, layer.gated, bucket)
+        for config in [*(config for _, config in ranked[:4]), None]:
+            if config == chosen[key]:
+                continue
+            model.table[key] = config
+            seconds = chain_seconds(model, m)
+            if seconds < best * 0.998:  # less is noise
+                best, chosen[key] = seconds, config
+            model.table[key] = chosen[key]
+    print(
+        f"chain {model.shape.name} M={m}: {before * 1e3:.3f} ms with the package's table, {best * 1e3:.3f} settled",
+        flush=True,
+    )
+    return chosen
+
+
+def chain_seconds(model: "Model", m: int) -> float:
+    tokens = torch.arange(m, device="cuda")
+    return graph_seconds(lambda: model.forward(tokens, "carried"), repeats=9)
+
+
+def stream(
+    shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float, workers: ProcessPoolExecutor,
+    deadline: float, save: Callable[[list[dict[str, Any]]], None],
+) -> Best:  # fmt: skip
+    best: Best = {}
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        model = Model(shape, {})
+        for bucket in buckets:
+            if time.monotonic() > deadline:
+                print(f"out of time: {shape.name} M<={bucket} is not tuned", flush=True)
+                continue
+            timed, library = tune_streaming(shape, bucket, pool, workers, deadline)
+            chosen = settle(model, TUNED_AT[bucket], timed)
+            best |= chosen
+            for layer, ranked in timed.items():
+                config = chosen[layer.n, layer.k, layer.gated, bucket]
+                row = report(layer, bucket, ranked, library[layer], bandwidth)
+                rows.append(row | {"settled": config and dataclasses.asdict(config)})
+            save(rows)
+    print_table(best)
+    return best
+
+
+def settle_known(
+    shapes: list[Shape], ms: list[int], summary: Path, workers: ProcessPoolExecutor
+) -> tuple[Best, list[dict[str, Any]]]:
+    """Per layer and bucket: the package's entry, one of the summary's or the library, as is quickest in the chain."""
+    best: Best = {}
+    rows: list[dict[str, Any]] = []
+    known = {
+        (row["n"], row["k"], row["gated"], row["bucket"]): row for row in json.loads(summary.read_text())["layers"]
+    }
+    ranked: dict[Any, Timed] = {key: ranked_in(row) for key, row in known.items() if row["config"]}
+    places = range(max(map(len, ranked.values())))
+    tables: list[Best] = [{}, *({key: r[min(i, len(r) - 1)][1] for key, r in ranked.items()} for i in places)]
+    warm_up_all(workers, [(shape, m, table, "carried") for shape in shapes for m in ms for table in tables])
+    for shape in shapes:
+        model = Model(shape, {})
+        for m in ms:
+            keys = {each: (each.n, each.k, each.gated, bucket_of(m) or 0) for each in (*shape.block(), shape.head())}
+            timed = {layer: ranked[key] for layer, key in keys.items() if key in ranked}
+            chosen = settle(model, m, timed)
+            best |= chosen
+            rows += [settled_row(layer, known[keys[layer]], chosen[keys[layer]]) for layer in timed]
+    print_table(best)
+    return best, rows
+
+
+def ranked_in(row: dict[str, Any]) -> Timed:
+    """The configurations that a line of a summary keeps."""
+    kept = [{"us": row["ours_us"], **row["config"]}, *row.get("also", [])]
+    return [(each["us"], as_run(without_time(each))) for each in kept]
+
+
+def without_time(row: dict[str, Any]) -> Config:
+    return Config(**{name: value for name, value in row.items() if name != "us"})
+
+
+def settled_row(layer: Layer, row: dict[str, Any], config: Config | None) -> dict[str, Any]:
+    """As `report` gives it, of what the summary knew."""
+    kept = {name: row[name] for name in ("bucket", "m", "floor_us", "library_us")}
+    timed = [{"us": us, **dataclasses.asdict(each)} for us, each in ranked_in(row)]
+    return {"layer": dataclasses.asdict(layer), **kept, "ours": timed, "settled": config and dataclasses.asdict(config)}
+
+
+def time_configs(bench: Bench, configs: list[Config], deadline: float = math.inf) -> Timed:
     timed = []
     wrong = []
     for config in configs:
+        if time.monotonic() > deadline:
+            break
         try:
             error = bench.error(bench.ours(config))
+            if error < 1e-2:
+                timed.append((bench.seconds(bench.ours(config)), config))
+            else:
+                wrong.append(f"{config}: relative error {error:.2e}")
         except triton.runtime.errors.OutOfResources:
             continue
-        if error < 1e-2:
-            timed.append((bench.seconds(bench.ours(config)), config))
-        else:
-            wrong.append(f"{config}: relative error {error:.2e}")
+        except Exception as failure:  # noqa: BLE001  one configuration must not end the run
+            wrong.append(f"{config}: {type(failure).__name__}: {str(failure)[:200]}")
     if wrong:
         print(f"  WRONG {bench.layer.name} M={bench.m}: {len(wrong)} of {len(configs)}, first {wrong[0]}", flush=True)
     return sorted(timed, key=lambda pair: pair[0])
@@ -444,90 +659,153 @@ def report(
     }  # fmt: skip
 
 
-FLAGS = ("swap", "tma", "late", "apart", "wide")
+FLAGS = ("swap", "tma", "tma_x", "late", "apart", "wide")
 
 
 def brief(config: Config) -> str:
     flags = "".join(f" {flag}" for flag in FLAGS if getattr(config, flag))
     return (f"{config.block_m}x{config.block_n}x{config.block_k} split {config.split_k} warps {config.warps}"
-            f" stages {config.stages} prefetch {config.prefetch}{flags}")  # fmt: skip
+            f" stages {config.stages} prefetch {config.prefetch} ahead {config.ahead}{flags}")  # fmt: skip
 
 
 def print_table(best: Best) -> None:
-    print("TABLE: dict[tuple[int, int, bool, int], Config | None] = {")
+    print(table_text(best), flush=True)
+
+
+def table_text(best: Best) -> str:
+    lines = ["TABLE: dict[tuple[int, int, bool, int], Config | None] = {"]
     for key, config in best.items():
         value = "None"
         if config is not None:
+            ahead = f", ahead={config.ahead}" if config.ahead else ""
             flags = "".join(f", {flag}=True" for flag in FLAGS if getattr(config, flag))
             value = (f"Config({config.block_m}, {config.block_n}, {config.block_k}, {config.split_k}, {config.warps},"
-                     f" {config.stages}, prefetch={config.prefetch}{flags})")  # fmt: skip
-        print(f"    {key}: {value},")
-    print("}", flush=True)
+                     f" {config.stages}, prefetch={config.prefetch}{ahead}{flags})")  # fmt: skip
+        line = f"    {key}: {value},"
+        if len(line) > 120:  # as the formatter would break it
+            line = line.replace("Config(", "Config(\n        ")[:-2] + "\n    ),"
+        lines.append(line)
+    return "\n".join([*lines, "}"])
+
+
+def write_table(best: Best) -> None:
+    """Put these entries into the package's table, in the place of those they replace."""
+    source = Path(__file__).parent.parent / "tlt" / "kernels" / "linear_table.py"
+    text = source.read_text()
+    begin = text.index("TABLE: dict")
+    end = text.index("\n}\n", begin) + 2
+    source.write_text(text[:begin] + table_text(TABLE | best) + text[end:])
+
+
+def settled_in(run: dict[str, Any]) -> Best:
+    rows = [row for row in run.get("rows", []) if "settled" in row]
+    return {
+        (row["layer"]["n"], row["layer"]["k"], row["layer"]["gated"], row["bucket"]): row["settled"]
+        and as_run(Config(**row["settled"]))
+        for row in rows
+    }
+
+
+ROUTES = {
+    "library": "library",
+    "fused": "ours, norms apart or inside the layer that reads",
+    "dependent": "+ dependent launch",
+    "carried": "+ norms carried by the layer that writes",
+}
 
 
 class Model:
-    """All linear layers of a model, to run at one M by one route: "library", "fused", or "dependent" (launches)."""
+    """All layers of a model but attention, to run at one M by one of the routes, each of which adds to the one before.
+
+    Norms stand where the model has them: inside qkv and gate_up or before them, and one of its own before the head.
+    """
 
     def __init__(self, shape: Shape, table: Best) -> None:
         self.shape, self.table = shape, table
+        self.embed = torch.randn(4096, shape.hidden, device="cuda", dtype=torch.bfloat16)
         self.weights = [[random_weight(layer) for layer in shape.block()] for _ in range(shape.layers)]
         self.head = random_weight(shape.head())
-        self.norm = torch.ones(shape.hidden, device="cuda", dtype=torch.bfloat16)
+        self.norm = torch.rand(shape.hidden, device="cuda").add_(0.5).bfloat16()
         self.bytes = sum(layer.bytes for layer in shape.block()) * shape.layers + shape.head().bytes
 
     def config(self, layer: Layer, m: int) -> Config | None:
         key = (layer.n, layer.k, layer.gated, bucket_of(m) or 0)
         return self.table[key] if key in self.table else choose(m, layer.n, layer.k, layer.gated)
 
-    def forward(self, hidden: Tensor, route: str) -> Tensor:
-        """Updates `hidden` in place, returns logits. Attention is left out: its output is taken to be the queries."""
+    def forward(self, tokens: Tensor, route: str) -> Tensor:
+        """Logits. Attention is left out: its output is taken to be the queries."""
         qkv, o, gate_up, down = self.shape.block()
+        stream = take_rows(self.embed, tokens, self.norm, pdl=True) if route == "carried" else self.embed[tokens]
         for w_qkv, w_o, w_gate_up, w_down in self.weights:
-            heads = self.run(qkv, hidden, w_qkv, None, route)
-            self.run(o, heads[:, : o.k], w_o, hidden, route)
-            inner = self.run(gate_up, hidden, w_gate_up, None, route)
-            self.run(down, inner, w_down, hidden, route)
-        return self.run(self.shape.head(), hidden, self.head, None, route)
+            heads = self.read(qkv, stream, w_qkv, route)
+            stream = self.add(o, heads[:, : o.k], w_o, stream, route)
+            inner = self.read(gate_up, stream, w_gate_up, route)
+            stream = self.add(down, inner, w_down, stream, route)
+        pdl = route in ("dependent", "carried")
+        normed = rms_norm(rows_of(stream), self.norm, EPS, pdl=pdl)
+        logits = torch.empty(len(normed), self.shape.vocab, device="cuda")
+        return self.run(replace(self.shape.head(), norm=False), normed, self.head, route, out=logits)
 
-    def run(self, layer: Layer, x: Tensor, weight: Tensor, hidden: Tensor | None, route: str) -> Tensor:
-        options: dict[str, Any] = {"gated": layer.gated, "residual": hidden, "out": hidden}
-        if layer.norm:
-            options |= {"norm_weight": self.norm, "norm_eps": EPS}
-        config = self.config(layer, x.shape[0])
+    def read(self, layer: Layer, stream: Tensor | Weighed, weight: Tensor, route: str) -> Tensor:
+        return self.run(layer, stream, weight, route, norm_weight=self.norm, norm_eps=EPS, gated=layer.gated)
+
+    def add(self, layer: Layer, x: Tensor, weight: Tensor, stream: Tensor | Weighed, route: str) -> Tensor | Weighed:
+        hidden, config = rows_of(stream), self.config(layer, len(x))
+        if route == "carried" and config is not None:
+            stream = room_for(hidden, self.norm, config.block_n)
+            self.run(layer, x, weight, route, residual=hidden, out=hidden, leave=stream)
+            return stream
+        return self.run(layer, x, weight, route, residual=hidden, out=hidden)
+
+    def run(self, layer: Layer, x: Tensor | Weighed, weight: Tensor, route: str, **options: Any) -> Tensor:
+        config, pdl = self.config(layer, len(rows_of(x))), route in ("dependent", "carried")
         if route == "library" or config is None:
-            return composed_linear(x, weight, pdl=route == "dependent", **options)
-        return skinny_linear(x, weight, config, pdl=route == "dependent", **options)
+            return composed_linear(rows_of(x), weight, pdl=pdl, **options)
+        return skinny_linear(x, weight, config, pdl=pdl, **options)
 
 
-def chain(model: Model, ms: list[int], bandwidth: float, workers: ProcessPoolExecutor) -> list[dict[str, Any]]:
-    """Time a whole model's linear layers in one graph, by each route."""
-    layers = (*model.shape.block(), model.shape.head())
-    configs = [(layer, m, model.config(layer, m)) for layer in layers for m in ms]
-    compile_all(workers, [(*job, pdl) for job in configs if job[2] is not None for pdl in (False, True)])
-    return [chain_at(model, m, bandwidth) for m in ms]
+def rows_of(x: Tensor | Weighed) -> Tensor:
+    return x.x_MD if isinstance(x, Weighed) else x
 
 
-def chain_at(model: Model, m: int, bandwidth: float) -> dict[str, Any]:
+def warm_up(shape: Shape, m: int, table: Best, route: str) -> None:
+    """In a worker: leaves the kernels that the chain will need in Triton's cache."""
+    with torch.no_grad():
+        model = Model(replace(shape, layers=2), table)  # what the first layer reads may be cut otherwise
+        model.forward(torch.arange(m, device="cuda"), route)
+        torch.cuda.synchronize()
+
+
+def warm_up_all(workers: ProcessPoolExecutor, jobs: list[tuple[Shape, int, Best, str]]) -> None:
+    for future in [workers.submit(warm_up, *job) for job in jobs]:
+        future.result()
+
+
+def chain(model: Model, m: int, routes: list[str], bandwidth: float) -> dict[str, Any]:
+    """Time a whole model in one graph, by each route."""
     floor = model.bytes / bandwidth * 1e3
-    start = torch.randn(m, model.shape.hidden, device="cuda", dtype=torch.bfloat16)
-    logits = torch.empty(m, model.shape.vocab, device="cuda", dtype=torch.bfloat16)
-    result: dict[str, Any] = {"shape": model.shape.name, "m": m, "floor_ms": floor}
+    tokens = torch.arange(m, device="cuda")
+    logits = torch.empty(m, model.shape.vocab, device="cuda")
+    exact = model.forward(tokens, "library")
+    result: dict[str, Any] = {"shape": model.shape.name, "m": m, "floor_ms": floor, "vs_library": {}}
     outs = {}
-    for route in ("library", "fused", "dependent"):
+    for route in routes:
 
         def record(route: str = route) -> None:
-            logits.copy_(model.forward(start.clone(), route))
+            logits.copy_(model.forward(tokens, route))
 
-        result[f"{route}_ms"] = graph_seconds(record) * 1e3
+        result[f"{route}_ms"] = graph_seconds(record, repeats=25) * 1e3
+        result["vs_library"][route] = float((logits - exact).norm() / exact.norm())
         outs[route] = logits.clone()
-    exact, fused = outs["library"].float(), outs["fused"].float()
-    result["same_bits"] = torch.equal(outs["fused"], outs["dependent"])
-    result["vs_library"] = float((fused - exact).norm() / exact.norm())
+    if {"fused", "dependent"} <= outs.keys():
+        result["same_bits"] = torch.equal(outs["fused"], outs["dependent"])
+    times = "  ".join(f"{route} {result[f'{route}_ms']:.3f}" for route in routes)
+    errors = " ".join(f"{error:.1e}" for error in result["vs_library"].values())
+    last = result[f"{routes[-1]}_ms"]
+    gain = f"  ({last / result[f'{routes[-2]}_ms'] - 1:+.1%})" if len(routes) > 1 else ""
     print(
-        f"chain {model.shape.name:5} M={m:3} floor {floor:.3f} ms  library {result['library_ms']:.3f}"
-        f"  fused {result['fused_ms']:.3f}  + dependent launch {result['dependent_ms']:.3f}"
-        f" = {floor / result['dependent_ms']:.0%} of floor  same bits {result['same_bits']}"
-        f"  vs library {result['vs_library']:.1e}",
+        f"chain {model.shape.name:5} M={m:3} floor {floor:.3f} ms  {times}{gain} = {last / floor:.2f} x floor"
+        f"  vs library {errors}" + (f"  same bits {result['same_bits']}" if "same_bits" in result else ""),
         flush=True,
     )
     return result
@@ -541,22 +819,39 @@ def versions() -> dict[str, str | None]:
     return {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
 
 
-def summarize(runs: list[dict[str, Any]], commit: str, hardware: str | None) -> dict[str, Any]:
-    """The best per layer and bucket. `run` of a row is its place in `runs`; a later run replaces an earlier one."""
+def summarize(sources: list[dict[str, Any]], commit: str, hardware: str | None) -> dict[str, Any]:
+    """The best per layer and bucket of runs and earlier summaries; a later source replaces an earlier one.
+
+    `run` of a row is its place in `runs`.
+    """
     layers: dict[Any, dict[str, Any]] = {}
     chains: dict[Any, dict[str, Any]] = {}
-    for index, run in enumerate(runs):
-        for row in run.get("rows", []):
-            top = dict(row["ours"][0]) if row["ours"] else {"us": None}
-            best = {"ours_us": top.pop("us"), "config": top or None}
-            kept = {name: row[name] for name in ("bucket", "m", "floor_us", "library_us")}
-            key = (row["layer"]["n"], row["layer"]["k"], row["layer"]["gated"], row["bucket"])
-            layers[key] = {"run": index, **row["layer"], **kept, **best}
-        for row in run["chain"]:
-            chains[row["shape"], row["m"]] = {"run": index, **row}
-    unsaid = {"hardware": hardware, "versions": None}
-    about = [{name: (unsaid | run)[name] for name in ("hardware", "versions", "read_bandwidth")} for run in runs]
+    about: list[dict[str, Any]] = []
+    for source in sources:
+        first = len(about)
+        if "layers" in source:  # a summary itself
+            about += source["runs"]
+            rows = [row | {"run": row["run"] + first} for row in source["layers"]]
+            chain_rows = [row | {"run": row["run"] + first} for row in source["chain"]]
+        else:
+            unsaid = {"hardware": hardware, "versions": None}
+            about.append({name: (unsaid | source)[name] for name in ("hardware", "versions", "read_bandwidth")})
+            rows = [{"run": first, **best_of(row)} for row in source.get("rows", [])]
+            chain_rows = [{"run": first, **row} for row in source["chain"]]
+        layers |= {(row["n"], row["k"], row["gated"], row["bucket"]): row for row in rows}
+        chains |= {(row["shape"], row["m"]): row for row in chain_rows}
     return rounded({"commit": commit, "runs": about, "layers": list(layers.values()), "chain": list(chains.values())})
+
+
+def best_of(row: dict[str, Any]) -> dict[str, Any]:
+    """One layer's line of a summary: what was settled in the chain if it was, else the quickest alone."""
+    ranked = [dict(config) for config in row["ours"]]
+    settled = row.get("settled")
+    top = next((c for c in ranked if settled and c.items() >= settled.items()), ranked[0] if ranked else {"us": None})
+    kept = {name: row[name] for name in ("bucket", "m", "floor_us", "library_us")}
+    also = [config for config in ranked if config is not top][:3]
+    kept |= {"ours_us": top.pop("us"), "config": top or None} | ({"also": also} if also else {})
+    return {**row["layer"], **kept} | ({"library_in_chain": settled is None} if "settled" in row else {})
 
 
 def one_row_per_line(summary: dict[str, Any]) -> str:
@@ -597,13 +892,25 @@ def measure(options: argparse.Namespace) -> None:
     print(f"{record['hardware']}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     table: Best = {}
     with torch.no_grad(), workers:
-        if options.tune:
+        if options.stream:
+            deadline = START + options.seconds
+
+            def save(rows: list[dict[str, Any]]) -> None:
+                record["rows"] = rows
+                options.out.write_text(json.dumps(record | {"chain": []}, indent=1))
+
+            table = stream(shapes, options.buckets, pool, bandwidth, workers, deadline, save)
+        elif options.settle:
+            table, record["rows"] = settle_known(shapes, options.rows, options.settle, workers)
+        elif options.tune:
             known = known_best(options.known) if options.known else {}
             deadline = START + options.seconds
             table, record["rows"] = tune(shapes, options.buckets, pool, bandwidth, workers, deadline, known)
             options.out.write_text(json.dumps(record | {"chain": []}, indent=1))
         del pool
-        rows = [row for shape in shapes for row in chain(Model(shape, table), options.rows, bandwidth, workers)]
+        warm_up_all(workers, [(s, m, table, route) for s in shapes for m in options.rows for route in options.routes])
+        models = (Model(shape, table) for shape in shapes)  # one at a time
+        rows = [chain(model, m, options.routes, bandwidth) for model in models for m in options.rows]
     options.out.write_text(json.dumps(record | {"chain": rows}, indent=1))
     print(f"{time.monotonic() - START:.0f} s in all; wrote {options.out}")
 
@@ -611,14 +918,18 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try configurations, then time the chain with the best")
+    parser.add_argument("--stream", action="store_true", help="the same, around tall weight tiles; buckets 32 to 128")
+    parser.add_argument("--settle", type=Path, help="a summary of earlier runs: let the chain decide, per --rows")
     parser.add_argument("--known", type=Path, help="a summary of earlier runs: search only around its best")
     parser.add_argument("--shapes", nargs="*", default=["7b", "135m", "1.5b"], choices=list(SHAPES))
     parser.add_argument("--buckets", nargs="*", type=int, default=list(BUCKETS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64], help="batch sizes of the chain")
+    parser.add_argument("--routes", nargs="*", default=list(ROUTES), choices=list(ROUTES), help=f"of it: {ROUTES}")
     parser.add_argument("--seconds", type=float, default=200, help="stop tuning after this long")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "linear.json")
     parser.add_argument("--summarize", nargs="+", type=Path, metavar="FILE", help="IN [IN ...] OUT; measures nothing")
+    parser.add_argument("--write-table", action="store_true", help="with --summarize: into the package's table as well")
     parser.add_argument("--commit", default="", help="with --summarize: what was measured")
     parser.add_argument("--hardware", help="with --summarize: for runs that did not record it")
     options = parser.parse_args()
@@ -628,6 +939,8 @@ def main() -> None:
         summary = summarize(runs, options.commit, options.hardware)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(one_row_per_line(summary))
+        if options.write_table:
+            write_table(settled_in(runs[-1]))
     else:
         measure(options)
 

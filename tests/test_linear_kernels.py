@@ -5,13 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import policy
 from torch import Tensor
 
-from tlt.kernels import linear_triton
+from tlt.kernels import elementwise_triton, linear_triton
+from tlt.kernels.linear import Weighed, weigh, weighed_linear
 from tlt.kernels.linear import linear as torch_linear
 from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
-from tlt.kernels.linear_triton import skinny_linear
+from tlt.kernels.linear_triton import room_for, skinny_linear
 from tlt.kernels.workspace import Workspace
+from tlt.model import linear as model_linear
+from tlt.model import transformer
+from tlt.model.attention import PackedLayout
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -26,6 +31,9 @@ CONFIGS = {
     "swapped": Config(block_m=16, block_n=64, block_k=64, swap=True),
     "swapped split": Config(block_m=16, block_n=64, block_k=64, split_k=4, swap=True),
     "copy engine": Config(block_m=16, block_n=32, block_k=64, tma=True),
+    "copy engine for both": Config(16, 64, 64, split_k=2, swap=True, tma=True, tma_x=True),
+    "running ahead": Config(32, 128, 64, split_k=2, swap=True, tma=True, tma_x=True, prefetch=256, ahead=128),
+    "running ahead by threads": Config(16, 64, 64, swap=True, prefetch=128, ahead=64),
     "norm apart": replace(SMALL, split_k=2, apart=True, late=True),
     "wide": Config(block_m=16, block_n=8, block_k=64, wide=True),
 }
@@ -143,6 +151,103 @@ def test_the_fused_norm_is_no_worse_than_rounding_after_the_norm() -> None:
     assert ours < theirs * 1.05 + 1e-7
 
 
+# The norm between two layers: its weight and squares left by the first, its scale put on by the second.
+
+
+def assert_weighed(found: Weighed, x: Tensor, norm: Tensor, part: int) -> None:
+    """Of the rows as they were stored, so that only the sums' order differs."""
+    expected = weigh(x, norm, part)
+    assert torch.equal(found.x_MD, x)
+    assert found.norm_D is norm
+    assert torch.equal(found.weighed_MD, expected.weighed_MD)
+    torch.testing.assert_close(found.squares_MP, expected.squares_MP, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(("m", "n", "k", "bias"), [(3, 72, 200, True), (17, 65, 72, False)])
+def test_a_layer_leaves_its_result_weighed_for_the_next_norm(config: Config, m: int, n: int, k: int, bias) -> None:
+    x, weight, extras = layer(m, n, k, bias=bias, residual=True)
+    norm = 1 + 0.3 * tensor(n, seed=9)
+    plain = skinny_linear(x, weight, config, **extras)
+    out = extras["residual"]  # in place, as the model does it
+    left = room_for(out, norm, config.block_n)
+    left.weighed_MD.fill_(float("nan"))
+    left.squares_MP.fill_(float("nan"))
+    skinny_linear(x, weight, config, out=out, leave=left, **extras)
+    assert torch.equal(out, plain)
+    assert_weighed(left, plain, norm, config.block_n)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(("bias", "gated", "part"), [(False, False, 256), (True, True, 16)])
+def test_a_layer_that_reads_weighed_rows_scales_its_sums(config: Config, bias: bool, gated: bool, part: int) -> None:
+    x, weight, extras = layer(17, 40, 200, norm=True, bias=bias, gated=gated)
+    norm, without = extras["norm_weight"], {"bias": extras["bias"], "gated": gated}
+    weighed = weigh(x, norm, part)
+    out = skinny_linear(weighed, weight, config, norm_weight=norm, norm_eps=EPS, **without)
+    assert error(out, weighed_linear(weighed, weight, norm_eps=EPS, **without).double()) < TOLERANCE
+    assert error(out, fp64_linear(x, weight, **extras)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("bucket", "carried"), [(16, True), (BUCKETS[-1], False)])
+def test_two_layers_and_the_norm_between_them(bucket: int, carried: bool) -> None:
+    """By whichever route the table names: where the first is the library's, the second norms for itself."""
+    x, weight, extras = layer(min(bucket, 200), 72, 64, residual=True)
+    _, head, after = layer(2, 40, 72, norm=True, gated=True)
+    norm, eps = after.pop("norm_weight"), {"norm_eps": EPS}
+    between = fp64_linear(x, weight, **extras)
+    stream = linear_triton.add_linear(x, weight, residual=extras["residual"], next_norm=norm)
+    assert isinstance(stream, Weighed) == carried
+    out = linear_triton.linear(stream, head, norm_weight=norm, **eps, **after)
+    assert error(out, fp64_linear(between, head, norm_weight=norm, **after)) < 2 * TOLERANCE
+    assert linear_triton.add_linear(x, weight, residual=extras["residual"], next_norm=None) is extras["residual"]
+
+
+@pytest.mark.parametrize("width", [24, 72, 576])
+def test_rows_of_a_table_come_weighed(width: int) -> None:
+    table, norm = tensor(9, width), 1 + 0.3 * tensor(width, seed=9)
+    index = torch.tensor([3, 8, 0, 3, -1], device=DEVICE)
+    taken = linear_triton.take_rows(table, index, norm)
+    assert isinstance(taken, Weighed)
+    assert_weighed(taken, table[index], norm, 64)
+
+
+def test_many_rows_of_a_table_come_as_they_are() -> None:
+    table, index = tensor(9, 24), torch.zeros(BUCKETS[-1] + 1, dtype=torch.long, device=DEVICE)
+    assert torch.equal(linear_triton.take_rows(table, index, table[0]), table[index])
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it is `test_engine_gpu` that compares the two ways")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # plain, with biases, with head norms
+def test_a_model_in_rollout_computes_what_it_computes_elsewhere(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels stand in for a GPU's: the stream travels weighed, is written over, and taps are kept from that."""
+    model = policy(torch.float32, family=family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases, which start as ones and zeros
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    tokens, layout = torch.tensor([3, 9, 4, 22, 7, 3]), PackedLayout.from_lengths([4, 2])
+    with torch.no_grad():
+        expected = model(tokens, layout, taps=(0, 1, 2))
+        apart = elementwise_triton.rms_norm
+        monkeypatch.setattr(elementwise_triton, "rms_norm", lambda x, weight, eps, pdl: apart(x, weight, eps))
+        for module in (model_linear, transformer):
+            monkeypatch.setattr(module, "in_gpu_rollout", lambda x: True)
+        streams = []
+        model.blocks[1].register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+        found = model(tokens, layout, taps=(0, 1, 2))
+        assert isinstance(streams[0], Weighed)
+        torch.testing.assert_close(found.hidden_TD, expected.hidden_TD, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.taps, expected.taps, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.logits(found.hidden_TD), model.logits(expected.hidden_TD))
+
+
+def test_rows_weighed_for_another_norm_are_refused() -> None:
+    x, weight, extras = layer(2, 16, 64, norm=True)
+    with pytest.raises(ValueError, match="weighed for another norm"):
+        model_linear.linear(weigh(x, extras["norm_weight"].clone(), 64), weight, norm_weight=extras["norm_weight"])
+
+
 def test_torch_version_is_the_definition() -> None:
     x, weight, extras = layer(3, 40, 200, norm=True, bias=True, residual=True, gated=True)
     assert error(torch_linear(x, weight, norm_eps=EPS, **extras), fp64_linear(x, weight, **extras)) < 2 * TOLERANCE
@@ -169,9 +274,10 @@ def test_every_choice_is_one_a_kernel_can_run() -> None:
     for (n, k, gated), bucket in itertools.product(shapes, BUCKETS):
         config = choose(bucket, n, k, gated)
         if config is not None:
-            sizes = (config.block_m, config.block_n, config.block_k, config.warps, config.prefetch)
+            sizes = (config.block_m, config.block_n, config.block_k, config.warps, config.prefetch, config.ahead)
             assert all(size & (size - 1) == 0 for size in sizes), config
             assert 1 <= config.split_k <= -(-k // config.block_k), config
+            assert config.ahead == 0 or (config.prefetch > 0 and config.ahead % config.block_k == 0), config
             assert not (config.wide and (config.split_k > 1 or config.tma or config.swap)), config
 
 
@@ -195,8 +301,9 @@ def test_a_workspace_too_small_is_an_error() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="dependent launches exist on the GPU only")
+@pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_graph_of_dependent_launches_equals_ordinary_launches(config: Config) -> None:
+def test_a_graph_of_dependent_launches_equals_ordinary_launches(config: Config, carried: bool) -> None:
     """Each layer reads what the one before wrote, in buffers used over and over: any early read or write shows."""
     width, depth, m = 256, 12, 8
     weights = [tensor(width, width, seed=i) * width**-0.5 for i in range(depth)]
@@ -208,9 +315,12 @@ def test_a_graph_of_dependent_launches_equals_ordinary_launches(config: Config) 
 
     def chain(pdl: bool) -> None:
         hidden.copy_(start)
+        stream = hidden
         for weight, gate in zip(weights, gates, strict=True):
-            skinny_linear(hidden, gate, config, norm_weight=norm_weight, norm_eps=EPS, gated=True, out=inner, pdl=pdl)
-            skinny_linear(inner, weight, config, residual=hidden, out=hidden, pdl=pdl)
+            skinny_linear(stream, gate, config, norm_weight=norm_weight, norm_eps=EPS, gated=True, out=inner, pdl=pdl)
+            stream = room_for(hidden, norm_weight, config.block_n) if carried else hidden
+            leave = stream if carried else None
+            skinny_linear(inner, weight, config, residual=hidden, out=hidden, leave=leave, pdl=pdl)
 
     chain(pdl=False)
     expected = hidden.clone()

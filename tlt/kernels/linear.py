@@ -2,11 +2,16 @@
 
 What always holds: `linear` here defines what the fused kernels in `linear_triton` must compute, and rounds where a
 Hugging Face model rounds (the normed row, each product and the activation are cast back to the dtype of `x`).
+On a GPU the rows of the residual stream travel `Weighed` for the norm that reads them next; `weigh` and
+`weighed_linear` define that: the sums are scaled where `linear` scales the rows, so bfloat16 rounds once less.
 Knows nothing of devices, tiles, or which layer of a model it serves.
 """
 
-# M rows (tokens), N outputs, K inputs
+# M rows (tokens), N outputs, K inputs, D width of the residual stream, P parts of a sum
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,3 +40,33 @@ def linear(
     if residual is not None:
         product_MN = residual + product_MN
     return product_MN if out is None else out.copy_(product_MN)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Rows ready for the norm that reads them next, but for its scale: norm(x) = weighed · rsqrt(mean(x²) + eps)."""
+
+    x_MD: Tensor
+    norm_D: Tensor  # the weight of that norm
+    weighed_MD: Tensor  # x · norm_D, in the dtype of x
+    squares_MP: Tensor  # float32: sums of x² over parts of the row
+
+
+def weigh(x_MD: Tensor, norm_D: Tensor, part: int) -> Weighed:
+    """With squares in parts of `part` columns."""
+    fine_MD = x_MD.float()
+    squares = [columns.square().sum(-1) for columns in fine_MD.split(part, dim=-1)]
+    return Weighed(x_MD, norm_D, (fine_MD * norm_D.float()).to(x_MD.dtype), torch.stack(squares, dim=-1))
+
+
+def weighed_linear(
+    x: Weighed, weight_NK: Tensor, *, bias: Tensor | None = None, norm_eps: float = 0.0, gated: bool = False
+) -> Tensor:
+    """act(norm(x)·Wᵀ + bias), with the products scaled instead of the rows."""
+    scale_M1 = torch.rsqrt(x.squares_MP.sum(-1, keepdim=True) / x.x_MD.shape[1] + norm_eps)
+    product_MN = scale_M1 * functional.linear(x.weighed_MD.float(), weight_NK.float())
+    if bias is not None:
+        product_MN = product_MN + bias.float()
+    if gated:
+        product_MN = silu_mul(product_MN)
+    return product_MN.to(x.x_MD.dtype)

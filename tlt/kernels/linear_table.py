@@ -27,12 +27,16 @@ class Config:
     """Compute W·xᵀ instead of x·Wᵀ: the weight becomes the tall operand, as Hopper's matrix units want."""
     tma: bool = False
     """Fetch weight tiles with the bulk copy engine instead of by the threads."""
+    tma_x: bool = False
+    """Fetch input tiles so too."""
     prefetch: int = 0
     """Columns of each weight row asked into L2 before waiting for the previous kernel: 0 or a power of two."""
+    ahead: int = 0
+    """Columns asked into L2 at a time as the loop runs, `prefetch` columns before use: 0 or ≥ block_k."""
     late: bool = False
     """Let the next kernel start when this one's weights are read, rather than at once."""
     apart: bool = False
-    """Run the norm as a kernel of its own before this one."""
+    """Run the norm as a kernel of its own before this one, where x does not come weighed for it."""
     wide: bool = False
     """All of K at once, in slices of block_k side by side: no loop, no split. For layers where latency rules."""
 
@@ -49,19 +53,25 @@ TABLE: dict[tuple[int, int, bool, int], Config | None] = {
     (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
     (3840, 15360, False, 16): Config(16, 64, 256, 2, 4, 3, prefetch=0, swap=True),
     (49152, 3840, False, 16): Config(16, 64, 128, 1, 4, 5, prefetch=0, swap=True, late=True, apart=True),
-    (5120, 3840, False, 32): Config(32, 64, 128, 3, 8, 4, prefetch=256, swap=True, tma=True),
-    (3840, 3072, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=256, swap=True),
-    (15360, 3840, True, 32): Config(32, 128, 128, 1, 8, 3, prefetch=256, swap=True, tma=True),
-    (3840, 15360, False, 32): Config(32, 128, 128, 4, 8, 3, prefetch=256, swap=True, tma=True),
-    (49152, 3840, False, 32): None,
-    (5120, 3840, False, 64): None,
-    (3840, 3072, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True, late=True),
-    (15360, 3840, True, 64): Config(64, 128, 64, 1, 4, 4, prefetch=0, swap=True, apart=True),
-    (3840, 15360, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True),
-    (49152, 3840, False, 64): Config(64, 128, 64, 1, 4, 6, prefetch=256, swap=True, apart=True),
+    (5120, 3840, False, 32): Config(
+        32, 64, 128, 1, 4, 7, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
+    ),
+    (3840, 3072, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=512, swap=True),
+    (15360, 3840, True, 32): Config(32, 128, 128, 1, 8, 3, prefetch=256, swap=True, tma=True, late=True),
+    (3840, 15360, False, 32): Config(32, 64, 128, 2, 4, 6, prefetch=256, swap=True, late=True),
+    (49152, 3840, False, 32): Config(
+        32, 128, 64, 1, 4, 5, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
+    ),
+    (5120, 3840, False, 64): Config(
+        64, 64, 128, 1, 4, 6, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
+    ),
+    (3840, 3072, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, late=True),
+    (15360, 3840, True, 64): Config(64, 128, 64, 1, 4, 4, prefetch=0, swap=True, tma=True, tma_x=True, apart=True),
+    (3840, 15360, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, late=True),
+    (49152, 3840, False, 64): Config(64, 128, 64, 1, 4, 7, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
     (5120, 3840, False, 128): None,
     (3840, 3072, False, 128): None,
-    (15360, 3840, True, 128): None,
+    (15360, 3840, True, 128): Config(128, 64, 64, 1, 4, 3, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
     (3840, 15360, False, 128): None,
     (49152, 3840, False, 128): None,
     (5120, 3840, False, 256): None,
@@ -81,7 +91,7 @@ TABLE: dict[tuple[int, int, bool, int], Config | None] = {
     (49152, 576, False, 32): Config(32, 64, 64, 1, 4, 6, prefetch=256, swap=True),
     (960, 576, False, 64): Config(16, 32, 256, 1, 8, 1, prefetch=0, wide=True),
     (576, 576, False, 64): Config(64, 16, 128, 2, 4, 5, prefetch=1024, late=True),
-    (1536, 576, True, 64): None,
+    (1536, 576, True, 64): Config(64, 64, 128, 2, 8, 4, prefetch=2048, swap=True, tma=True, late=True, apart=True),
     (576, 1536, False, 64): Config(64, 16, 128, 6, 8, 4, prefetch=512),
     (49152, 576, False, 64): Config(64, 128, 64, 1, 8, 4, prefetch=0, swap=True),
     (960, 576, False, 128): None,
@@ -99,19 +109,25 @@ TABLE: dict[tuple[int, int, bool, int], Config | None] = {
     (6912, 1920, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True),
     (1920, 6912, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=512, swap=True),
     (49152, 1920, False, 16): Config(16, 128, 64, 1, 4, 5, prefetch=0, swap=True),
-    (2560, 1920, False, 32): Config(32, 128, 128, 6, 8, 3, prefetch=256, swap=True, tma=True),
-    (1920, 1536, False, 32): Config(32, 64, 128, 4, 4, 5, prefetch=256, swap=True),
-    (6912, 1920, True, 32): Config(32, 64, 64, 1, 4, 6, prefetch=0, swap=True),
-    (1920, 6912, False, 32): Config(32, 64, 128, 4, 4, 5, prefetch=256, swap=True, tma=True),
-    (49152, 1920, False, 32): None,
-    (2560, 1920, False, 64): None,
-    (1920, 1536, False, 64): Config(64, 16, 128, 2, 4, 4, prefetch=512),
-    (6912, 1920, True, 64): Config(64, 64, 64, 1, 4, 6, prefetch=0, swap=True),
+    (2560, 1920, False, 32): Config(32, 64, 128, 3, 4, 7, prefetch=2048, swap=True, late=True, apart=True),
+    (1920, 1536, False, 32): Config(32, 64, 128, 3, 4, 5, prefetch=256, swap=True, late=True),
+    (6912, 1920, True, 32): Config(32, 64, 64, 1, 4, 6, prefetch=0, swap=True, apart=True),
+    (1920, 6912, False, 32): Config(32, 64, 128, 4, 4, 5, prefetch=256, swap=True, late=True),
+    (49152, 1920, False, 32): Config(
+        32, 128, 64, 1, 8, 5, prefetch=256, swap=True, tma=True, tma_x=True, late=True, apart=True
+    ),
+    (2560, 1920, False, 64): Config(
+        64, 64, 128, 2, 4, 4, prefetch=1024, ahead=256, swap=True, tma=True, tma_x=True, apart=True
+    ),
+    (1920, 1536, False, 64): Config(64, 16, 128, 2, 4, 4, prefetch=1024, tma=True, tma_x=True),
+    (6912, 1920, True, 64): Config(64, 64, 128, 1, 8, 4, prefetch=512, swap=True, tma=True, tma_x=True, apart=True),
     (1920, 6912, False, 64): Config(64, 64, 128, 4, 4, 5, prefetch=256),
-    (49152, 1920, False, 64): None,
+    (49152, 1920, False, 64): Config(
+        64, 128, 64, 1, 4, 3, prefetch=256, swap=True, tma=True, tma_x=True, late=True, apart=True
+    ),
     (2560, 1920, False, 128): None,
     (1920, 1536, False, 128): None,
-    (6912, 1920, True, 128): None,
+    (6912, 1920, True, 128): Config(128, 64, 64, 1, 4, 6, prefetch=512, tma=True, tma_x=True, late=True, apart=True),
     (1920, 6912, False, 128): None,
     (49152, 1920, False, 128): None,
     (2560, 1920, False, 256): None,
@@ -132,9 +148,28 @@ def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
     return _guess(bucket, n, k, gated)
 
 
+def choose_exact(m: int, n: int, k: int, gated: bool) -> Config:
+    """One way to compute a layer for any number of rows, so that none of its sums depends on how many there are.
+
+    What was measured best for 64 rows: few rows waste some of its tile, many are cut into such tiles.
+    """
+    config = TABLE.get((n, k, gated, 64)) or _guess(64, n, k, gated)
+    config = config or Config(64, 128, 64, stages=4, swap=True, prefetch=256)
+    if config.swap and not config.wide:
+        blocks = [block for block in EXACT_BLOCKS if block >= min(m, EXACT_BLOCKS[-1])]
+        config = replace(config, block_m=blocks[0])
+    return config
+
+
+EXACT_BLOCKS = (64,)
+"""Rows of a tile in exact products, rising: the smallest that holds them all, else the last. More than one may stand
+here only where they give the same bits, norms included: `benchmarks/exact.py` tells, and what small batches would gain.
+Kernels that multiply by x·Wᵀ keep theirs: there a tile's rows choose the instruction."""
+
+
 def _guess(bucket: int, n: int, k: int, gated: bool) -> Config | None:
     """For a shape nobody has measured: what was never far from the best in those that were, else the library."""
-    if bucket > 64 or (bucket == 64 and n > k and not gated):
+    if bucket > 64 or (bucket == 64 and n > 4 * k and not gated):  # wider than a layer that carries a norm: a head
         return None
     if n * k <= 4_000_000:
         tile = Config(bucket, 64, 64, stages=6, swap=True, prefetch=128)

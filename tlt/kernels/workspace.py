@@ -36,6 +36,14 @@ class Workspace:
                 f"{self.partials.numel()} and {self.counters.numel()}; use less split_k or a larger Workspace"
             )
 
+    def rows(self, config: Config, tiles_n: int, gated: bool) -> int:
+        """How many rows a layer of so many output tiles can have at once; a multiple of a tile's."""
+        slot = config.block_m * config.block_n * (2 if gated else 1) + config.block_m
+        tiles = min(self.partials.numel() // (slot * config.split_k), self.counters.numel())
+        if tiles < tiles_n:
+            raise ValueError(f"{config} needs {tiles_n} tiles of workspace for a few rows, which has room for {tiles}")
+        return tiles // tiles_n * config.block_m
+
 
 _WORKSPACES: dict[torch.device, Workspace] = {}
 

@@ -1,4 +1,11 @@
-"""Matrix products and norms of the model: torch where gradients flow or there is no GPU, our kernels in GPU rollout."""
+"""Matrix products and norms of the model: the vendor's products between our kernels on a GPU, torch elsewhere.
+
+On a GPU in bfloat16 there are two ways: rollout, where no gradients flow and sums are written over the residual; and
+training, where nothing is written over and what lies between the products is fused forth and back. Both round where
+torch does elsewhere, but that rollout scales a normed layer's sums rather than its rows, which rounds once less: there
+the residual stream travels weighed for the norm that reads it next, so that no kernel is spent on a norm.
+`exact` asks GPU rollout for rows whose bits do not depend on the other rows, nor on their number.
+"""
 
 from typing import Any
 
@@ -6,10 +13,14 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import linear as torch_linear
+from tlt.kernels.linear import Weighed
+
+Stream = Tensor | Weighed
+"""The residual stream: rows, or in GPU rollout rows and what their next norm needs of them."""
 
 
 def linear(
-    x_TK: Tensor,
+    x: Stream,
     weight_NK: Tensor,
     *,
     bias: Tensor | None = None,
@@ -17,11 +28,15 @@ def linear(
     norm_eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
+    exact: bool = False,
 ) -> Tensor:
     """`residual + activation(norm(x) @ weightᵀ + bias)`; gated: weight holds gate rows, then up rows.
 
     In GPU rollout the sum is written over `residual`: whoever wants to keep that must copy it before.
     """
+    if isinstance(x, Weighed) and x.norm_D is not norm_weight:
+        raise ValueError("x was weighed for another norm than the one given; hand that norm to whoever made x")
+    x_TK = rows_of(x)
     options: dict[str, Any] = {
         "bias": bias,
         "norm_weight": norm_weight,
@@ -29,21 +44,74 @@ def linear(
         "residual": residual,
         "gated": gated,
     }
+    if in_gpu_training(x_TK):
+        return _trained_linear(x_TK, weight_NK, **options)
     if not in_gpu_rollout(x_TK):
         return torch_linear.linear(x_TK, weight_NK, **options)
     from tlt.kernels.linear_triton import linear as fused  # Triton is installed only where there is a GPU
 
     # pdl: each kernel may start while the one before it ends (see linear_triton)
-    return fused(x_TK, weight_NK, **options, out=residual, pdl=True)
+    return fused(x, weight_NK, **options, out=residual, pdl=True, exact=exact)
 
 
-def wide_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+def add_linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Stream,
+    next_norm: Tensor | None = None,
+    exact: bool = False,
+) -> Stream:
+    """`residual + x @ weightᵀ + bias`, for `next_norm` to read. In GPU rollout written over `residual`, as above."""
+    if not in_gpu_rollout(x_TK):
+        return linear(x_TK, weight_NK, bias=bias, residual=rows_of(residual))
+    from tlt.kernels.linear_triton import add_linear as fused
+
+    return fused(x_TK, weight_NK, bias=bias, residual=rows_of(residual), next_norm=next_norm, pdl=True, exact=exact)
+
+
+def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool = False) -> Stream:
+    """The table's rows of these tokens, for `next_norm` to read."""
+    if not in_gpu_rollout(table_VD):
+        return table_VD[tokens_T]
+    from tlt.kernels.linear_triton import take_rows
+
+    return take_rows(table_VD, tokens_T, next_norm, pdl=True, exact=exact)
+
+
+def rows_of(x: Stream) -> Tensor:
+    return x.x_MD if isinstance(x, Weighed) else x
+
+
+def _trained_linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    from tlt.kernels import training_triton
+
+    normed_TK = x_TK if norm_weight is None else training_triton.rms_norm(x_TK, norm_weight, norm_eps)
+    if residual is not None and bias is None and not gated:
+        return torch.addmm(residual, normed_TK, weight_NK.t())  # one launch, and rounded once
+    product_TN = torch.nn.functional.linear(normed_TK, weight_NK, bias)
+    if gated:
+        product_TN = training_triton.silu_mul(product_TN)
+    return product_TN if residual is None else residual + product_TN
+
+
+def wide_linear(x_TK: Tensor, weight_NK: Tensor, *, exact: bool = False) -> Tensor:
     """A product whose sums are not rounded to half precision."""
     if in_gpu_rollout(x_TK):
         from tlt.kernels.linear_triton import linear as fused
 
         out = torch.empty((len(x_TK), len(weight_NK)), dtype=torch.float32, device=x_TK.device)
-        return fused(x_TK, weight_NK, out=out, pdl=True)
+        return fused(x_TK, weight_NK, out=out, pdl=True, exact=exact)
     if x_TK.dtype in (torch.bfloat16, torch.float16):
         if not x_TK.is_cuda:
             return x_TK.float() @ weight_NK.float().t()
@@ -72,8 +140,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         from tlt.kernels.elementwise_triton import rms_norm as fused
 
         return fused(x_TD, weight_D, eps, pdl=True)
+    if in_gpu_training(x_TD):
+        from tlt.kernels.training_triton import rms_norm as trained
+
+        return trained(x_TD, weight_D, eps)
     return torch.nn.functional.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
 
 
 def in_gpu_rollout(x: Tensor) -> bool:
     return x.is_cuda and not torch.is_grad_enabled() and x.dtype == torch.bfloat16
+
+
+def in_gpu_training(x: Tensor) -> bool:
+    return x.is_cuda and torch.is_grad_enabled() and x.dtype == torch.bfloat16

@@ -8,6 +8,7 @@ them to Hugging Face's names. A new Transformer holds no values: load weights or
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.model.attention import HeadNorms, Heads, Layout, Rotary
 from tlt.model.config import ModelConfig
-from tlt.model.linear import in_gpu_rollout, linear, rms_norm, wide_linear
+from tlt.model.linear import Stream, add_linear, embed, in_gpu_rollout, linear, rms_norm, rows_of, wide_linear
 from tlt.model.rope import rotary_tables
 
 
@@ -61,14 +62,21 @@ class Block(nn.Module):
         self.down = parameter(D, M)
         self.down_bias = optional(config.mlp_bias, D)
 
-    def forward(self, x_TD: Tensor, layout: Layout, rotary: Rotary) -> Tensor:
-        qkv_TN = linear(x_TD, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps)
+    def forward(self, x: Stream, layout: Layout, rotary: Rotary, next_norm: Tensor | None = None) -> Stream:
+        """`next_norm`: the weight of the norm that reads the result, if that is known."""
+        exact = layout.exact
+        qkv_TN = linear(x, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps, exact=exact)
         attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm))
-        x_TD = linear(attended, self.o, bias=self.o_bias, residual=x_TD)
+        x = add_linear(attended, self.o, bias=self.o_bias, residual=x, next_norm=self.mlp_norm, exact=exact)
         gated = linear(
-            x_TD, self.gate_up, bias=self.gate_up_bias, norm_weight=self.mlp_norm, norm_eps=self.eps, gated=True
+            *(x, self.gate_up),
+            bias=self.gate_up_bias,
+            norm_weight=self.mlp_norm,
+            norm_eps=self.eps,
+            gated=True,
+            exact=exact,
         )
-        return linear(gated, self.down, bias=self.down_bias, residual=x_TD)
+        return add_linear(gated, self.down, bias=self.down_bias, residual=x, next_norm=next_norm, exact=exact)
 
 
 class Transformer(nn.Module):
@@ -97,22 +105,25 @@ class Transformer(nn.Module):
     def forward(self, tokens_T: Tensor, layout: Layout, taps: Sequence[int] = ()) -> Output:
         """`taps` names layers by how many have run: tap 2 is the residual stream after two layers."""
         rotary = Rotary(self.cos_PR, self.sin_PR)
-        x_TD = self.embed[tokens_T]
+        norms = [cast(Block, block).attn_norm for block in self.blocks]
+        x = embed(self.embed, tokens_T, norms[0], exact=layout.exact)
         tapped = {}
-        for index, block in enumerate(self.blocks):
+        for index, (block, next_norm) in enumerate(zip(self.blocks, [*norms[1:], None], strict=True)):
             if index in taps:
+                x_TD = rows_of(x)
                 tapped[index] = x_TD.clone() if in_gpu_rollout(x_TD) else x_TD  # there the blocks write over it
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x_TD = checkpoint(block, x_TD, layout, rotary, use_reentrant=False)
-            else:
-                x_TD = block(x_TD, layout, rotary)
-        tapped[len(self.blocks)] = x_TD
-        hidden_TD = rms_norm(x_TD, self.norm, self.config.norm_eps)
+                # nothing in a block is random
+                x = checkpoint(block, x, layout, rotary, use_reentrant=False, preserve_rng_state=False)
+            else:  # with gradients no block reads the next one's norm, which may be a shard elsewhere
+                x = block(x, layout, rotary, None if torch.is_grad_enabled() else next_norm)
+        tapped[len(self.blocks)] = rows_of(x)
+        hidden_TD = rms_norm(rows_of(x), self.norm, self.config.norm_eps)
         return Output(hidden_TD, tuple(tapped[tap] for tap in taps))
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
+    def logits(self, hidden_TD: Tensor, *, exact: bool = False) -> Tensor:
         """In float32 at least: bfloat16 would round a logit of 20 to the next eighth, and turn tokens."""
-        return wide_linear(hidden_TD, self.head_weight)
+        return wide_linear(hidden_TD, self.head_weight, exact=exact)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
