@@ -1,0 +1,65 @@
+"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices."""
+# R rows, L nodes grown, Q nodes of a tree, W mask words
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt.kernels.pruning import LEVEL_COST, WORD, Pruned
+
+_LEVEL_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(WORD)
+
+
+@triton.jit
+def _prune_kernel(
+    token_ptr, parent_ptr, score_ptr, ready_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr, mask_ptr,
+    stride_grown, stride_out, stride_mask, grown, kept, nodes,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, L: tl.constexpr, Q: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    ready = tl.load(ready_ptr + row).to(tl.int32) != 0
+    node = tl.arange(0, L)
+    real = node < grown
+    level = node // WIDTH
+    score = tl.load(score_ptr + row * stride_grown + node, mask=real, other=float("-inf"))
+    score = tl.where(real, score - _LEVEL_COST * level, float("-inf"))
+    # how many come before each node: those with a better score, and equals that stand before it
+    mine, theirs = score[:, None], score[None, :]
+    before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
+    stays = real & (tl.sum(before.to(tl.int32), axis=1) < kept)
+    place = tl.cumsum(stays.to(tl.int32), axis=0)  # in the tree; the root is 0
+    place = tl.where(stays, place, -1)
+    token = tl.load(token_ptr + row * stride_grown + node, mask=real, other=0)
+    parent = tl.load(parent_ptr + row * stride_grown + node, mask=real, other=-1)
+    above = tl.sum(tl.where(node[None, :] == parent[:, None], place[None, :], 0), axis=1)  # 0 where that is the root
+    column = tl.arange(0, Q)
+    here = column[:, None] == place[None, :]
+    filled = (tl.sum(here.to(tl.int32), axis=1) > 0) & ready
+    tree_token = tl.sum(tl.where(here, token[None, :], 0), axis=1)
+    tree_parent = tl.where(filled, tl.sum(tl.where(here, above[None, :], 0), axis=1), -1)
+    tree_depth = tl.where(filled, tl.sum(tl.where(here, level[None, :] + 1, 0), axis=1), 0)
+    inside = column < nodes
+    out = row * stride_out + column
+    tl.store(out_token_ptr + out, tree_token, mask=inside & (column > 0))
+    tl.store(out_parent_ptr + out, tree_parent.to(tl.int64), mask=inside)
+    tl.store(out_depth_ptr + out, tree_depth.to(tl.int64), mask=inside)
+    hangs_on = column[None, :] == tree_parent[:, None]
+    one = tl.full((Q,), 1, tl.int32)
+    for word in tl.static_range(W):
+        sees = tl.where(column // _WORD == word, one << (column % _WORD), 0)
+        for _ in tl.static_range(DEPTH):
+            sees = sees | tl.sum(tl.where(hangs_on, sees[None, :], 0), axis=1)
+        tl.store(mask_ptr + row * stride_mask + column * W + word, sees, mask=inside)
+
+
+def prune(
+    token_RL: Tensor, parent_RL: Tensor, score_RL: Tensor, ready_R: Tensor, width: int, depth: int, out: Pruned
+) -> None:
+    """As `pruning.prune`."""
+    grown, (rows, nodes) = width * depth, out.token_RQ.shape
+    _prune_kernel[(rows,)](
+        token_RL, parent_RL, score_RL, ready_R, out.token_RQ, out.parent_RQ, out.depth_RQ, out.mask_RQW,
+        token_RL.stride(0), out.token_RQ.stride(0), out.mask_RQW.stride(0), grown, min(nodes - 1, grown), nodes,
+        WIDTH=width, DEPTH=depth, L=triton.next_power_of_2(max(grown, 2)), Q=triton.next_power_of_2(max(nodes, 2)),
+        W=out.mask_RQW.shape[2], num_warps=4,
+    )  # fmt: skip
