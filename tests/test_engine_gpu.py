@@ -1,5 +1,7 @@
 """On a GPU: graphs change no token, tokens follow the policy, and a tick waits for the device once."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,6 +12,9 @@ from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
+from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.learned import LearnedDrafting
+from tlt.spec.shape import Shape
 from tlt.types import Completion, Key, SamplingParams
 
 pytestmark = [
@@ -144,3 +149,63 @@ def test_speculation_keeps_the_tokens_up_to_rounding() -> None:
         turned += done[key] != expected
     assert turned / tokens < 0.03, f"{turned} answers left their course within {tokens} tokens"
     assert speculation.accept_length > 1.3
+
+
+def learned_engine(model: Transformer, shapes: Callable[[], Shape], graphs: bool) -> tuple[Engine, LearnedDrafting]:
+    from tests.test_learned import Always
+    from tlt.spec.speculation import Speculating
+
+    drafter = Eagle(EagleConfig.of_policy(model.config, window=64), dtype=torch.bfloat16, device="cuda")
+    drafter.init_weights(3)
+    learned = LearnedDrafting(drafter, model, rows=24)
+    always = Always(lambda running: shapes() if running else Shape())
+    speculation = Speculating([learned], always, learned=learned, deepest=8)
+    return Engine(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
+
+
+def test_trees_grown_in_graphs_are_those_grown_without() -> None:
+    """And whatever is grown, the tokens stay, up to rounding."""
+    model = gpu_policy()
+    grown: list[dict[tuple[Key, int], tuple[int, ...]]] = []
+    done: list[dict[Key, tuple[int, ...]]] = []
+    for graphs in (False, True):
+        ticks = iter(range(10**6))
+        seen: dict[tuple[Key, int], tuple[int, ...]] = {}
+        engine, learned = learned_engine(
+            model,
+            lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7),
+            graphs,  # noqa: B023
+        )
+        propose = engine._speculation.propose
+
+        def spy(keys, answers, shape):  # type: ignore[no-untyped-def]
+            drafts = propose(keys, answers, shape)  # noqa: B023
+            for key, answer in zip(keys, answers, strict=True):
+                seen[key, len(answer)] = learned.plant(keys, shape).draft(key).tokens[:2]  # noqa: B023
+            return drafts
+
+        engine._speculation.propose = spy  # type: ignore[method-assign]
+        engine.submit(batch(24))
+        done.append({completion.key: completion.tokens for completion in engine.drain()})
+        grown.append(seen)
+    common = [place for place in grown[0] if place in grown[1]]
+    assert len(common) > 100
+    assert sum(grown[0][place] == grown[1][place] for place in common) > 0.9 * len(common)
+    plain = {key: completion.tokens for key, completion in answers(model, rows=24).items()}
+    for tokens in done:
+        assert sum(tokens[key] == expected for key, expected in plain.items()) > 12
+
+
+def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens() -> None:
+    engine, _ = learned_engine(gpu_policy(), lambda: Shape(("eagle",), 4, 2, 7), graphs=True)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    engine.submit([Request(Key(0, i), (5 + i, 6, 7), params, str(i)) for i in range(8)])
+    for _ in range(40):
+        engine.tick()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            engine.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(engine.drain()) == 8

@@ -11,9 +11,10 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
-from tlt.engine.runner import Features
 from tlt.model.attention import PackedLayout
 from tlt.spec.align import align
+from tlt.spec.candidates import Sharpness
+from tlt.spec.drafter import Planted
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Draft, Shape
@@ -24,10 +25,10 @@ from tlt.types import Key, SamplingParams
 PARAMS = [SamplingParams(max_tokens=40), SamplingParams(temperature=0.0, max_tokens=30)]
 
 
-def drafting(window: int = 16, places: int = 16) -> LearnedDrafting:
+def drafting(window: int = 16, rows: int = 16) -> LearnedDrafting:
     drafter = Eagle(EagleConfig.of_policy(MODEL.config, window=window), dtype=torch.float64)
     drafter.init_weights(3)
-    return LearnedDrafting(drafter, MODEL, places)
+    return LearnedDrafting(drafter, MODEL, rows)
 
 
 class Always:
@@ -46,17 +47,8 @@ class Always:
 
 
 def engine_with(learned: LearnedDrafting, choose, **knobs: object) -> Engine:  # type: ignore[no-untyped-def]
-    def feed(features: Features) -> None:
-        learned.absorb([stay.progress.request.key for stay in features.stays], features.first, features.taps)
-
-    return Engine(
-        MODEL,
-        letters(),
-        EngineSettings(**knobs),
-        taps=learned.drafter.config.taps,
-        on_features=feed,
-        speculation=Speculating([learned], Always(choose)),
-    )
+    speculation = Speculating([learned], Always(choose), learned=learned)
+    return Engine(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
 
 
 def shape_of(depth: int, width: int, verify: int) -> Shape:
@@ -83,10 +75,10 @@ def test_tokens_stay_whatever_an_untrained_drafter_names(kind: str) -> None:
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
 
 
-def test_tokens_stay_under_preemption_and_with_too_few_places() -> None:
+def test_tokens_stay_under_preemption() -> None:
     batch = requests(8, group=2, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
     engine = engine_with(
-        drafting(places=3), lambda batch: shape_of(3, 2, 5) if batch else Shape(), rows=8, kv_gib=kv_gib(16, 16)
+        drafting(), lambda batch: shape_of(3, 2, 5) if batch else Shape(), rows=8, kv_gib=kv_gib(16, 16)
     )
     engine.submit(batch)
     done = {completion.key: completion for completion in engine.drain()}
@@ -95,23 +87,34 @@ def test_tokens_stay_under_preemption_and_with_too_few_places() -> None:
 
 
 @torch.no_grad()
-def test_drafts_come_from_the_right_states_after_any_history() -> None:
+def test_drafts_come_from_the_right_states_after_any_history(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it names in the engine equals what the packed form of the drafter names from the whole text."""
+    monkeypatch.setattr(Sharpness, "observe", lambda *_: None)  # the same β throughout
     learned = drafting(window=64)
     batch = requests(4, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
-    seen: list[tuple[Key, tuple[int, ...], Draft]] = []
-    original = learned.propose
-
-    def spy(keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        drafts = original(keys, answers, shape)
-        seen.extend((key, tuple(answer), draft) for key, answer, draft in zip(keys, answers, drafts, strict=True))
-        return drafts
-
-    learned.propose = spy  # type: ignore[method-assign]
     ticks = iter(range(10**6))
     engine = engine_with(
         learned, lambda batch: shape_of(2, 2, 5) if batch and next(ticks) % 7 in (3, 4, 5) else Shape(), rows=4
     )
+    seen: list[tuple[Key, tuple[int, ...], Draft]] = []
+    original = learned.plant
+
+    def spy(keys: Sequence[Key], shape: Shape) -> Planted:
+        planted = original(keys, shape)
+        if shape_now:  # the trees of this tick, not those of the next
+            seen.extend((key, engine.written(key), planted.draft(key)) for key in keys)
+            shape_now.clear()
+        return planted
+
+    shape_now: list[bool] = []
+    proposing = engine._speculation.propose
+
+    def propose(keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
+        shape_now.append(True)
+        return proposing(keys, answers, shape)
+
+    learned.plant = spy  # type: ignore[method-assign]
+    engine._speculation.propose = propose  # type: ignore[method-assign]
     engine.submit(batch)
     engine.drain()
     prompts = {request.key: request.prompt for request in batch}
@@ -130,7 +133,7 @@ def first_named(learned: LearnedDrafting, key: Key, prompt: tuple[int, ...], ans
     drafter = learned.drafter
     text = torch.tensor([*prompt, *answer])
     states = gather_taps(MODEL(text, PackedLayout.from_lengths([len(text)]), taps=drafter.config.taps).taps)
-    first = len(prompt) - 1  # states of the prompt's earlier tokens never left the engine
+    first = 0  # the prompt's states are kept too
     aligned = align(text[first:], torch.ones(len(text) - first, dtype=torch.bool), [len(text) - first])
     shifted = type(aligned)(aligned.next_T, aligned.learn_T, aligned.index_T, aligned.lengths)
     g_TD = rotated_forward(drafter, shifted, states[first:], first)
@@ -144,34 +147,16 @@ def rotated_forward(drafter: Eagle, aligned, states, first: int) -> torch.Tensor
     return drafter.forward_packed(aligned, states, MODEL.embed)
 
 
-def test_places_are_given_back() -> None:
-    learned = drafting(places=4)
-    engine = engine_with(learned, lambda batch: shape_of(2, 1, 3) if batch else Shape(), rows=4)
-    for seed in (1, 2):
-        engine.submit(requests(6, params=PARAMS, seed=seed))
-        engine.drain()
-    assert sorted(learned._free) == [0, 1, 2, 3]
-    assert not learned._requests
-
-
 def test_suffix_and_learned_branches_share_a_tree() -> None:
     from tlt.spec.drafter import SuffixDrafting
 
     learned = drafting()
     batch = requests(6, group=3, params=PARAMS)
 
-    def feed(features: Features) -> None:
-        learned.absorb([stay.progress.request.key for stay in features.stays], features.first, features.taps)
-
     both = Shape(("eagle", "suffix"), 4, 2, 9)
-    engine = Engine(
-        MODEL,
-        letters(),
-        EngineSettings(rows=6),
-        taps=learned.drafter.config.taps,
-        on_features=feed,
-        speculation=Speculating([learned, SuffixDrafting(10_000)], Always(lambda batch: both if batch else Shape())),
-    )
+    always = Always(lambda batch: both if batch else Shape())
+    speculation = Speculating([learned, SuffixDrafting(10_000)], always, learned=learned)
+    engine = Engine(MODEL, letters(), EngineSettings(rows=6), speculation=speculation)
     engine.submit(batch)
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
 
@@ -182,3 +167,19 @@ def test_the_policy_is_not_touched() -> None:
     engine.submit(requests(4, params=PARAMS))
     engine.drain()
     assert all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))
+
+
+def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
+    learned, other = drafting(), drafting().drafter
+    other.init_weights(9)
+    batch = requests(6, params=PARAMS)
+    engine = engine_with(learned, lambda batch: shape_of(3, 2, 6) if batch else Shape(), rows=6)
+    engine.submit(batch)
+    done = [completion for _ in range(8) for completion in engine.tick()]
+    engine._speculation.load_drafter(dict(other.named_parameters()), version=1)  # type: ignore[attr-defined]
+    done += engine.drain()
+    assert tokens_of({completion.key: completion for completion in done}) == plain(batch)
+    assert learned.version == 1
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), learned.drafter.parameters(), strict=True))
+    with pytest.raises(ValueError, match="no such tensor"):
+        learned.load({"nonsense": torch.zeros(1)}, version=2)

@@ -7,7 +7,7 @@ drafters remember of a prompt starts anew in any case: prompts have another name
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -23,6 +23,7 @@ from tlt.engine.request import Request
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
+from tlt.spec.costs import POLICY, Measured
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.speculation import Speculating, SpeculationReport
@@ -93,6 +94,9 @@ class Understudy:
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         return self.now.observe(outcome)
 
+    def know(self, costs: Iterable[Measured]) -> None:
+        self.now.know(costs)
+
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)
 
@@ -118,7 +122,10 @@ class Stage:
         self._speculating = build_engine(policy, self._config, self._choosers)
         sizes = self._sizes()
         self._plain.warm_up(sizes)
-        self.decode_s = self._speculating.warm_up(sizes)  # tokens of a forward → seconds
+        self._speculating.warm_up(sizes)
+        self._measured = self._speculating.measure()
+        # tokens of a forward → seconds
+        self.decode_s = {cost.size: cost.seconds for cost in self._measured if cost.role == POLICY}
         self._warm = self.chooser(Variant(WARM))
         self._rollouts = 0
 
@@ -156,8 +163,8 @@ class Stage:
             return chooser_of(replace(spec, chooser="beg-mab"), rows)
         tuned = replace(spec, chooser="tuner")
         if variant.name in (TUNER, WARM):
-            return chooser_of(tuned, rows, self.decode_s)
-        return chooser_of(replace(tuned, drafter="none"), rows, self.decode_s)
+            return chooser_of(tuned, rows, self._measured)
+        return chooser_of(replace(tuned, drafter="none"), rows, self._measured)
 
     def off_seconds(self, ticks: int = 4096) -> float:
         """What an engine with speculation does more in a plain tick than one without, on the host."""

@@ -1,7 +1,8 @@
 """The engine: requests in, completions out, continuously batched.
 
 What always holds: a request is answered exactly once, or its failure raises; the tokens of a request depend on the
-policy, its key and its settings alone, not on who else is in the batch, when it entered or how often it was preempted.
+policy, its key and its settings alone, not on who else is in the batch, when it entered or how often it was preempted;
+on a GPU in bfloat16 up to rounding, or to the bit with `engine.exact`.
 On a GPU a tick is launched before the previous one's tokens are read, so that the device never waits for the host.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
+from tlt.engine.exact import check_policy
 from tlt.engine.graphs import PoolReport
 from tlt.engine.memory import cache_pages
 from tlt.engine.pages import Census, PageBook
@@ -21,6 +23,7 @@ from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.alarm import Alarm
+from tlt.spec.costs import POLICY, Measured
 from tlt.spec.shape import MOST_NODES, Shape
 from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
@@ -59,11 +62,13 @@ class Engine:
         speculation: Speculation | None = None,
     ) -> None:
         settings = settings or EngineSettings()
+        if settings.exact:
+            check_policy(model)
         self._tokenizer = tokenizer
         self._version = version
         self._speculation = speculation or NoSpeculation()
         beyond = MOST_NODES if speculation else 0  # a tree needs room for its branches
-        pages = cache_pages(model, settings, beyond)
+        pages = cache_pages(model, settings, beyond, self._speculation.widest)
         self._limits = Limits(
             vocab=model.config.vocab,
             context=model.config.max_positions,
@@ -75,11 +80,21 @@ class Engine:
             PageBook(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
         )
         self._runner = Runner(
-            model, cache, rows=settings.rows, graphs=settings.graphs, taps=taps, on_features=on_features
+            model,
+            cache,
+            rows=settings.rows,
+            graphs=settings.graphs,
+            taps=taps,
+            on_features=on_features,
+            keeper=self._speculation.keeper,
+            exact=settings.exact,
         )
+        self._speculation.keeper.attach(self._runner)
         self._ahead = model.embed.is_cuda  # launch the next tick before reading this one
         self._flight: _Flight | None = None
-        self._read_s: float | None = None  # when the last plain tick was read
+        self._read_s: float | None = None  # when the last tick was read …
+        self._read_capture_s = 0.0  # … and what captures had taken by then
+        self._following: Shape | None = None  # chosen, and drafted for, behind the last verification
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, Progress] = {}
         self._failures: list[str] = []
@@ -126,55 +141,84 @@ class Engine:
                 "an exception cut an earlier tick short, rows and pages may disagree: build a new engine"
             )
         self._torn = True
-        shape = self._speculation.choose(self._scheduler.running)
+        shape = self._next_shape()
         completions = self._plain_tick() if shape.off else self._verify_tick(shape)
         if self.idle:
             self._settle()
         self._torn = False
         return completions
 
+    def _next_shape(self) -> Shape:
+        running = self._scheduler.running
+        shape, self._following = self._following, None
+        if shape is None or not running:
+            return self._speculation.choose(running)
+        self._speculation.chosen(running, shape)
+        return shape
+
     def _plain_tick(self) -> list[Completion]:
         plan = self._scheduler.plan()
-        launched = None if plan.empty else _Flight(plan, self._runner.launch(plan))
+        launched = None
+        if not plan.empty:
+            self._runner.prepare(plan)
+            launched = _Flight(plan, self._runner.launch(plan))
         if launched is None and self._flight is None and not self.idle:
             raise AssertionError(f"nothing to run, yet {len(self._in_flight)} requests wait: {self._scheduler.census}")
         self._ticks += launched is not None
         if self._ahead:
             launched, self._flight = self._flight, launched
         completions = self._observe(launched) if launched else []
-        self._tell_seconds(launched)
+        if launched:
+            seconds, _ = self._since_last_read(None)
+            if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
+                self._speculation.decoded(len(launched.plan.stays), seconds)
+        else:
+            self._read_s = None
         return completions
 
-    def _tell_seconds(self, flight: _Flight | None) -> None:
-        """A plain tick takes from the reading of the one before to its own; with prefill in it, it says nothing."""
-        now = time.perf_counter()
-        if flight and self._read_s is not None and not flight.plan.chunks:
-            self._speculation.decoded(len(flight.plan.stays), now - self._read_s)
-        self._read_s = now if flight else None
+    def _since_last_read(self, begun_s: float | None) -> tuple[float | None, float]:
+        """Seconds of a tick that was just read, from the reading of the one before or from when it was begun, without
+        captures; and what captures took of them. None if it was the first and nobody knows when it was begun."""
+        now, captured = time.perf_counter(), self._runner.capture_s
+        since = self._read_s if self._read_s is not None else begun_s
+        once_s = captured - self._read_capture_s if self._read_s is not None else 0.0
+        self._read_s, self._read_capture_s = now, captured
+        return (None if since is None else now - since - once_s), once_s
 
     def _verify_tick(self, shape: Shape) -> list[Completion]:
-        """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first."""
+        """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first.
+
+        What the device can draft for the tick after this one is launched before this one's tokens are waited for.
+        """
+        begun_s = time.perf_counter()
         completions = self._land()
         if not self._scheduler.running:
             return completions + self._plain_tick()  # those to draft for have just ended
+        if self._read_s is None:
+            self._read_s, self._read_capture_s = begun_s, self._runner.capture_s
         plan = self._scheduler.plan(nodes=shape.verify)
         keys = [stay.progress.request.key for stay in plan.stays]
-        started, captured = time.perf_counter(), self._runner.capture_s
+        self._runner.prepare(plan)
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
-        drawn = self._runner.launch(plan, drafts, steps=shape.depth + 1).drawn()
+        steps = max(shape.depth, self._speculation.deepest) + 1
+        pending = self._runner.launch(plan, drafts, steps=min(steps, shape.verify))
+        self._following = self._speculation.foresee(len(keys))
+        self._speculation.prepare(keys, self._following)
+        drawn = pending.drawn()
         for stay, tokens in zip(plan.stays, drawn.tokens, strict=True):
             self._scheduler.advance(stay, len(tokens))
-        once_s = self._runner.capture_s - captured
-        seconds = None if plan.chunks else time.perf_counter() - started - once_s  # with prefill in it, it says nothing
-        self._speculation.verified(shape, drawn.tokens, seconds, once_s)
-        self._read_s = None  # the next plain tick starts afresh
+        seconds, once_s = self._since_last_read(begun_s)
+        self._speculation.verified(shape, drawn.tokens, None if plan.chunks else seconds, once_s)
         self._ticks += 1
         return completions + self._read(plan, drawn)
 
     def _land(self) -> list[Completion]:
         """Reads the tick in flight, if there is one."""
         flight, self._flight = self._flight, None
-        return self._observe(flight) if flight else []
+        if flight is None:
+            return []
+        self._read_s = None  # it was waited for at once: neither its own time nor the next one's can be told
+        return self._observe(flight)
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -198,11 +242,21 @@ class Engine:
         """
         if version != self._version:
             self._scheduler.forget_cache()
+            self._speculation.policy_changed()
             self._version = version
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""
         return self._runner.capture(sizes)
+
+    def measure(self) -> list[Measured]:
+        """What runs of the policy and of its drafter cost: what a tuner wants to know beforehand."""
+        sizes = self._runner.measured_sizes()
+        policy = [Measured(POLICY, size, seconds) for size, seconds in self.warm_up(sizes).items()]
+        if self._speculation.widest > 1:
+            steps = self._speculation.deepest + 1
+            policy += [Measured(POLICY, *pair) for pair in self._runner.time_trees(self._speculation.widest, steps)]
+        return policy + self._speculation.keeper.measure(sizes)
 
     def report(self) -> EngineReport:
         return EngineReport(
@@ -303,5 +357,5 @@ class Engine:
     def _settle(self) -> None:
         """Idle: the tick that may still be in flight belongs to nobody, and no page may be missing."""
         self._land()
-        self._read_s = None  # the time until the next request is no tick's
+        self._read_s = self._following = None  # the time until the next request is no tick's
         self._scheduler.check_integrity()

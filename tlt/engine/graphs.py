@@ -14,6 +14,8 @@ import torch
 
 T = TypeVar("T")
 
+_TIMED_RUNS = 3  # of a graph that was just captured
+
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
@@ -29,6 +31,7 @@ class GraphPool(Generic[T]):
         self._device = device
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pool: Any = None  # of the first graph; the others join it
+        self._seconds: dict[Hashable, float] = {}
         self._memory = self._replays = self._eager = 0
         self._capture_s = 0.0
 
@@ -45,7 +48,6 @@ class GraphPool(Generic[T]):
             function()
         torch.cuda.current_stream(self._device).wait_stream(side)
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # so that what the capture adds is the graph's alone
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -54,7 +56,24 @@ class GraphPool(Generic[T]):
         torch.cuda.synchronize(self._device)
         self._memory += torch.cuda.memory_reserved(self._device) - before
         self._graphs[key] = (graph, result)
+        self._seconds[key] = self._timed(graph)
         self._capture_s += time.perf_counter() - started
+
+    def seconds(self, key: Hashable) -> float:
+        """What a run took when it was captured."""
+        return self._seconds[key]
+
+    def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
+        """The fastest of a few runs, which have no effect either."""
+        runs = []
+        for _ in range(_TIMED_RUNS):
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begun.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            runs.append(float(begun.elapsed_time(ended)) / 1e3)
+        return min(runs)
 
     def replay(self, key: Hashable) -> T:
         """What the captured function returned: fixed tensors that the next replay overwrites."""

@@ -10,16 +10,18 @@ from tlt.model.transformer import Transformer
 GIB = 1024**3
 CPU_GIB = 1.0
 RESERVE_SHARE = 0.05  # of the whole GPU, kept for graphs and the allocator
+LOGIT_BYTES = 4  # logits are float32
 RESERVE_GIB = 1.0  # and this on top
 
 
-def cache_pages(model: Transformer, settings: EngineSettings, beyond: int) -> int:
+def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes: int = 1) -> int:
     """Pages within the memory asked for, or within what is free; never more than all rows could ever fill.
 
-    `beyond` is how many places a draft tree may take behind a context that is full.
+    `beyond` is how many places a draft tree may take behind a context that is full, `nodes` how many of each row are
+    computed in one tick at most.
     """
     page = KVCache.page_bytes(model.config, settings.page_size, model.embed.dtype)
-    budget = settings.kv_gib * GIB if settings.kv_gib else _free_bytes(model, settings)
+    budget = settings.kv_gib * GIB if settings.kv_gib else _free_bytes(model, settings, nodes)
     most = settings.rows * (-(-(model.config.max_positions + beyond) // settings.page_size) + 1)
     pages = min(int(budget // page), most)
     if pages < 2:
@@ -30,16 +32,17 @@ def cache_pages(model: Transformer, settings: EngineSettings, beyond: int) -> in
     return pages
 
 
-def _free_bytes(model: Transformer, settings: EngineSettings) -> float:
+def _free_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> float:
     if not model.embed.is_cuda:
         return CPU_GIB * GIB
     free, total = torch.cuda.mem_get_info(model.embed.device)
     cached = torch.cuda.memory_reserved(model.embed.device) - torch.cuda.memory_allocated(model.embed.device)
-    return free + cached - RESERVE_SHARE * total - RESERVE_GIB * GIB - _prefill_bytes(model, settings)
+    return free + cached - RESERVE_SHARE * total - RESERVE_GIB * GIB - _forward_bytes(model, settings, nodes)
 
 
-def _prefill_bytes(model: Transformer, settings: EngineSettings) -> int:
-    """What the largest prefill piece and the logits of all rows need beside the weights."""
+def _forward_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> int:
+    """What the largest prefill piece and the logits of all rows' nodes need beside the weights."""
     config, size = model.config, model.embed.element_size()
     widest = 2 * config.mlp + config.mlp + config.qkv_width + 4 * config.hidden
-    return settings.prefill_tokens * widest * size + 2 * settings.rows * config.vocab * size
+    tokens = max(settings.prefill_tokens, settings.rows * nodes)
+    return tokens * widest * size + settings.rows * nodes * config.vocab * LOGIT_BYTES

@@ -17,6 +17,7 @@ from tlt.engine.sampler import Sampled, SamplingRows
 from tlt.engine.scheduler import Plan
 from tlt.kernels import rows as row_kernels
 from tlt.kernels.noise import as_int64
+from tlt.spec.drafter import RowView
 from tlt.spec.tree import Trees
 from tlt.spec.verify import Walk, tree_kernels
 
@@ -53,6 +54,11 @@ class Rows:
         self._pages = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self._count = torch.zeros((), dtype=torch.int32, device=device)  # graphs hold this pointer: fill_, never rebind
         self._known_count = 0
+
+    def view(self) -> RowView:
+        """The rows as a drafter sees them, whatever they hold when it looks."""
+        ints, temperature = self._ints, self._floats[:, 0]
+        return RowView(ints[:, 1], ints[:, 2], ints[:, 3], temperature, self._count)
 
     def apply(self, plan: Plan) -> None:
         """Brings the rows to where the plan's decode starts."""

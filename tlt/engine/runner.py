@@ -9,21 +9,26 @@ log-probabilities, one copy per tick, and it is waited for only when asked for.
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt.engine.exact import head_chain
 from tlt.engine.graphs import GraphPool, PoolReport, bucket, buckets
 from tlt.engine.rows import Rows, send
-from tlt.engine.sampler import sample
+from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
 from tlt.model.attention import PagedLayout, kernels_for
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.drafter import Entered, Keeper, NoKeeper, RowView
 from tlt.spec.shape import MOST_NODES, Draft
 from tlt.spec.tree import Trees
 
 _TIMED_RUNS = 5  # of each captured size
+_DEAREST = {"cpu": 32, "cuda": 2048}  # tokens of a forward that is still timed beforehand
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,11 @@ class Runner:
         graphs: bool,
         taps: Sequence[int],
         on_features: Callable[[Features], None] | None,
+        keeper: Keeper | None = None,
+        exact: bool = False,
     ) -> None:
         self._model = model
+        self._exact = exact  # bits of a row do not depend on other rows
         self._cache = cache
         self._page_size = cache.k.shape[2]
         self._device = model.embed.device
@@ -97,31 +105,87 @@ class Runner:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         self._taps = tuple(taps) if on_features else ()
         self._on_features = on_features
+        self._keeper = keeper or NoKeeper()
+        self._all_taps = (*self._keeper.taps, *self._taps)
         self._sizes = buckets(rows)
-        self._pool: GraphPool[_Result] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
+        self._pool: GraphPool[Any] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
         self._landing = _landing(rows) if model.embed.is_cuda else None
         self._turn = 0
 
     @torch.no_grad()
-    def launch(self, plan: Plan, drafts: Sequence[Draft] = (), steps: int = 1) -> Pending:
-        """Starts a tick; returns before the device has done it.
-
-        Where the plan has trees, `drafts` holds one per stay, and a walk emits at most `steps` tokens.
-        """
+    def prepare(self, plan: Plan) -> None:
+        """Brings cache and rows to where the plan's decode starts."""
         if plan.chunks:
             self._prefill(plan.chunks)
         if plan.copies:
             self._copy(plan.copies)
         self._rows.apply(plan)
+        if plan.moves or plan.entries:
+            entered = [Entered(entry.row, entry.position, entry.token, entry.prefix) for entry in plan.entries]
+            self._keeper.rearrange(plan.moves, entered)
+
+    @torch.no_grad()
+    def launch(self, plan: Plan, drafts: Sequence[Draft] | None = None, steps: int = 1) -> Pending:
+        """Starts the tick that was prepared; returns before the device has done it.
+
+        Where the plan has trees, `drafts` holds one per stay (None: they lie in `trees` already), and a walk emits at
+        most `steps` tokens.
+        """
         count = len(plan.stays)
         if not count:
             return Pending(torch.empty((0, 3), dtype=torch.int32), None)
         if plan.nodes == 1:
             result = self._run("decode", count, lambda rows: self._forward(rows, plan.filtered), plan.filtered)
         else:
-            result = self._verify(plan, drafts, steps)
+            if drafts is not None:
+                self.trees(plan.nodes).fill(drafts)
+            result = self._verify(plan, steps)
+        self._keeper.computed(steps)
         self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
+
+    # ---- a drafter's stage
+
+    def view(self) -> RowView:
+        return self._rows.view()
+
+    def padded(self, rows: int) -> int:
+        return rows if self._pool is None else bucket(rows, self._sizes) or rows
+
+    def trees(self, nodes: int) -> Trees:
+        if nodes not in self._trees:
+            self._trees[nodes] = Trees.empty(self._max_rows, nodes, self._device)
+        return self._trees[nodes]
+
+    def play(self, parts: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
+        if self._pool is None:
+            for _, work in parts:
+                work()
+            return
+        for key, work in parts:  # all of them first: a capture runs the work, and leaves its traces to the next part
+            self._captured(key, work)
+        for key, _ in parts:
+            self._pool.replay(key)
+
+    def time(self, key: Hashable, work: Callable[[], object]) -> float:
+        if self._pool is not None:
+            self._captured(key, work)
+            return self._pool.seconds(key)
+        live = self._rows.set_count(0)
+        work()
+        started = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - started
+        self._rows.set_count(live)
+        return seconds
+
+    def _captured(self, key: Hashable, work: Callable[[], Any]) -> None:
+        """Has the graph captured if it was not: all rows idle, so that the trial runs change nothing."""
+        assert self._pool is not None
+        if not self._pool.has(key):
+            live = self._rows.set_count(0)
+            self._pool.capture(key, work)
+            self._rows.set_count(live)
 
     def report(self) -> PoolReport | None:
         return self._pool.report() if self._pool else None
@@ -130,6 +194,11 @@ class Runner:
     def capture_s(self) -> float:
         """Spent capturing graphs so far."""
         return self._pool.report().capture_s if self._pool else 0.0
+
+    def measured_sizes(self) -> list[int]:
+        """Batches from which the costs of all others can be told: few where a run is dear."""
+        steps = (1, 4, 16) if self._device.type == "cpu" else (1, 8, 32, 64, 128, 256, 512)
+        return [size for size in steps if size <= self._max_rows] or [self._max_rows]
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int]) -> dict[int, float]:
@@ -140,6 +209,21 @@ class Runner:
         """
         rounds = [[self._timed_decode(size) for size in sizes] for _ in range(_TIMED_RUNS)]
         return dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True))
+
+    @torch.no_grad()
+    def time_trees(self, widest: int, steps: int) -> list[tuple[int, float]]:
+        """(tokens, seconds) of verifying trees of 2, 4, … nodes in all rows: what decoding so many would take.
+
+        Beyond `_DEAREST` tokens nobody will want to know: there every token costs the same.
+        """
+        found, nodes = [], 2
+        while nodes <= widest and self._max_rows * nodes <= _DEAREST[self._device.type]:
+            trees, walk = self.trees(nodes), min(steps, nodes)
+            work = partial(self._forward_trees, trees, walk, filtered=False)
+            key = ("verify", self._max_rows, nodes, walk, False)
+            found.append((self._max_rows * nodes, self.time(key, work)))
+            nodes *= 2
+        return found
 
     def _timed_decode(self, size: int) -> float:
         """No row is live, so that nothing changes."""
@@ -161,11 +245,9 @@ class Runner:
             self._pool.count_eager()
             return function(count)
         key = (role, size, *variant)
-        if not self._pool.has(key):
-            live = self._rows.set_count(0)  # all rows idle: the trial runs change nothing
-            self._pool.capture(key, lambda: function(size))
-            self._rows.set_count(live)
-        return self._pool.replay(key)
+        self._captured(key, lambda: function(size))
+        result: _Result = self._pool.replay(key)
+        return result
 
     def _hand_out(self, plan: Plan, result: _Result) -> None:
         if self._on_features:
@@ -186,20 +268,30 @@ class Runner:
             context_R=inputs.context_R,
             pages_RP=inputs.pages_RP,
             max_query=1,
+            exact=self._exact,
         )
-        out = self._model(inputs.token_R, layout, self._taps)
-        sampled = sample(self._model.logits(out.hidden_TD), inputs.sampling)
-        taps = tuple(tap[:, None] for tap in out.taps)
+        out = self._model(inputs.token_R, layout, self._all_taps)
+        sampled = self._sample(out.hidden_TD, inputs.sampling)
+        kept, taps = self._split(out.taps)
+        if kept:
+            column_R1 = self._starts[:rows, None]
+            live_R1 = inputs.slot_R[:, None] >= 0
+            self._keeper.keep(kept, column_R1, inputs.position_R[:, None], sampled.token_R[:, None], live_R1)
+        taps = tuple(tap[:, None] for tap in taps)
         return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
+
+    def _sample(self, hidden_TD: Tensor, rows: SamplingRows) -> Sampled:
+        return sample(self._model.logits(hidden_TD, exact=self._exact), rows, exact=self._exact)
 
     # ---- verify
 
-    def _verify(self, plan: Plan, drafts: Sequence[Draft], steps: int) -> _Result:
-        if plan.nodes not in self._trees:
-            self._trees[plan.nodes] = Trees.empty(self._max_rows, plan.nodes, self._device)
-        trees = self._trees[plan.nodes]
-        trees.fill(drafts)
-        steps = min(steps, plan.nodes)
+    def _split(self, taps: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The keeper's, and those handed out."""
+        own = len(self._keeper.taps)
+        return taps[:own], taps[own:]
+
+    def _verify(self, plan: Plan, steps: int) -> _Result:
+        trees, steps = self.trees(plan.nodes), min(steps, plan.nodes)
 
         def forward(rows: int) -> _Result:
             return self._forward_trees(trees.first(rows), steps, plan.filtered)
@@ -218,20 +310,30 @@ class Runner:
             context_R=inputs.context_R,
             pages_RP=inputs.pages_RP,
             max_query=nodes,
-            tree_mask_TW=trees.mask_RQW.flatten(0, 1),
+            tree_mask_TW=None if self._exact else trees.mask_RQW.flatten(0, 1),
+            exact=self._exact,
         )
-        out = self._model(trees.token_RQ.flatten(), layout, self._taps)
-        sampled = sample(self._model.logits(out.hidden_TD), inputs.sampling)
-        walked = self._rows.finish_trees(trees, inputs, sampled, steps)
+        out = self._model(trees.token_RQ.flatten(), layout, self._all_taps)
+        sampled = self._sample(out.hidden_TD, inputs.sampling)
+        walked = self._rows.finish_trees(head_chain(trees) if self._exact else trees, inputs, sampled, steps)
         if steps > 1:
             places = inputs.slot_RQ[:, 1:steps].contiguous()  # where plain decoding would have put the accepted
             kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, walked.moves_RS, places)
+        kept, taps = self._split(out.taps)
+        if kept:
+            step_S = self._starts[:steps] if steps <= len(self._starts) else torch.arange(steps, device=self._device)
+            source_RS = walked.node_RS + self._starts[:rows, None] * nodes
+            live_RS = (step_S < walked.steps_R[:, None]) & (inputs.slot_RQ[:, :1] >= 0)
+            position_RS = inputs.position_RQ[:, :1] + step_S
+            self._keeper.keep(kept, source_RS, position_RS, walked.packed[:, :steps], live_RS)
+        if not self._on_features:
+            return _Result(walked.packed, (), out.hidden_TD[:0], walked.steps_R)
         at_node = walked.node_RS[:, :, None].expand(-1, -1, self._model.config.hidden)
 
         def walked_only(states_TD: Tensor) -> Tensor:
             return states_TD.view(rows, nodes, -1).gather(1, at_node)
 
-        return _Result(walked.packed, tuple(map(walked_only, out.taps)), walked_only(out.hidden_TD), walked.steps_R)
+        return _Result(walked.packed, tuple(map(walked_only, taps)), walked_only(out.hidden_TD), walked.steps_R)
 
     def _fetch(self, packed: Tensor) -> Pending:
         if self._landing is None:
@@ -268,8 +370,12 @@ class Runner:
             context_R=self._send([chunk.start + len(chunk.tokens) for chunk in chunks], torch.int32),
             pages_RP=self._send(tables, torch.int32),
             max_query=max(len(chunk.tokens) for chunk in chunks),
+            exact=self._exact,
         )
-        self._model(self._send(tokens, torch.int64), layout)
+        out = self._model(self._send(tokens, torch.int64), layout, self._keeper.taps)
+        if out.taps:
+            for chunk, first, last in zip(chunks, starts, starts[1:], strict=False):
+                self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in out.taps])
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         size = self._page_size

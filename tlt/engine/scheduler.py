@@ -61,6 +61,7 @@ class Chunk:
     tokens: tuple[int, ...]
     start: int
     pages: tuple[int, ...]
+    prefix: tuple[int, ...]  # all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Entry:
     token: int
     position: int
     pages: tuple[int, ...]
+    prefix: tuple[int, ...]  # what was computed before the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,7 @@ class Scheduler:
         """Plans the next chunk of a prefix; says how many tokens it took."""
         count = min(budget, len(prefix.tokens) - prefix.done)
         piece = prefix.tokens[prefix.done : prefix.done + count]
-        chunks.append(Chunk(piece, prefix.done, tuple(prefix.pages)))
+        chunks.append(Chunk(piece, prefix.done, tuple(prefix.pages), prefix.tokens))
         prefix.done += count
         return count
 
@@ -322,7 +324,8 @@ class Scheduler:
         )
         self._stays.append(stay)
         self._filtered += _filters(request)
-        entries.append(Entry(stay.row, request, progress.last_token, stay.position, tuple(stay.pages)))
+        pages = tuple(stay.pages)
+        entries.append(Entry(stay.row, request, progress.last_token, stay.position, pages, prefix.tokens))
         self._no_longer_waiting(progress)
         if prefix.private:
             self._shelf.drop(prefix)

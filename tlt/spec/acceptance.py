@@ -33,7 +33,7 @@ class Walked:
     """What one request did with its draft."""
 
     accepted: int  # draft tokens the policy walked through; the verify emitted one more
-    tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters
+    tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
 
 
 def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:
@@ -212,8 +212,9 @@ class Acceptance:
         return max(1.0, rule * (emitted + _MODEL_WORTH * rule) / (foreseen + _MODEL_WORTH * rule))
 
     def see(self, shape: Shape, walks: Sequence[Walked]) -> None:
-        stride = -(-len(walks) // _SAMPLE)
-        sample = walks[self._sampled % stride :: stride]
+        looked = [walked for walked in walks if walked.tracks]
+        stride = max(1, -(-len(looked) // _SAMPLE))
+        sample = looked[self._sampled % stride :: stride]
         self._sampled += 1
         for index, drafter in enumerate(shape.drafters):
             self._survival[(drafter,)].see([walked.tracks[index] for walked in sample])

@@ -43,6 +43,9 @@ class CollapseWatch:
     def see(self, shape: Shape, walks: Sequence[Walked]) -> Alarm | None:
         """An alarm at the moment the collapse shows. It would repeat: whoever acts on it starts a new watch."""
         index = shape.drafters.index(self._drafter)
+        walks = [walked for walked in walks if walked.tracks]
+        if not walks:
+            return None
         accepted = sum(len(walked.tracks[index].ranks) for walked in walks)
         verifies, usual = self._usual.get(shape, (0, 0.0))
         if verifies >= _LEARNED:

@@ -8,10 +8,11 @@ the median of its last rewards. Knows nothing of costs, survival or "off" as a c
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from tlt.spec.alarm import Alarm
+from tlt.spec.costs import Measured
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.tuner import Outcome
 
@@ -63,6 +64,9 @@ class Bandit:
             reward = (accepted / outcome.batch + 1.0) * outcome.batch / outcome.seconds
             self._rewards[outcome.shape].append(reward)
         return ()
+
+    def know(self, costs: Iterable[Measured]) -> None:
+        """It learns from rewards alone."""
 
     def drafter_changed(self, drafter: str) -> None:
         """Nothing to do: old rewards leave the windows by themselves."""

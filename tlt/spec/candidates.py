@@ -14,11 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.kernels import noise
+from tlt.kernels import candidates as kernels
+from tlt.kernels.candidates import GREEDY_BELOW, perturbed
 
-GREEDY_BELOW = 1e-5  # temperatures the sampler takes for 0
+__all__ = [
+    "BETAS",
+    "GREEDY",
+    "GREEDY_BELOW",
+    "Candidates",
+    "DrawKeys",
+    "Sharpness",
+    "beta_hits",
+    "candidates",
+    "draft_ids",
+    "keyed_noise",
+    "perturbed",
+]
+
 GREEDY = math.inf  # the β of drafts without noise
 BETAS = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, GREEDY)
+_MOST_IN_ONE_LAUNCH = 8  # candidates a GPU kernel names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +54,31 @@ class Candidates:
 
 def keyed_noise(keys: DrawKeys, vocab: int, token_of_draft_v: Tensor | None = None) -> Tensor:
     """The sampler's noise for every draft token, float32 [N, v]."""
-    key = (keys.seed_N, keys.request_N, keys.position_N)
-    if keys.seed_N.is_cuda:
-        from tlt.kernels import noise_triton  # Triton is installed only where there is a GPU
-
-        tokens_v = torch.arange(vocab, device=keys.seed_N.device) if token_of_draft_v is None else token_of_draft_v
-        return noise_triton.gumbel_at(*key, tokens_v.expand(len(keys.seed_N), -1))
-    if token_of_draft_v is None:
-        return noise.gumbel(*key, vocab)
-    return noise.gumbel_at(*key, token_of_draft_v.expand(len(keys.seed_N), -1))
-
-
-def perturbed(logits_Nv: Tensor, noise_Nv: Tensor, temperature_N: Tensor, beta: Tensor | float) -> Tensor:
-    """`logits/T + G/β`: ranks as `β·logits/T + G` does, and β = ∞ is just a weight of 0."""
-    greedy_N1 = (temperature_N < GREEDY_BELOW)[:, None]
-    inverse_N1 = temperature_N[:, None].reciprocal().masked_fill(greedy_N1, 1.0)
-    scaled_Nv = (logits_Nv if logits_Nv.dtype == torch.float64 else logits_Nv.float()) * inverse_N1
-    return noise_Nv * ((1.0 / beta) * ~greedy_N1) + scaled_Nv
+    return kernels.keyed_noise((keys.seed_N, keys.request_N, keys.position_N), vocab, token_of_draft_v)
 
 
 def candidates(
-    logits_Nv: Tensor, keys: DrawKeys, beta: Tensor | float, k: int, token_of_draft_v: Tensor | None = None
+    logits_Nv: Tensor,
+    keys: DrawKeys,
+    beta: Tensor | float,
+    k: int,
+    token_of_draft_v: Tensor | None = None,
+    *,
+    repeat: int = 1,
+    ahead: Tensor | None = None,
 ) -> Candidates:
-    """The k likeliest successors of each node. `beta` as a tensor may change under a captured graph."""
-    noise_Nv = keyed_noise(keys, logits_Nv.shape[1], token_of_draft_v)
-    total_Nv = perturbed(logits_Nv, noise_Nv, keys.temperature_N, beta)
-    best = total_Nv.topk(k, dim=-1)
-    # greedy drafts have no scale of their own
-    sharpness = torch.where(beta.isinf(), 1.0, beta) if isinstance(beta, Tensor) else 1.0 if beta == GREEDY else beta
-    score_Nk = best.values * sharpness - (total_Nv * sharpness).logsumexp(-1, keepdim=True)
-    token_Nk = best.indices if token_of_draft_v is None else token_of_draft_v[best.indices]
-    return Candidates(token_Nk, score_Nk.float())
+    """The k likeliest successors of each node. `beta` as a tensor may change under a captured graph.
+
+    Where `repeat` nodes in a row share a key, `keys` names each key once; `ahead` (int64, one for all keys or for each)
+    is added to positions.
+    """
+    key = (keys.seed_N, keys.request_N, keys.position_N)
+    arguments = (logits_Nv, key, keys.temperature_N, beta, k, token_of_draft_v)
+    if logits_Nv.is_cuda and logits_Nv.dtype != torch.float64 and k <= _MOST_IN_ONE_LAUNCH:
+        from tlt.kernels import candidates_triton  # Triton is installed only where there is a GPU
+
+        return Candidates(*candidates_triton.name(*arguments, repeat=repeat, ahead=ahead, pdl=True))
+    return Candidates(*kernels.name(*arguments, repeat=repeat, ahead=ahead))
 
 
 def beta_hits(

@@ -7,6 +7,7 @@ Knows nothing of acceptance, of who measures, or of what a role does.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from tlt.spec.shape import Shape
@@ -17,6 +18,15 @@ DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded req
 LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
 
 _WINDOW = 9  # measurements kept of a (role, size): their median shrugs off four outliers and forgets the capture
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run of one role and size took so long."""
+
+    role: str
+    size: int
+    seconds: float
 
 
 class CostTable:
@@ -96,6 +106,10 @@ class TickCosts:
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where capture did not measure it
+
+    def know(self, measured: Measured) -> None:
+        """Measured beforehand."""
+        self._table.record(measured.role, measured.size, measured.seconds)
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""

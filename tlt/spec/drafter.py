@@ -1,11 +1,16 @@
 """What a drafter is: someone who guesses the policy's next tokens. Wrong, stale or absent, only speed changes."""
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
+from tlt.spec.costs import Measured
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.suffix import SuffixDrafter
+from tlt.spec.tree import Trees
 from tlt.types import Key, SamplingParams
 
 
@@ -29,6 +34,109 @@ class Drafter(Protocol):
         """A draft of at most `shape.verify − 1` nodes for each request; `answers` is what they have written so far."""
         ...
 
+    def plant(self, keys: Sequence[Key], shape: Shape) -> "Planted | None":
+        """Trees for the rows of these requests, on the device: launched, not waited for. None: it drafts on the host.
+
+        May be called behind a verification whose tokens nobody has read yet.
+        """
+
+
+class Planted(Protocol):
+    """Trees that lie on the device, ready to be verified."""
+
+    def draft(self, key: Key) -> Draft:
+        """What was grown for this request, before anything was pruned; may wait for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """What the device knows of each row of the batch: the engine's own tensors, never written here."""
+
+    position_R: Tensor  # int64, of the newest token
+    seed_R: Tensor
+    request_R: Tensor
+    temperature_R: Tensor
+    count: Tensor  # rows from here on are idle
+
+
+class Stage(Protocol):
+    """Where a drafter's work on the device is played: in the engine's graphs, or just so."""
+
+    def view(self) -> RowView: ...
+
+    def padded(self, rows: int) -> int:
+        """The number of rows that work for so many is done for."""
+
+    def trees(self, nodes: int) -> Trees:
+        """The trees that the policy verifies."""
+
+    def play(self, parts: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
+        """One piece of work after the other. Before the first, each may be run with all rows idle, to capture it."""
+
+    def time(self, key: Hashable, work: Callable[[], object]) -> float:
+        """Seconds the work takes, all rows idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A request has come into a row."""
+
+    row: int
+    position: int  # of its next token …
+    token: int  # … which this is
+    prefix: tuple[int, ...]  # what comes before
+
+
+class Keeper(Protocol):
+    """Keeps states of the policy as the engine computes them, row by row, on the device."""
+
+    taps: tuple[int, ...]  # layers whose states it wants; none: it keeps nothing
+
+    def attach(self, stage: Stage) -> None:
+        """Called once, by the engine that feeds it."""
+
+    def keep(
+        self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
+    ) -> None:
+        """States of row r at these positions, and the tokens drawn from them; `source` is their place among the taps'
+        rows. Part of the engine's graphs: tensor work of static shape only."""
+
+    def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
+        """States of positions start … of a prefix that requests will enter with; they may come in several pieces."""
+
+    def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
+        """Rows moved one after the other (from, to), then requests entered."""
+
+    def computed(self, steps: int) -> None:
+        """A tick was launched in which each row is given at most so many tokens."""
+
+    def measure(self, sizes: Sequence[int]) -> list[Measured]:
+        """What its own work costs for so many rows."""
+
+
+class NoKeeper:
+    taps: tuple[int, ...] = ()
+
+    def attach(self, stage: Stage) -> None:
+        pass
+
+    def keep(
+        self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
+    ) -> None:
+        pass
+
+    def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
+        pass
+
+    def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
+        pass
+
+    def computed(self, steps: int) -> None:
+        pass
+
+    def measure(self, sizes: Sequence[int]) -> list[Measured]:
+        return []
+
 
 class NoDrafter:
     """Proposes nothing."""
@@ -46,6 +154,9 @@ class NoDrafter:
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         return [EMPTY] * len(keys)
+
+    def plant(self, keys: Sequence[Key], shape: Shape) -> Planted | None:
+        return None
 
 
 _ANSWERS_KEPT = 16  # finished answers per prompt that wait to be indexed
@@ -94,6 +205,9 @@ class SuffixDrafting:
             self._extend(key, answer)
             drafts.append(self._suffix.propose(key, shape.depth, shape.width, shape.verify - 1))
         return drafts
+
+    def plant(self, keys: Sequence[Key], shape: Shape) -> Planted | None:
+        return None
 
     def _extend(self, key: Key, answer: Sequence[int]) -> None:
         self._suffix.extend(key, answer[self._indexed[key] :])

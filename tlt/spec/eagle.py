@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import ModelError
+from tlt.kernels import drafter as drafter_kernels
+from tlt.kernels import training as training_kernels
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
-from tlt.model.linear import linear, rms_norm
-from tlt.model.rope import rotary_tables, rotate
+from tlt.model.device import upload
+from tlt.model.linear import in_gpu_rollout, in_gpu_training, linear, rms_norm
+from tlt.model.rope import rotary_tables
 from tlt.spec.align import Aligned
 from tlt.spec.window import Band, Nodes, Ring, attend_ring
+from tlt.spec.window_flash import FlashBand
 
 TAPS = 3
 
@@ -163,8 +167,10 @@ class Eagle(nn.Module):
 
         A reduced vocabulary makes a copy: ask again when the policy has changed; `out` keeps a graph's pointer.
         """
-        if self.own_head_vD is not None:
-            return self.own_head_vD
+        return self.policy_rows(head_VD, out) if self.own_head_vD is None else self.own_head_vD
+
+    def policy_rows(self, head_VD: Tensor, out: Tensor | None = None) -> Tensor:
+        """What the policy itself names these tokens with, whether or not the drafter does too."""
         if self.token_of_draft_v is None:
             return head_VD
         return torch.index_select(head_VD.detach(), 0, self.token_of_draft_v, out=out)
@@ -176,6 +182,8 @@ class Eagle(nn.Module):
         return linear(features_TF, self.fc)
 
     def logits(self, g_TD: Tensor, head_vD: Tensor) -> Tensor:
+        if in_gpu_rollout(g_TD):
+            return linear(g_TD, head_vD, norm_weight=self.norm, norm_eps=self.config.layer.norm_eps)
         return linear(self.final_norm(g_TD), head_vD)
 
     def final_norm(self, g_TD: Tensor) -> Tensor:
@@ -185,9 +193,14 @@ class Eagle(nn.Module):
         """Rotated queries and keys, and values: [T, heads, d] each."""
         eps, heads = self.config.layer.norm_eps, self.heads
         both = torch.cat((rms_norm(embedded_TD, self.embed_norm, eps), rms_norm(state_TD, self.feature_norm, eps)), -1)
-        qkv = linear(both, self.qkv).view(len(both), -1, heads.dim)
-        turned = rotate(qkv[:, : heads.query + heads.kv], self.cos_PR[position_T], self.sin_PR[position_T])
-        return turned[:, : heads.query], turned[:, heads.query :], qkv[:, heads.query + heads.kv :]
+        qkv_TN = linear(both, self.qkv)
+        rows: Any = training_kernels
+        if in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN):
+            from tlt.kernels import training_triton as rows  # Triton is installed only where there is a GPU
+        turned: tuple[Tensor, Tensor, Tensor] = rows.split_and_rotate(
+            qkv_TN, self.cos_PR, self.sin_PR, position_T, heads.query, heads.kv, heads.dim
+        )
+        return turned
 
     def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
         """The rest of the layer. The residual is the state as it came, not its norm."""
@@ -206,11 +219,15 @@ class Eagle(nn.Module):
         if steps > self.config.window:
             raise ModelError(f"{steps} draft steps in a window of {self.config.window}; expected a wider window")
         device = features_TF.device
-        index_T, next_T = aligned.index_T.to(device), aligned.next_T.to(device)
-        band = Band.of(aligned.index_T, self.config.window, device)
+        index_T, next_T = upload(aligned.index_T, device), upload(aligned.next_T, device)
+        half = features_TF.is_cuda and features_TF.dtype in (torch.bfloat16, torch.float16)
+        band: Any = (
+            FlashBand.of(aligned.lengths, self.config.window, device)
+            if half
+            else Band.of(aligned.index_T, self.config.window, device)
+        )
         state_TD, out = self.fuse(features_TF), []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        keys = values = None
         chain: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
             q, k, v = self._project(embed_VD.detach()[next_T.roll(-step)], state_TD, index_T + step)
@@ -249,19 +266,19 @@ class Eagle(nn.Module):
         Row r's new positions are position_R[r] … + count_R[r] − 1: `features` are the policy's states there, `next` the
         tokens drawn from them. The rest of S is padding; a row of count 0 is left as it is and its g means nothing.
         """
-        rows, new = next_RS.shape
-        place_S = torch.arange(new, device=next_RS.device)
-        position_RS = position_R[:, None] + place_S
         state_TD = self.fuse(features_RSF.flatten(0, 1))
-        q, k, v = self._project(embed_VD[next_RS.flatten()], state_TD, position_RS.flatten())
-        q, k, v = (x.view(rows, new, *x.shape[1:]) for x in (q, k, v))
-        back_SS = place_S[:, None] - place_S[None, :]
-        seen_RSS = ((back_SS >= 0) & (back_SS < self.config.window)).expand(rows, -1, -1)
-        fresh = Nodes(k.transpose(1, 2), v.transpose(1, 2))
-        attended = attend_ring(q, ring, ring.seen_by(position_RS), fresh, seen_RSS)
-        ring.write(k, v, position_RS, count_R)
-        last_R = (count_R - 1).clamp(min=0) + torch.arange(rows, device=count_R.device) * new
-        return self._finish(attended.reshape(rows * new, -1)[last_R], state_TD[last_R])
+        state_RSD = state_TD.view(*next_RS.shape, -1)
+        kernels, entry = _kernels_for(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
+        both, residual_RD = kernels.embed_and_norm(
+            next_RS, state_RSD, *entry, self.config.layer.norm_eps, count_R, pdl=True
+        )
+        # keys and values need no attention of their own, so only the last query of a row asks, and it sees them all
+        q_R1Hd, last_R1 = kernels.rope_into_ring(
+            *(linear(both, self.qkv), position_R, count_R, self.cos_PR, self.sin_PR),
+            *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
+            pdl=True,
+        )
+        return self._finish_over(attend_ring(q_R1Hd, ring, last_R1).flatten(1), residual_RD)
 
     @torch.no_grad()
     def step(
@@ -281,13 +298,31 @@ class Eagle(nn.Module):
         than its parent's entry, `slot` where the node's keys go among N, `seen` the slots it sees: its ancestors and
         itself. All of it are tensors: one graph serves every depth of a tree.
         """
-        rows, width = token_RQ.shape
-        state_TD = parent_RQD.flatten(0, 1)
-        q, k, v = self._project(embed_VD[token_RQ.flatten()], state_TD, position_RQ.flatten())
-        q, k, v = (x.view(rows, width, *x.shape[1:]) for x in (q, k, v))
-        nodes.write(k, v, slot_RQ)
-        attended = attend_ring(q, ring, ring.seen_by(position_RQ), nodes, seen_RQN)
-        return self._finish(attended.reshape(rows * width, -1), state_TD).view(rows, width, -1)
+        kernels, entry = _kernels_for(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
+        both, residual_TD = kernels.embed_and_norm(token_RQ, parent_RQD, *entry, self.config.layer.norm_eps, pdl=True)
+        q_RQHd = kernels.rope_into_nodes(
+            *(linear(both, self.qkv), position_RQ, slot_RQ, self.cos_PR, self.sin_PR, nodes.k_RKNd, nodes.v_RKNd),
+            pdl=True,
+        )
+        attended = attend_ring(q_RQHd, ring, position_RQ, nodes, seen_RQN)
+        return self._finish_over(attended.reshape(len(residual_TD), -1), residual_TD).view(parent_RQD.shape)
+
+    def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor) -> Tensor:
+        """`_finish` with fewer launches: a GPU writes g over the residual."""
+        x_TD = linear(attended_TN, self.o, residual=residual_TD)
+        gated_TM = linear(
+            x_TD, self.gate_up, norm_weight=self.mlp_norm, norm_eps=self.config.layer.norm_eps, gated=True
+        )
+        return linear(gated_TM, self.down, residual=x_TD)
+
+
+def _kernels_for(state: Tensor) -> Any:
+    """The module of what surrounds the products in rollout; Triton is installed only where there is a GPU."""
+    if not in_gpu_rollout(state):
+        return drafter_kernels
+    from tlt.kernels import drafter_triton
+
+    return drafter_triton
 
 
 def gather_taps(tapped: Sequence[Tensor]) -> Tensor:

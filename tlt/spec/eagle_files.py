@@ -1,9 +1,10 @@
 """Drafter directories in and out, in the two formats that vLLM and SGLang load: EAGLE-3 flat, and speculators.
 
 What `tlt` writes for itself is the flat format with a few words of its own under `tlt` in config.json, so every saved
-drafter serves elsewhere as it is. Names and shapes are checked on the way in and on the way out, because neither engine
-reports what is missing; an error names the tensor. A drafter that is not there, or does not fit the policy, is an error
-and never a random one. Reading and writing touch no tensor of the policy.
+drafter serves elsewhere as it is; only a run's checkpoints leave the policy's head out, and `tlt draft export` adds it.
+Names and shapes are checked on the way in and on the way out, because neither engine reports what is missing; an error
+names the tensor. A drafter that is not there, or does not fit the policy, is an error and never a random one. Reading
+and writing touch no tensor of the policy.
 """
 # V policy's vocabulary, v draft vocabulary, D hidden
 
@@ -76,36 +77,49 @@ def save_drafter(
 ) -> None:
     """Writes a drafter directory. The policy's head rows go along, in speculators its embedding too (`embed_VD`)."""
     tensors = file_tensors(model, head_VD, form, embed_VD)
-    check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, model.config, form, str(path))
     config = flat_config(model, origin) if form == "flat" else speculators_config(model, origin)
-    directory = Path(path)
+    write_drafter(tensors, config, model.config, Path(path), form)
+
+
+def write_drafter(
+    tensors: Mapping[str, Tensor], words: Mapping[str, Any], config: EagleConfig, directory: Path, form: Format = "flat"
+) -> None:
+    """Writes what `file_tensors` (or `own_tensors`) and a config say, once they are found to fit."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_tensors(shapes, config, form, str(directory), headless=words["tlt"]["headless"])
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, directory)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+
+
+def own_tensors(ours: Mapping[str, Tensor], config: EagleConfig, form: Format = "flat") -> dict[str, Tensor]:
+    """The tensors of the file that are the drafter's own, from those of an `Eagle` by its own names."""
+    tensors = {name: place.of(ours) for name, place in places(config, form).items()}
+    if config.reduced:  # vLLM refuses the map of a drafter that names every token
+        ids_v = ours["token_of_draft_v"].cpu()
+        tensors[D2T] = ids_v - torch.arange(len(ids_v))
+        tensors[T2D] = torch.zeros(config.layer.vocab, dtype=torch.bool).index_fill_(0, ids_v, True)
+    return tensors
 
 
 def file_tensors(model: Eagle, head_VD: Tensor, form: Format, embed_VD: Tensor | None = None) -> dict[str, Tensor]:
     """Every tensor of the file under its name, on the CPU."""
-    ours = dict(model.named_parameters())
-    tensors = {name: place.of(ours) for name, place in places(model.config, form).items()}
+    tensors = own_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())}, model.config, form)
     tensors[HEAD] = model.head_rows(head_VD).to(model.fc.dtype)
-    if model.token_of_draft_v is not None:  # vLLM refuses the map of a drafter that names every token
-        ids_v = model.token_of_draft_v.cpu()
-        tensors[D2T] = ids_v - torch.arange(len(ids_v))
-        tensors[T2D] = torch.zeros(model.config.layer.vocab, dtype=torch.bool).index_fill_(0, ids_v, True)
     if embed_VD is not None:
         tensors[EMBED] = embed_VD.to(model.fc.dtype, copy=True)  # where it is the head too, the file holds both
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def flat_config(model: Eagle, origin: Origin) -> dict[str, Any]:
+def flat_config(model: Eagle, origin: Origin, *, headless: bool = False) -> dict[str, Any]:
+    """`headless`: the file leaves the policy's head out, as only tlt can read it."""
     return {
         "architectures": [FLAT_ARCHITECTURE],
         **_layer_words(model),
         "draft_vocab_size": model.config.draft_vocab,
         "norm_before_residual": False,
         **_tap_words(model.config),
-        "tlt": _own_words(model, origin),
+        "tlt": _own_words(model, origin, headless),
     }
 
 
@@ -124,7 +138,7 @@ def speculators_config(model: Eagle, origin: Origin) -> dict[str, Any]:
             "verifier": {"name_or_path": origin.policy, "architectures": list(origin.architectures)},
         },
         **_tap_words(model.config),
-        "tlt": _own_words(model, origin),
+        "tlt": _own_words(model, origin, headless=False),
     }
 
 
@@ -144,12 +158,13 @@ def _tap_words(config: EagleConfig) -> dict[str, Any]:
     return {_IDS: list(config.taps), "eagle_config": {_IDS: [tap - 1 for tap in config.taps]}}
 
 
-def _own_words(model: Eagle, origin: Origin) -> dict[str, Any]:
+def _own_words(model: Eagle, origin: Origin, headless: bool) -> dict[str, Any]:
     return {
         "policy": origin.policy,
         "policy_architectures": list(origin.architectures),
         "window": model.config.window,
         "own_head": model.own_head_vD is not None,
+        "headless": headless,
     }
 
 
@@ -175,7 +190,9 @@ def load_drafter(
     form = format_of(source, directory)
     config = drafter_config(source, form, policy, window, directory)
     tensors = dict(read_tensors(directory))
-    check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, form, str(directory))
+    headless = bool((source.get("tlt") or {}).get("headless"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_tensors(shapes, config, form, str(directory), headless=headless)
     model = Eagle(config, dtype=dtype, device=device)
     ours = dict(model.named_parameters())
     with torch.no_grad():
@@ -252,13 +269,16 @@ def _taps_of(source: Mapping[str, Any], policy: ModelConfig, directory: Path) ->
     return ids[0], ids[1], ids[2]
 
 
-def check_tensors(shapes: Mapping[str, tuple[int, ...]], config: EagleConfig, form: Format, origin: str) -> None:
-    """Raises unless the names and shapes are exactly those of the format."""
+def check_tensors(
+    shapes: Mapping[str, tuple[int, ...]], config: EagleConfig, form: Format, origin: str, *, headless: bool = False
+) -> None:
+    """Raises unless the names and shapes are exactly those of the format, but for the head of a headless one."""
     V, v, D = config.layer.vocab, config.draft_vocab, config.layer.hidden
     wanted = {name: place.shape for name, place in places(config, form).items()}
     wanted |= {HEAD: (v, D), D2T: (v,), T2D: (V,), EMBED: (V, D)}
     optional = {EMBED} if form == "flat" else set()
     optional |= set() if config.reduced else {D2T, T2D}
+    optional |= {HEAD} if headless else set()
     problems = [f"unexpected {name}" for name in shapes if name not in wanted]
     problems += [f"missing {name}" for name in wanted if name not in shapes and name not in optional]
     problems += [
@@ -284,6 +304,8 @@ def _keep_own_head(
 ) -> None:
     """Ours share the policy's head, which may have moved since they were written; others' are kept if they differ."""
     own = source.get("tlt")
+    if HEAD not in tensors:
+        return
     head_vD = tensors[HEAD].to(model.fc)
     if own is None and head_VD is not None:
         differs = not torch.equal(head_vD, model.head_rows(head_VD).to(model.fc.dtype))

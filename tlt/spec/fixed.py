@@ -1,6 +1,9 @@
 """One shape for ever: what choosers are measured against."""
 
+from collections.abc import Iterable
+
 from tlt.spec.alarm import Alarm
+from tlt.spec.costs import Measured
 from tlt.spec.shape import Shape
 from tlt.spec.tuner import Outcome
 
@@ -14,6 +17,9 @@ class Fixed:
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         return ()
+
+    def know(self, costs: Iterable[Measured]) -> None:
+        pass
 
     def drafter_changed(self, drafter: str) -> None:
         pass

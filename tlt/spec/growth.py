@@ -1,86 +1,98 @@
-"""Growing draft trees from a learned drafter, on its device, in static shapes: one graph serves every tick.
+"""Growing draft trees from a learned drafter, on its device, in place and in static shapes.
 
-`grow` names `width` candidates level by level along the likeliest paths. A path's score only falls with depth, so the
-likeliest nodes of all levels are a tree.
+`roots` names the first candidates, `deepen` one level more along the likeliest paths, `prune` lays the likeliest nodes
+of all levels into the trees that the policy verifies. Each is the same work at every depth and in every tick, so that a
+captured graph of each serves them all. A path's score only falls with depth, so the likeliest nodes are a tree.
+Nothing is read back; nothing here knows requests or graphs.
 """
-# R rows, w width, L = w · depth nodes, D hidden, v draft tokens
+# R rows, w width, L nodes of a tree, D hidden, v draft tokens, N = R · w nodes of a level
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt.spec.candidates import Candidates, DrawKeys, candidates
+from tlt.kernels import growth, pruning
+from tlt.kernels.growth import Growing
+from tlt.kernels.pruning import Pruned
+from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
-from tlt.spec.window import Nodes, Ring
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Every node that was named, level by level."""
-
-    token_RL: Tensor  # int64
-    parent_RL: Tensor  # int64, index among the L; −1 for the root
-    score_RL: Tensor  # float32, log-probability of the whole path
-    root_logits_Rv: Tensor  # what the first level was named from
+from tlt.spec.tree import Trees
+from tlt.spec.window import Ring
 
 
 @dataclass(frozen=True, slots=True)
 class Soil:
-    """What a tree grows from: the drafter, its keys and values, its newest state of each row, the policy's tensors."""
+    """What trees grow from: the drafter, its keys and values, its newest state of each row, the policy's tensors."""
 
     drafter: Eagle
     ring: Ring
-    nodes: Nodes  # room for the tree's own keys and values
     g_RD: Tensor
     embed_VD: Tensor
     head_vD: Tensor
 
+    def first(self, rows: int) -> "Soil":
+        return Soil(self.drafter, self.ring.first(rows), self.g_RD[:rows], self.embed_VD, self.head_vD)
 
-def grow(soil: Soil, draws: DrawKeys, beta: Tensor | float, depth: int, width: int) -> Growth:
-    """`draws` are the keys of the roots' successors; a level deeper, the position is one more."""
-    drafter, rows, device = soil.drafter, len(soil.g_RD), soil.g_RD.device
-    slots = width * depth
-    root_logits_Rv = drafter.logits(soil.g_RD, soil.head_vD)
-    named = _name(drafter, root_logits_Rv, draws, 0, beta, width)
-    token_Rw, score_Rw = named.token_Nk, named.score_Nk
-    g_RwD = soil.g_RD[:, None].expand(-1, width, -1)
-    seen_RwN = torch.zeros((rows, width, slots), dtype=torch.bool, device=device)
-    levels = [(token_Rw, torch.full_like(token_Rw, -1), score_Rw)]
-    for level in range(1, depth):
-        slot_w = torch.arange(width, device=device) + (level - 1) * width
-        seen_RwN = seen_RwN.scatter(2, slot_w[None, :, None].expand(rows, -1, 1), True)
-        entry_Rw = (draws.position_N + level - 2)[:, None].expand(-1, width)  # a node's entry is one before its token
-        g_RwD = drafter.step(
-            *(soil.ring, soil.nodes, token_Rw, g_RwD, entry_Rw, slot_w.expand(rows, -1), seen_RwN, soil.embed_VD)
+
+class Grove:
+    """The trees of all rows while they grow, for one width. Graphs hold these tensors: never rebind."""
+
+    def __init__(self, soil: Soil, width: int, deepest: int) -> None:
+        drafter, (rows, hidden), device = soil.drafter, soil.g_RD.shape, soil.g_RD.device
+        self._soil = soil
+        self.width = width
+        self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, soil.g_RD.dtype, device)
+        self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=soil.g_RD.dtype, device=device)
+        self._nodes = drafter.new_nodes(rows, width * max(deepest, 2))  # their keys and values
+
+    def roots(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
+        """Starts trees for the first rows. `draws` are the keys of the roots' successors."""
+        soil = self._soil.first(rows)
+        logits_Rv = soil.drafter.logits(soil.g_RD, soil.head_vD)
+        self.root_logits_Rv[:rows] = logits_Rv
+        named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v)
+        kernels = growth_kernels(soil.g_RD.device)
+        kernels.plant(self.grown.first(rows), named.token_Nk, named.score_Nk, soil.g_RD, draws.position_N)
+
+    def deepen(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
+        """One level more, the `width` likeliest of all successors of the newest level."""
+        soil, grown = self._soil.first(rows), self.grown.first(rows)
+        entry_Rw = grown.entry_R[:, None].expand(-1, self.width)
+        g_RwD = soil.drafter.step(
+            *(soil.ring, self._nodes.first(rows), grown.token_Rw, grown.state_RwD),
+            *(entry_Rw, grown.slot_Rw, grown.seen_RwL, soil.embed_VD),
         )
-        logits_Nv = drafter.logits(g_RwD.flatten(0, 1), soil.head_vD)
-        named = _name(drafter, logits_Nv, draws, level, beta, width, repeat=width)
-        paths = (score_Rw[:, :, None] + named.score_Nk.view(rows, width, width)).flatten(1).topk(width, dim=1)
-        above_Rw = paths.indices // width
-        token_Rw, score_Rw = named.token_Nk.view(rows, -1).gather(1, paths.indices), paths.values
-        g_RwD = g_RwD.gather(1, above_Rw[:, :, None].expand(-1, -1, g_RwD.shape[2]))
-        seen_RwN = seen_RwN.gather(1, above_Rw[:, :, None].expand(-1, -1, slots))
-        levels.append((token_Rw, above_Rw + (level - 1) * width, score_Rw))
-    token_RL, parent_RL, score_RL = (torch.cat(part, dim=1) for part in zip(*levels, strict=True))
-    return Growth(token_RL, parent_RL, score_RL, root_logits_Rv)
+        logits_Nv = soil.drafter.logits(g_RwD.flatten(0, 1), soil.head_vD)
+        named = candidates(
+            *(logits_Nv, draws, beta, self.width, soil.drafter.token_of_draft_v),
+            repeat=self.width,
+            ahead=grown.level_R,
+        )
+        growth_kernels(logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
+
+    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees) -> None:
+        """The likeliest nodes of the first `depth` levels as trees to verify; rows that are not ready get none."""
+        out = Pruned(*(part[:rows] for part in (trees.token_RQ, trees.parent_RQ, trees.depth_RQ, trees.mask_RQW)))
+        grown = self.grown.first(rows)
+        nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
+        _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out)
 
 
-def _name(
-    drafter: Eagle, logits_Nv: Tensor, draws: DrawKeys, level: int, beta: Tensor | float, width: int, repeat: int = 1
-) -> Candidates:
-    """Successors at this level, with the very noise the policy will draw them with."""
-    keys = DrawKeys(
-        draws.seed_N.repeat_interleave(repeat),
-        draws.request_N.repeat_interleave(repeat),
-        (draws.position_N + level).repeat_interleave(repeat),
-        draws.temperature_N.repeat_interleave(repeat),
-    )
-    return candidates(logits_Nv, keys, beta, width, drafter.token_of_draft_v)
+def growth_kernels(device: torch.device) -> Any:
+    """The module that keeps the books between two levels; Triton is installed only where there is a GPU."""
+    if device.type != "cuda":
+        return growth
+    from tlt.kernels import growth_triton
+
+    return growth_triton
 
 
-def paths_of(growth: Growth) -> Sequence[tuple[list[int], list[int], list[float]]]:
-    """Tokens, parents and probabilities of each row, on the host."""
-    columns = (growth.token_RL.tolist(), growth.parent_RL.tolist(), growth.score_RL.exp().tolist())
-    return list(zip(*columns, strict=True))
+def _pruner(device: torch.device) -> Any:
+    """The module that prunes; Triton is installed only where there is a GPU."""
+    if device.type != "cuda":
+        return pruning
+    from tlt.kernels import pruning_triton
+
+    return pruning_triton

@@ -1,246 +1,348 @@
-"""The learned drafter at work: keeps each request's newest policy states, and grows draft trees from them.
+"""The learned drafter at work: keeps the policy's newest states of every row, and grows draft trees from them.
 
 What always holds: states are kept whether or not anybody speculates, so that drafting can start in the middle of an
-answer without touching the policy's cache; nothing here is read by the policy. A request owns one place from its first
-state to its end, whatever row of the batch it sits in.
+answer without touching the policy's cache; nothing here is read by the policy. All of it lies on the device by row of
+the batch and moves with the row; how far a row was taken in is known there too, so that trees for the next tick can be
+grown behind a verification whose tokens nobody has read yet.
 """
-# P places, W window, R batch rows, S positions, F = 3·D states, w width of the tree, N nodes
+# R rows, W window, S positions, F = 3·D states, w width of the trees, L nodes grown, v draft tokens
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels.noise import as_int64
+from tlt.kernels.states import keep_states
 from tlt.model.transformer import Transformer
-from tlt.spec.candidates import DrawKeys, Sharpness, beta_hits
+from tlt.spec.candidates import DrawKeys
+from tlt.spec.costs import DRAFT, EXTEND, Measured
+from tlt.spec.drafter import Entered, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, gather_taps
-from tlt.spec.growth import Soil, grow, paths_of
+from tlt.spec.growth import Grove, Soil
+from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import EMPTY, Draft, Shape
-from tlt.spec.window import Nodes
+from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
 
-_AT_ONCE = 64  # positions taken in by one pass of the drafter
-_SHARPEN_EVERY = 8  # drafts between two looks at which β would have hit
+_TAKEN_IN = (3, 5, 9, 17, 64)  # positions taken in by one pass: the fewest that suffice
+_MEASURED_WIDTH = 4  # of the trees whose levels are timed beforehand
+_Part = tuple[Hashable, Callable[[], None]]
 
 
 @dataclass(slots=True)
-class _Request:
-    key: Key
-    prompt_tokens: int
-    temperature: float
-    place: int = -1  # none before the first state
-    held_from: int = 0  # first position whose state was kept
-    taken: int = 0  # positions before this are in the drafter's own keys and values
+class _Trees:
+    """What was grown for one tick. The host's copy arrives by itself."""
+
+    shape: Shape
+    tick: int  # before which it was grown
+    row_of: dict[Key, int]
+    packed_R3L: Tensor  # int32 on the host: tokens, parents, bits of scores
+    arrived: torch.cuda.Event | None
+    rows: dict[int, Draft] = field(default_factory=dict)  # those somebody asked for
+
+    def draft(self, key: Key) -> Draft:
+        row = self.row_of.get(key)
+        if row is None:
+            return EMPTY
+        if row not in self.rows:
+            if self.arrived is not None:
+                self.arrived.synchronize()
+                self.arrived = None
+            tokens, parents, scores = self.packed_R3L[row].numpy().reshape(3, -1)
+            chances = np.exp(scores.view(np.float32))
+            draft = Draft(tuple(tokens.tolist()), tuple(parents.tolist()), tuple(chances.tolist()))
+            self.rows[row] = EMPTY if draft.parents[0] == _NOT_READY else draft
+        return self.rows[row]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rooted:
-    """What the roots of the last draft were named from: tells later which β would have hit."""
-
-    logits_Pv: Tensor
-    keys: DrawKeys
-    answered: dict[Key, int]  # tokens each request had written
+_NOT_READY = -2  # first parent of a row from which nothing can be grown yet
 
 
 class LearnedDrafting:
-    """An Eagle behind the drafters' protocol. `absorb` is fed by the engine's features."""
+    """An Eagle behind the drafters' protocol, and the keeper of the states it reads."""
 
     name = "eagle"
 
-    def __init__(self, drafter: Eagle, policy: Transformer, places: int) -> None:
+    def __init__(self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8) -> None:
+        device, dtype, hidden = drafter.fc.device, drafter.fc.dtype, drafter.config.layer.hidden
         self.drafter = drafter
+        self.taps: tuple[int, ...] = drafter.config.taps
+        self.version = 0
         self._policy = policy
+        self._deepest = deepest
+        self._window = window = drafter.config.window
+        # one slot more than the window: what must not be kept is written there
+        self._states_RWF = torch.zeros((rows, window + 1, len(self.taps) * hidden), dtype=dtype, device=device)
+        self._tokens_RW = torch.zeros((rows, window + 1), dtype=torch.int64, device=device)  # drawn from each state
+        self._held_R = torch.zeros(rows, dtype=torch.int64, device=device)  # first position whose state was kept
+        self._taken_R = torch.zeros(rows, dtype=torch.int64, device=device)  # those before are in the drafter's ring
+        self._ready_R = torch.zeros(rows, dtype=torch.bool, device=device)  # g is that of the newest position
+        self._beta = torch.ones((), dtype=torch.float32, device=device)
         self._head_vD = drafter.head_rows(policy.head_weight)
-        window, states = drafter.config.window, 3 * drafter.config.layer.hidden
-        self._states_PWF = torch.zeros((places, window, states), dtype=drafter.fc.dtype, device=drafter.fc.device)
-        self._ring = drafter.new_ring(places)
-        self._g_PD = torch.zeros(
-            (places, drafter.config.layer.hidden), dtype=drafter.fc.dtype, device=drafter.fc.device
+        self._soil = Soil(
+            drafter,
+            drafter.new_ring(rows),
+            torch.zeros((rows, hidden), dtype=dtype, device=device),
+            policy.embed.detach(),
+            self._head_vD.detach(),
         )
-        self._nodes: dict[int, Nodes] = {}  # by number of slots
-        self._requests: dict[Key, _Request] = {}
-        self._free = list(range(places - 1, -1, -1))
-        self._sharpness = Sharpness()
-        self._rooted: _Rooted | None = None
-        self._drafts = 0
+        self._groves: dict[int, Grove] = {}  # by width
+        self._row = torch.arange(rows, device=device)
+        self._stage: Stage | None = None
+        self._view: RowView | None = None
+        self._behind = 0  # positions some row may not have been taken in yet
+        self._ticks = 0
+        self._planted: _Trees | None = None
+        self._prompts = PromptStates(window, self._states_RWF[0, :0])
+        self._sharpening = Sharpening()
 
     @property
     def beta(self) -> float:
         """The weight of its own opinion against the shared noise, fitted to what was verified."""
-        return self._sharpness.beta
+        return self._sharpening.sharpness.beta
+
+    # ---- weights that change
 
     @torch.no_grad()
     def policy_changed(self) -> None:
-        """The policy's head moved: what names a reduced vocabulary is copied afresh."""
-        self._head_vD = self.drafter.head_rows(self._policy.head_weight)
-
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._requests[key] = _Request(key, len(prompt), params.temperature)
-
-    def end(self, key: Key, answer: Sequence[int]) -> None:
-        request = self._requests.pop(key)
-        if request.place >= 0:
-            self._free.append(request.place)
+        """States of the old policy are of no use, and its head moved: what names a reduced vocabulary is copied afresh,
+        where graphs look for it."""
+        self._prompts.clear()
+        if self._head_vD is not self._policy.head_weight and self.drafter.own_head_vD is None:
+            self.drafter.head_rows(self._policy.head_weight, out=self._head_vD)
 
     @torch.no_grad()
-    def absorb(self, keys: Sequence[Key], first: Sequence[int], taps: Sequence[Tensor]) -> None:
-        """Keeps the policy's states of positions first[r] … first[r] + S − 1, [R, S, D] per tapped layer.
-
-        Positions beyond what a request really walked hold nonsense; the next call writes over them.
-        """
-        kept = [row for row, key in enumerate(keys) if self._placed(key, first[row])]
-        if not kept:
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Another version of the drafter, between two ticks. Touches only its own tensors; the same version again is
+        nothing. What it had taken in with the old weights is taken in again from the states kept."""
+        if version == self.version:
             return
-        device, window = self._states_PWF.device, self._states_PWF.shape[1]
-        place = torch.tensor([self._requests[keys[row]].place for row in kept], device=device)
-        start = torch.tensor([first[row] for row in kept], device=device)
-        states_RSF = gather_taps(taps)[torch.tensor(kept, device=device)].to(self._states_PWF.dtype)
-        slot_RS = (start[:, None] + torch.arange(states_RSF.shape[1], device=device)) % window
-        self._states_PWF[place[:, None], slot_RS] = states_RSF
+        own = dict(self.drafter.named_parameters()) | dict(self.drafter.named_buffers())
+        for name, value in weights.items():
+            if name not in own or own[name].shape != value.shape:
+                found = tuple(value.shape)
+                expected = tuple(own[name].shape) if name in own else "no such tensor"
+                raise ValueError(f"drafter tensor {name} has shape {found}; expected {expected}")
+        for name, value in weights.items():
+            own[name].copy_(value)
+        self.version = version
+        self._taken_R.copy_(self._held_R)
+        self._ready_R.zero_()
+        self._behind = self._window
+        self._planted = None
+        self.policy_changed()
+
+    # ---- the drafters' protocol
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        pass
+
+    def end(self, key: Key, answer: Sequence[int]) -> None:
+        pass
 
     @torch.no_grad()
     def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
-        if any(self._behind(key, answer) > shape.depth + 1 for key, answer in zip(keys, answers, strict=True)):
-            self._take_in(keys, answers)
+        """After plain ticks: takes in what they wrote, as far back as the window reaches."""
+        if self._behind > self._deepest + 1:
+            self._take_in(len(keys))
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        trees = self.plant(keys, shape)
+        return [trees.draft(key) for key in keys]
 
     @torch.no_grad()
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        places = {
-            self._requests[key].place: row for row, key in enumerate(keys) if self._take_in_wanted(key, answers[row])
-        }
-        if not places:
-            return [EMPTY] * len(keys)
-        self._learn_sharpness(keys, answers)
-        self._take_in(keys, answers)
-        height = max(places) + 1
-        draws = self._draw_keys(keys, answers, height)
-        trees = self._grow(draws, shape, height, keys, answers)
-        drafts = [EMPTY] * len(keys)
-        for place, row in places.items():
-            drafts[row] = trees[place]
-        return drafts
+    def plant(self, keys: Sequence[Key], shape: Shape) -> Planted:
+        """Those grown behind the last verification, if they were grown for this shape."""
+        planted = self._planted
+        if planted is None or planted.shape != shape or planted.tick != self._ticks:
+            planted = self._planted = self._grow(keys, shape)
+        return planted
 
-    # ---- places
+    # ---- the keeper's protocol
 
-    def _placed(self, key: Key, position: int) -> bool:
-        """Whether the request has a place for its states; it gets one if it can."""
-        request = self._requests.get(key)
-        if request is None:
-            return False  # over: its tokens are dropped too
-        if request.place < 0:
-            if not self._free:
-                return False
-            request.place = self._free.pop()
-            request.held_from = request.taken = position
-            self._ring.forget(torch.tensor([request.place], device=self._ring.position_RW.device))
-        return True
+    def attach(self, stage: Stage) -> None:
+        self._stage, self._view = stage, stage.view()
 
-    def _take_in_wanted(self, key: Key, answer: Sequence[int]) -> bool:
-        return self._requests[key].place >= 0 and len(answer) > 0
+    def keep(
+        self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
+    ) -> None:
+        slot_RS = torch.where(kept_RS, position_RS % self._window, self._window)
+        keep_states(self._states_RWF, self._tokens_RW, taps, source_RS, slot_RS, token_RS)
+
+    @torch.no_grad()
+    def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
+        self._prompts.add(prefix, start, gather_taps(taps).to(self._states_RWF.dtype))
+
+    @torch.no_grad()
+    def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence[Entered]) -> None:
+        if moves:
+            self._move(moves)
+        if entered:
+            self._enter(entered)
+        if moves or entered:
+            self._sharpening.forget()
+
+    def computed(self, steps: int) -> None:
+        self._ticks += 1
+        self._behind += steps
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """What a row ends up with may have moved before."""
+        origin: dict[int, int] = {}
+        for source, target in moves:
+            origin[target] = origin.get(source, source)
+        device = self._row.device
+        both = _send([list(origin), list(origin.values())], device)
+        ring = self._soil.ring
+        rows: list[Tensor] = [self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R]
+        rows += [ring.k_RKWd, ring.v_RKWd, ring.position_RW, self._soil.g_RD]
+        if self._planted is not None:
+            trees = self._staged().trees(self._planted.shape.verify)
+            rows += [trees.token_RQ, trees.parent_RQ, trees.depth_RQ, trees.mask_RQW]
+        for state in rows:
+            state[both[0]] = state[both[1]]
+
+    def _enter(self, entered: Sequence[Entered]) -> None:
+        """Of each is known what was kept of its prefix, at best; no tree was grown."""
+        together: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for entry in entered:
+            together.setdefault((entry.prefix, entry.token), []).append(entry.row)
+        for (prefix, token), rows in together.items():
+            row = _send([rows], self._row.device)[0]
+            held = self._recall(row, prefix, token)
+            self._held_R[row] = held
+            self._taken_R[row] = held
+            self._ready_R[row] = False
+            self._soil.ring.forget(row)
+            self._behind = max(self._behind, len(prefix) - held)
+            if self._planted is not None:
+                self._staged().trees(self._planted.shape.verify).clear(row)
+
+    def _recall(self, row: Tensor, prefix: tuple[int, ...], token: int) -> int:
+        """Lays the states of a prefix into rows, as far as they were kept; the first position that has one."""
+        states_SF = self._prompts.states(prefix)
+        first = len(prefix) - len(states_SF)
+        if len(states_SF):
+            drawn_S = _send([[*prefix[first + 1 :], token]], row.device)[0]
+            slot_S = torch.arange(first, len(prefix), device=row.device) % self._window
+            self._states_RWF[row[:, None], slot_S] = states_SF
+            self._tokens_RW[row[:, None], slot_S] = drawn_S
+        return first
+
+    # ---- growing
+
+    def _staged(self) -> Stage:
+        if self._stage is None:
+            raise AssertionError("a learned drafter draws on the states an engine keeps: attach it to one")
+        return self._stage
+
+    def _grow(self, keys: Sequence[Key], shape: Shape) -> _Trees:
+        """Takes in what is new, grows `depth` levels of `width` nodes for every row, and prunes them to the shape."""
+        if shape.depth > self._deepest:
+            raise ValueError(f"a tree {shape.depth} deep; this drafter was made for at most {self._deepest}")
+        stage, rows = self._staged(), self._staged().padded(len(keys))
+        self._learn_sharpness(len(keys))
+        if self._behind > _TAKEN_IN[-1]:
+            self._take_in(len(keys))
+        grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
+        parts = self._parts(rows, grove, shape.depth)
+        prune = ("prune", rows, grove.width, shape.depth, shape.verify)
+        trees = stage.trees(shape.verify)
+        stage.play([*parts, (prune, lambda: grove.prune(rows, shape.depth, self._ready_R, trees))])
+        self._behind = 0
+        if self._sharpening.wants_roots():
+            draws = self._draws(min(len(keys), MOST_ROWS))
+            self._sharpening.root(grove.root_logits_Rv, draws, self._ready_R, self._ticks)
+        return self._fetch(grove, keys, shape)
+
+    def _parts(self, rows: int, grove: Grove, depth: int) -> list[_Part]:
+        parts: list[_Part] = []
+        if self._behind:
+            new = next(new for new in _TAKEN_IN if new >= self._behind)
+            parts.append((("extend", rows, new), lambda: self._extend(rows, new)))
+        roots, level = self._levels(rows, grove)
+        return [*parts, roots, *[level] * (depth - 1)]
+
+    def _levels(self, rows: int, grove: Grove) -> tuple[_Part, _Part]:
+        """The first level, and any other."""
+        roots = (("roots", rows, grove.width), lambda: grove.roots(rows, self._draws(rows), self._beta))
+        return roots, (("deepen", rows, grove.width), lambda: grove.deepen(rows, self._draws(rows), self._beta))
+
+    def _grove(self, width: int) -> Grove:
+        if width not in self._groves:
+            self._groves[width] = Grove(self._soil, width, self._deepest)
+        return self._groves[width]
+
+    def _draws(self, rows: int) -> DrawKeys:
+        """Keys of the roots' successors."""
+        view = self._view
+        assert view is not None
+        parts = (view.seed_R, view.request_R, view.position_R + 1, view.temperature_R)
+        return DrawKeys(*(part[:rows] for part in parts))
+
+    def _fetch(self, grove: Grove, keys: Sequence[Key], shape: Shape) -> _Trees:
+        """What was grown, on its way to the host, which learns from it which guesses were right."""
+        count, nodes, grown = len(keys), grove.width * shape.depth, grove.grown
+        parent = torch.where(self._ready_R[:count, None], grown.parent_RL[:count, :nodes], _NOT_READY)
+        parts = (grown.token_RL[:count, :nodes].int(), parent.int(), grown.score_RL[:count, :nodes].view(torch.int32))
+        packed, arrived = fetch(torch.cat(parts, dim=1))
+        return _Trees(shape, self._ticks, {key: row for row, key in enumerate(keys)}, packed, arrived)
 
     # ---- taking in what was written
 
-    def _behind(self, key: Key, answer: Sequence[int]) -> int:
-        """Positions it has not taken in yet."""
-        request = self._requests[key]
-        taken = max(request.taken, request.held_from)
-        return request.prompt_tokens - 1 + len(answer) - taken if self._take_in_wanted(key, answer) else 0
+    def _take_in(self, count: int) -> None:
+        """All rows, many positions at a time, as far back as the window reaches."""
+        stage, rows, most = self._staged(), self._staged().padded(count), _TAKEN_IN[-1]
+        for _ in range(math.ceil(min(self._behind, self._window) / most)):
+            stage.play([(("extend", rows, most), lambda: self._extend(rows, most))])
+        self._behind = 0
 
-    def _take_in(self, keys: Sequence[Key], answers: Sequence[Sequence[int]]) -> None:
-        """Runs the drafter over all positions that have become certain since, a few at a time."""
-        while True:
-            news = {}
-            for key, answer in zip(keys, answers, strict=True):
-                request = self._requests[key]
-                if self._take_in_wanted(key, answer):
-                    end = request.prompt_tokens - 1 + len(answer)
-                    start = max(request.taken, request.held_from, end - self.drafter.config.window)
-                    if start < end:
-                        news[request.place] = (request, answer, start, min(end, start + _AT_ONCE))
-            if not news:
-                return
-            self._extend(news)
+    def _extend(self, rows: int, most: int) -> None:
+        """Runs the drafter over the next positions that have become certain, at most so many of each row."""
+        view, row_R = self._view, self._row[:rows]
+        assert view is not None
+        position_R, live_R = view.position_R[:rows], row_R < view.count
+        first_R = torch.maximum(self._taken_R[:rows], position_R - self._window)
+        count_R = (position_R - first_R).clamp(min=0, max=most) * live_R
+        slot_RS = (first_R[:, None] + torch.arange(most, device=row_R.device)) % self._window
+        states_RSF, next_RS = self._states_RWF[row_R[:, None], slot_RS], self._tokens_RW[row_R[:, None], slot_RS]
+        soil = self._soil.first(rows)
+        g_RD = self.drafter.extend(soil.ring, next_RS, states_RSF, first_R, count_R, soil.embed_VD)
+        new_R = count_R > 0
+        soil.g_RD.copy_(torch.where(new_R[:, None], g_RD, soil.g_RD))
+        self._taken_R[:rows] = torch.where(new_R, first_R + count_R, self._taken_R[:rows])
+        self._ready_R[:rows] |= new_R
 
-    def _extend(self, news: dict[int, tuple[_Request, Sequence[int], int, int]]) -> None:
-        height, most = max(news) + 1, max(end - start for _, _, start, end in news.values())
-        tokens = [[0] * most for _ in range(height)]
-        first, count = [0] * height, [0] * height
-        for place, (request, answer, start, end) in news.items():
-            offset = start - (request.prompt_tokens - 1)
-            tokens[place][: end - start] = answer[offset : offset + end - start]
-            first[place], count[place] = start, end - start
-            request.taken = end
-        device, window = self._states_PWF.device, self._states_PWF.shape[1]
-        first_R, count_R = torch.tensor(first, device=device), torch.tensor(count, device=device)
-        slot_RS = (first_R[:, None] + torch.arange(most, device=device)) % window
-        states_RSF = self._states_PWF[torch.arange(height, device=device)[:, None], slot_RS]
-        next_RS = torch.tensor(tokens, device=device)
-        g_RD = self.drafter.extend(self._ring.first(height), next_RS, states_RSF, first_R, count_R, self._policy.embed)
-        self._g_PD[:height] = torch.where((count_R > 0)[:, None], g_RD, self._g_PD[:height])
+    # ---- what it costs
 
-    # ---- growing trees
-
-    def _draw_keys(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], height: int) -> DrawKeys:
-        """Keys of the roots' successors, place by place."""
-        seed, request_id, position, temperature = [0] * height, [0] * height, [0] * height, [1.0] * height
-        for key, answer in zip(keys, answers, strict=True):
-            request = self._requests[key]
-            if self._take_in_wanted(key, answer):
-                seed[request.place], request_id[request.place] = as_int64(key.seed), as_int64(key.request)
-                position[request.place] = request.prompt_tokens + len(answer)
-                temperature[request.place] = request.temperature
-        device = self._states_PWF.device
-        return DrawKeys(
-            torch.tensor(seed, device=device),
-            torch.tensor(request_id, device=device),
-            torch.tensor(position, device=device),
-            torch.tensor(temperature, device=device),
-        )
-
-    def _grow(
-        self, draws: DrawKeys, shape: Shape, height: int, keys: Sequence[Key], answers: Sequence[Sequence[int]]
-    ) -> list[Draft]:
-        """`depth` levels of `width` nodes each, for every place."""
-        width = min(shape.width, self.drafter.config.draft_vocab)
-        nodes = self._nodes_for(width * shape.depth).first(height)
-        soil = Soil(
-            self.drafter, self._ring.first(height), nodes, self._g_PD[:height], self._policy.embed, self._head_vD
-        )
-        growth = grow(soil, draws, self.beta, shape.depth, width)
-        written = {key: len(answer) for key, answer in zip(keys, answers, strict=True)}
-        self._rooted = _Rooted(growth.root_logits_Rv, draws, written)
-        return [Draft(tuple(tokens), tuple(parents), tuple(scores)) for tokens, parents, scores in paths_of(growth)]
-
-    def _nodes_for(self, slots: int) -> Nodes:
-        if slots not in self._nodes:
-            self._nodes[slots] = self.drafter.new_nodes(len(self._g_PD), slots)
-        return self._nodes[slots]
+    @torch.no_grad()
+    def measure(self, sizes: Sequence[int]) -> list[Measured]:
+        """Captured now: what a tuner wants to know beforehand."""
+        stage, grove = self._staged(), self._grove(min(_MEASURED_WIDTH, self.drafter.config.draft_vocab))
+        measured = []
+        for size in sizes:
+            rows, new = stage.padded(size), _TAKEN_IN[2]
+            extend = (("extend", rows, new), lambda: self._extend(rows, new))  # noqa: B023
+            roots, level = self._levels(rows, grove)
+            begun = stage.time(*extend) + stage.time(*roots)
+            measured += [Measured(EXTEND, rows, begun), Measured(DRAFT, rows * grove.width, stage.time(*level))]
+        return measured
 
     # ---- sharpness
 
-    def _learn_sharpness(self, keys: Sequence[Key], answers: Sequence[Sequence[int]]) -> None:
-        """Which β would have named the tokens that came after the last roots."""
-        self._drafts += 1
-        last, self._rooted = self._rooted, None
-        if last is None or self._drafts % _SHARPEN_EVERY:
-            return
-        drawn = {}
-        for key, answer in zip(keys, answers, strict=True):
-            had = last.answered.get(key)
-            place = self._requests[key].place
-            if had and had < len(answer) and 0 <= place < len(last.logits_Pv):
-                drawn[place] = answer[had]
-        if drawn:
-            device = last.logits_Pv.device
-            at = torch.tensor(list(drawn), device=device)
-            tokens = torch.tensor(list(drawn.values()), device=device)
-            parts = (last.keys.seed_N, last.keys.request_N, last.keys.position_N, last.keys.temperature_N)
-            hits = beta_hits(
-                last.logits_Pv[at],
-                DrawKeys(*(part[at] for part in parts)),
-                tokens,
-                token_of_draft_v=self.drafter.token_of_draft_v,
-            )
-            self._sharpness.observe(hits.sum(0).tolist(), len(drawn))
+    def _learn_sharpness(self, count: int) -> None:
+        self._sharpening.read()
+        roots = self._sharpening.roots
+        if roots is not None and roots.tick < self._ticks and len(roots.logits_Nv) <= count:
+            position_N = roots.draws.position_N - 1  # of the states their successors were drawn from
+            token_N = self._tokens_RW[self._row[: len(position_N)], position_N % self._window]
+            self._sharpening.look(token_N, self.drafter.token_of_draft_v)
+        self._beta.fill_(self.beta)
+
+
+def _send(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Host numbers on the device, without waiting for it."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)

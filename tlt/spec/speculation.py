@@ -1,7 +1,7 @@
 """Speculation as the engine sees it: which shape now, which trees, and how it went.
 
-Owns the drafters and the policy that chooses between them; knows tokens and seconds, no tensors. Whatever happens here,
-the tokens that come out are the same.
+Owns the drafters and the policy that chooses between them; knows tokens and seconds, computes no tensors. Whatever
+happens here, the tokens that come out are the same.
 """
 
 import time
@@ -10,12 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from tlt.spec.acceptance import Walked, track
 from tlt.spec.alarm import Alarm
-from tlt.spec.drafter import Drafter
+from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Planted
+from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import OFF, Draft, Shape, merge
 from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
 from tlt.types import Key, SamplingParams
+
+_LOOKED_INTO = 8  # rows of a tick whose walks are compared with what each drafter named
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,39 @@ class Speculation(Protocol):
     def alarms(self) -> Sequence[Alarm]:
         """All there have been, oldest first."""
 
+    @property
+    def keeper(self) -> Keeper:
+        """Who wants the policy's states."""
+
+    @property
+    def deepest(self) -> int:
+        """Tokens a branch may run ahead in any shape that will be chosen."""
+
+    @property
+    def widest(self) -> int:
+        """Nodes of a tree in any shape that will be chosen."""
+
+    def policy_changed(self) -> None:
+        """The policy's tensors hold another version from the next tick on."""
+
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
     def end(self, key: Key, answer: Sequence[int]) -> None: ...
 
-    def choose(self, running: int) -> Shape: ...
+    def choose(self, running: int) -> Shape:
+        """For the tick that begins now."""
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]: ...
+    def foresee(self, running: int) -> Shape:
+        """For the tick after the one just launched; whoever then runs it says so with `chosen`."""
+
+    def chosen(self, running: int, shape: Shape) -> None:
+        """A tick begins in a shape that was foreseen."""
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
+        """A draft for each row; None: they lie on the device, in the trees the policy verifies."""
+
+    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
+        """Behind a launched verification: starts drafting for the tick after it, where that needs no tokens read."""
 
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
@@ -91,6 +122,12 @@ class NoSpeculation:
     """Plain decoding."""
 
     alarms: Sequence[Alarm] = ()
+    keeper: Keeper = NoKeeper()
+    deepest = 0
+    widest = 1
+
+    def policy_changed(self) -> None:
+        pass
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
@@ -101,8 +138,17 @@ class NoSpeculation:
     def choose(self, running: int) -> Shape:
         return OFF
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def foresee(self, running: int) -> Shape:
+        return OFF
+
+    def chosen(self, running: int, shape: Shape) -> None:
+        pass
+
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
         raise AssertionError("plain decoding drafts nothing")
+
+    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
+        pass
 
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
@@ -119,11 +165,23 @@ class NoSpeculation:
 class Speculating:
     """Drafters whose branches are merged into one tree per request, in the shape that a tuner chooses."""
 
-    def __init__(self, drafters: Sequence[Drafter], tuner: TunerPolicy) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        tuner: TunerPolicy,
+        *,
+        learned: LearnedDrafting | None = None,
+        deepest: int = 0,
+        widest: int = 1,
+    ) -> None:
+        """`learned` is the one among the drafters that reads the policy's states."""
         self._drafters: Mapping[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self._tuner = tuner
-        self._proposed: list[tuple[Draft, ...]] = []  # of the tick under way: per request, a draft per drafter
-        self._drafts_s: list[float] = []  # of the tick under way: what each drafter took …
+        self._learned = learned
+        self.keeper: Keeper = learned or NoKeeper()
+        self.deepest, self.widest = deepest, widest
+        self._proposed: _Proposed | None = None  # of the tick under way
+        self._drafts_s: list[float] = []  # of the tick under way: what each drafter took on the host …
         self._caught_up_s = 0.0  # … and what they spent catching up before
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
@@ -131,6 +189,18 @@ class Speculating:
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._once_s = 0.0
         self.alarms: list[Alarm] = []
+
+    def policy_changed(self) -> None:
+        if self._learned is not None:
+            self._learned.policy_changed()
+
+    def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Another version of the learned drafter, between two ticks; the same version again is nothing."""
+        if self._learned is None:
+            raise ValueError(f"drafters are {sorted(self._drafters)}; expected a learned one to load weights into")
+        if version != self._learned.version:
+            self._learned.load(weights, version)
+            self._tuner.drafter_changed(self._learned.name)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         for drafter in self._drafters.values():
@@ -141,10 +211,17 @@ class Speculating:
             drafter.end(key, answer)
 
     def choose(self, running: int) -> Shape:
+        shape = self.foresee(running)
+        self.chosen(running, shape)
+        return shape
+
+    def foresee(self, running: int) -> Shape:
+        return self._tuner.choose(running) if running else OFF
+
+    def chosen(self, running: int, shape: Shape) -> None:
         if not running:
             self._last = None
-            return OFF
-        shape = self._tuner.choose(running)
+            return
         if shape.off:
             self._plain[running] += 1
         else:
@@ -152,18 +229,28 @@ class Speculating:
         if shape is not self._last:
             self._switches += self._last is not None and shape != self._last
             self._last = shape
-        return shape
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
         drafters = [self._drafters[name] for name in shape.drafters]
         self._catch_up(drafters, keys, answers, shape)
+        started = time.perf_counter()
+        planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
+        if planted is not None:
+            self._proposed = _Proposed(keys, planted=planted)
+            self._drafts_s = [time.perf_counter() - started]
+            return None
         columns, self._drafts_s = [], []
         for drafter in drafters:
             started = time.perf_counter()
             columns.append(drafter.propose(keys, answers, shape))
             self._drafts_s.append(time.perf_counter() - started)
-        self._proposed = list(zip(*columns, strict=True))
-        return [_joined(parts, shape.verify - 1) for parts in self._proposed]
+        parts = list(zip(*columns, strict=True))
+        self._proposed = _Proposed(keys, parts)
+        return [_joined(row, shape.verify - 1) for row in parts]
+
+    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
+        for name in shape.drafters:
+            self._drafters[name].plant(keys, shape)
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
@@ -177,15 +264,26 @@ class Speculating:
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
         started = time.perf_counter()
-        walks = [
-            Walked(len(tokens) - 1, tuple(track(draft, tokens, shape) for draft in parts))
-            for tokens, parts in zip(emitted, self._proposed, strict=True)
-        ]
+        walks = self._walks(shape, emitted)
         if seconds is not None:
             seconds += time.perf_counter() - started - self._caught_up_s
         once_s += self._caught_up_s
         self._count(walks, once_s)
         self.alarms += self._tuner.observe(Outcome(shape, len(walks), walks, seconds, once_s, self._drafts_s))
+
+    def _walks(self, shape: Shape, emitted: Sequence[Sequence[int]]) -> list[Walked]:
+        """All rows' accepted tokens; a sample of them is looked into, for that takes the host a while."""
+        proposed, self._proposed = self._proposed, None
+        assert proposed is not None
+        stride = -(-len(emitted) // _LOOKED_INTO)
+        offset = self._verifies % stride
+        return [
+            Walked(
+                len(tokens) - 1,
+                tuple(track(draft, tokens, shape) for draft in proposed.of(row)) if row % stride == offset else (),
+            )
+            for row, tokens in enumerate(emitted)
+        ]
 
     def _count(self, walks: Sequence[Walked], once_s: float) -> None:
         self._verifies += len(walks)
@@ -207,6 +305,18 @@ class Speculating:
             alarms=tuple(self.alarms),
             tuner=self._tuner.report(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposed:
+    """The drafts of a tick, row by row, one per drafter."""
+
+    keys: Sequence[Key]
+    parts: Sequence[tuple[Draft, ...]] = ()
+    planted: Planted | None = None  # instead of the parts: one drafter's, on the device
+
+    def of(self, row: int) -> tuple[Draft, ...]:
+        return (self.planted.draft(self.keys[row]),) if self.planted else self.parts[row]
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:

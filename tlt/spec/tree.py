@@ -48,9 +48,23 @@ class Trees:
         for word in range(self.mask_RQW.shape[2]):
             self.mask_RQW[:rows, :, word] = packed[3 + word].int()
 
+    def clear(self, row: Tensor) -> None:
+        """These rows (int64) have no draft: nothing but padding behind the root."""
+        self.parent_RQ[row] = _PADDING
+        self.depth_RQ[row] = 0
+        self.mask_RQW[row] = own_bits(self.token_RQ.shape[1], row.device)
+
     def first(self, rows: int) -> "Trees":
         """Views of the first rows."""
         return Trees(self.token_RQ[:rows], self.parent_RQ[:rows], self.depth_RQ[:rows], self.mask_RQW[:rows])
+
+
+def own_bits(nodes: int, device: torch.device) -> Tensor:
+    """int32 [Q, W]: every node sees itself."""
+    node = torch.arange(nodes, device=device)
+    words = torch.zeros((nodes, -(-nodes // WORD)), dtype=torch.int64, device=device)
+    bit = torch.ones((), dtype=torch.int64, device=device) << (node % WORD)
+    return words.scatter(1, (node // WORD)[:, None], bit[:, None]).to(torch.int32)
 
 
 def _pack(drafts: Sequence[Draft], nodes: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tlt.spec.acceptance import Acceptance, Drafters, Walked
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.costs import TickCosts
+from tlt.spec.costs import Measured, TickCosts
 from tlt.spec.shape import OFF, Shape
 
 
@@ -37,6 +37,9 @@ class TunerPolicy(Protocol):
     def choose(self, batch: int) -> Shape: ...
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
+
+    def know(self, costs: Iterable[Measured]) -> None:
+        """What runs cost, measured beforehand."""
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
@@ -101,12 +104,13 @@ def candidates(
     found = {OFF}
     sets = {tuple(sorted(names)) for names in drafters}
     for names, depth, width, verify in product(sets, depths, widths, verifies):
-        room = sum(min(width**level, width * width) for level in range(1, depth + 1)) * len(names)
-        if names and width >= 1 and depth < verify <= 1 + room:
+        room = 1 + width * depth * len(names)  # a level keeps `width` nodes
+        if names and width >= 1 and depth < verify <= _FILLED * room:
             found.add(Shape(names, depth, width, verify))
     return tuple(sorted(found))
 
 
+_FILLED = 1.25  # a tree may have a little more room than nodes come to be
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 
 
@@ -205,11 +209,15 @@ class Tuner:
         else:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
         self._ticks += 1
-        self._book(outcome, size, seconds + outcome.once_s)
+        self._book(outcome, size, seconds)
         if outcome.shape.off or not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
         return self._sound(outcome)
+
+    def know(self, costs: Iterable[Measured]) -> None:
+        for cost in costs:
+            self._costs.know(cost)
 
     def drafter_changed(self, drafter: str) -> None:
         """What was known becomes a weak guess, and the new version is tried at once."""

@@ -2,8 +2,8 @@
 
 Two forms of the same attention, equal by test. `Band` serves packed training: queries in blocks, each block with the
 keys just before it, so that memory is tokens × (window + block) and never tokens². `attend_ring` serves rollout: the
-last positions of every row lie in a ring, the nodes of its draft tree beside it. Both are plain tensor operations of
-static shape. Knows heads and positions; knows nothing of weights or tokens.
+last positions of every row lie in a ring, the nodes of its draft tree beside it. Both are tensor operations of static
+shape. Knows heads and positions; knows nothing of weights or tokens.
 """
 # T packed positions, n blocks of B queries, L keys a block sees, s keys of a draft chain
 # R rows, Q queries of a row, W ring slots, N further keys of a row
@@ -11,16 +11,21 @@ static shape. Knows heads and positions; knows nothing of weights or tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tlt.kernels import ring_attention
+from tlt.model.device import upload
+from tlt.model.linear import in_gpu_rollout
+
 BLOCK = 64  # queries that share their keys
 _LEAST_BEFORE = 32  # keys before a block come in powers of two from here on
-_MOST_SPANS = 6  # more would be many small launches: then all blocks see as far back as the one that must see furthest
+_MOST_SPANS = {"cpu": 6, "cuda": 2}  # more would be many small launches: neighbours then see as far back as each other
+_CHEAP = 256  # keys, summed over blocks, that cost no more than another span does
 _HIDDEN = float("-inf")
 
 
@@ -39,14 +44,11 @@ class Band:
         padded_nB = functional.pad(index_T, (0, -len(index_T) % BLOCK)).view(-1, BLOCK)
         need_n = (padded_nB.clamp(max=window - 1) - torch.arange(BLOCK)).amax(1)
         before = [_LEAST_BEFORE << max(0, (need - 1) // _LEAST_BEFORE).bit_length() for need in need_n.tolist()]
-        cuts = [0, *(block for block in range(1, len(before)) if before[block] != before[block - 1]), len(before)]
-        if len(cuts) - 1 > _MOST_SPANS:
-            before, cuts = [max(before)] * len(before), [0, len(before)]
-        on_device = padded_nB.to(device, non_blocking=True)
+        on_device = upload(padded_nB, device)
         return cls(
             tuple(
-                Span(on_device[first:last], window, before[first], first * BLOCK, min(last * BLOCK, len(index_T)))
-                for first, last in pairwise(cuts)
+                Span(on_device[first:last], window, far, first * BLOCK, min(last * BLOCK, len(index_T)))
+                for first, last, far in _spans(before, _MOST_SPANS.get(device.type, 2))
             )
         )
 
@@ -68,6 +70,27 @@ class Band:
             for at, span in enumerate(self.spans)
         ]
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _spans(before: Sequence[int], most: int) -> list[tuple[int, int, int]]:
+    """Cuts blocks into at most `most` runs (first, last + 1, how far back), each time where it saves the most keys."""
+    runs = [(0, len(before))]
+    while len(runs) < most:
+        gain, at, run = max((*_best_cut(before[first:last]), run) for run, (first, last) in enumerate(runs))
+        if gain <= _CHEAP:
+            break
+        first, last = runs[run]
+        runs[run : run + 1] = [(first, first + at), (first + at, last)]
+    return [(first, last, max(before[first:last])) for first, last in runs]
+
+
+def _best_cut(before: Sequence[int]) -> tuple[int, int]:
+    """How many keys the best cut of one run into two saves, and after how many blocks it is."""
+    left = list(accumulate(before, max))
+    right = list(accumulate(reversed(before), max))[::-1]
+    far, blocks = left[-1], len(before)
+    cuts = ((far - left[at - 1]) * at + (far - right[at]) * (blocks - at) for at in range(1, blocks))
+    return max(((gain, at) for at, gain in enumerate(cuts, start=1)), default=(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +123,9 @@ class Span:
         )
         out_TKGd = self._from_blocks(attended[0].view(*own.shape[:4], d))
         own_TKGs = self._from_blocks(attended[1].view(own.shape))
-        for place, (_, value_TKd) in enumerate(chain):
-            out_TKGd = out_TKGd + own_TKGs[..., place, None] * value_TKd[:, :, None]
+        if chain:
+            values_TKsd = torch.stack([value_TKd for _, value_TKd in chain], dim=2)
+            out_TKGd = out_TKGd + (own_TKGs[..., None] * values_TKsd[:, :, None]).sum(-2)
         return out_TKGd.reshape(T, H, d)
 
     def _bias_nBL(self, step: int, dtype: torch.dtype) -> Tensor:
@@ -172,7 +196,8 @@ def _chain_scores(q_TKGd: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Ten
     """[T, K, G, s]: each query against its own chain's keys."""
     if not chain:
         return q_TKGd[..., :0]
-    return torch.stack([(q_TKGd * key_TKd[:, :, None]).sum(-1) for key_TKd, _ in chain], dim=-1)
+    keys_TKsd = torch.stack([key_TKd for key_TKd, _ in chain], dim=2)
+    return (q_TKGd[..., None, :] * keys_TKsd[:, :, None]).sum(-1)
 
 
 UNUSED = -1
@@ -182,7 +207,8 @@ UNUSED = -1
 class Ring:
     """Keys and values of the newest positions of every row. Position p lies in slot p modulo the window.
 
-    One slot more than the window: padding is written there and never read. Graphs hold these pointers: never rebind.
+    One slot more than the window: padding may be written there and is never read. `kernels.drafter` writes.
+    Graphs hold these pointers: never rebind.
     """
 
     k_RKWd: Tensor
@@ -212,21 +238,6 @@ class Ring:
         """These rows (int64 or bool) start afresh."""
         self.position_RW[row] = UNUSED
 
-    def write(self, k_RQKd: Tensor, v_RQKd: Tensor, position_RQ: Tensor, count_R: Tensor) -> None:
-        """Keeps the first `count_R` of a row's new positions, as far as the window holds them."""
-        place_Q = torch.arange(position_RQ.shape[1], device=position_RQ.device)
-        kept_RQ = (place_Q < count_R[:, None]) & (place_Q >= count_R[:, None] - self.window)
-        slot_RQ = torch.where(kept_RQ, position_RQ % self.window, self.window)
-        row_R1 = torch.arange(len(count_R), device=count_R.device)[:, None]
-        self.k_RKWd[row_R1, :, slot_RQ] = k_RQKd
-        self.v_RKWd[row_R1, :, slot_RQ] = v_RQKd
-        self.position_RW[row_R1, slot_RQ] = position_RQ
-
-    def seen_by(self, position_RQ: Tensor) -> Tensor:
-        """[R, Q, W] bool: slots within the window of queries at these positions, all of them newer than the ring."""
-        held_R1W = self.position_RW[:, None, : self.window]
-        return (held_R1W >= 0) & (held_R1W > position_RQ[:, :, None] - self.window)
-
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -246,19 +257,19 @@ class Nodes:
         """Views of the first rows."""
         return Nodes(self.k_RKNd[:rows], self.v_RKNd[:rows])
 
-    def write(self, k_RQKd: Tensor, v_RQKd: Tensor, slot_RQ: Tensor) -> None:
-        row_R1 = torch.arange(len(slot_RQ), device=slot_RQ.device)[:, None]
-        self.k_RKNd[row_R1, :, slot_RQ] = k_RQKd
-        self.v_RKNd[row_R1, :, slot_RQ] = v_RQKd
 
+def attend_ring(
+    q_RQHd: Tensor, ring: Ring, position_RQ: Tensor, beside: Nodes | None = None, seen_RQN: Tensor | None = None
+) -> Tensor:
+    """[R, Q, H, d]: queries at these positions over the ring slots in their window and the keys beside that they see.
 
-def attend_ring(q_RQHd: Tensor, ring: Ring, ring_seen_RQW: Tensor, beside: Nodes, beside_seen_RQN: Tensor) -> Tensor:
-    """[R, Q, H, d]: each query over the ring slots and the keys beside it that it sees; it must see one at least."""
-    (R, Q, H, d), K, W = q_RQHd.shape, ring.k_RKWd.shape[1], ring.window
-    q_RKQd = (q_RQHd * d**-0.5).view(R, Q, K, H // K, d).permute(0, 2, 3, 1, 4).reshape(R, K, -1, d)
-    old = torch.matmul(q_RKQd, ring.k_RKWd[:, :, :W].transpose(2, 3)).view(R, K, H // K, Q, W)
-    new = torch.matmul(q_RKQd, beside.k_RKNd.transpose(2, 3)).view(R, K, H // K, Q, -1)
-    seen = torch.cat((ring_seen_RQW, beside_seen_RQN), dim=2)[:, None, None]
-    weights = torch.cat((old, new), dim=-1).masked_fill(~seen, _HIDDEN).softmax(-1).flatten(2, 3)
-    out = torch.matmul(weights[..., :W], ring.v_RKWd[:, :, :W]) + torch.matmul(weights[..., W:], beside.v_RKNd)
-    return out.view(R, K, H // K, Q, d).permute(0, 3, 1, 2, 4).reshape(R, Q, H, d)
+    No slot may hold a position newer than the queries'.
+    """
+    kernels: Any = ring_attention
+    if in_gpu_rollout(q_RQHd):
+        from tlt.kernels import ring_attention_triton  # Triton is installed only where there is a GPU
+
+        kernels = ring_attention_triton
+    near = None if beside is None else (beside.k_RKNd, beside.v_RKNd, seen_RQN)
+    out: Tensor = kernels.attend(q_RQHd, ring.k_RKWd, ring.v_RKWd, ring.position_RW, position_RQ, near, pdl=True)
+    return out

@@ -1,0 +1,72 @@
+"""Function-preserving widening of a drafter: what `tlt.model.widen` does to its policy, done to the drafter too.
+
+A widened policy's states are the small one's, then zeros; so are its embeddings and its head's rows. The wide drafter
+reads the former in the same layers, keeps zeros zero, and names what the small one names, at the cost of a drafter of
+the wide policy's size.
+"""
+# D hidden, small and wide
+
+import torch
+from torch import Tensor
+
+from tlt.errors import ModelError
+from tlt.model.config import ModelConfig
+from tlt.model.widen import Place, place_heads, placing
+from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source
+
+
+@torch.no_grad()
+def widen_drafter(
+    drafter: Eagle,
+    policy: ModelConfig,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Eagle:
+    """The drafter for `policy`, which is the shape its own policy was widened to, with equal logits."""
+    small, config = drafter.config, wide_drafter_config(drafter.config, policy)
+    wide = Eagle(config, dtype=dtype or drafter.fc.dtype, device=device or drafter.fc.device)
+    place = placing(torch.Generator(device=wide.fc.device).manual_seed(seed))
+    shrink = (small.layer.hidden / config.layer.hidden) ** 0.5
+    for name in ("embed_norm", "feature_norm", "mlp_norm", "norm"):
+        place(getattr(wide, name), getattr(drafter, name) * shrink, free=False)
+    _place_beside(wide.fc, drafter.fc, TAPS, place)
+    wide.fc[small.layer.hidden :].zero_()  # writes the state
+    qkv = torch.empty((drafter.qkv.shape[0], 2 * config.layer.hidden), dtype=wide.fc.dtype, device=wide.fc.device)
+    _place_beside(qkv, drafter.qkv, 2, place)
+    place_heads(wide.qkv, qkv, small.layer, config.layer, place)
+    for ours, theirs in zip(wide.gate_up.chunk(2), drafter.gate_up.chunk(2), strict=True):
+        place(ours, theirs, free=True)
+    place(wide.o, drafter.o, free=False)
+    place(wide.down, drafter.down, free=False)
+    _take_vocabulary(wide, drafter)
+    return wide
+
+
+def wide_drafter_config(small: EagleConfig, policy: ModelConfig) -> EagleConfig:
+    layer = ModelConfig.from_hf(layer_source(policy))
+    if policy.layers < small.policy_layers or layer.head_dim != small.layer.head_dim:
+        raise ModelError(
+            f"a policy of {policy.layers} layers and heads of {layer.head_dim} is no widened form of one with "
+            f"{small.policy_layers} and {small.layer.head_dim}; expected the shape the drafter's policy was widened to"
+        )
+    eps, expected = layer.norm_eps * layer.hidden, small.layer.norm_eps * small.layer.hidden
+    if abs(eps - expected) > 1e-9 * small.layer.hidden:
+        raise ModelError(f"norm_eps is {layer.norm_eps}, expected {expected / layer.hidden} as `widen` makes it")
+    return EagleConfig(layer, small.taps, small.window, small.draft_vocab, policy.layers)
+
+
+def _place_beside(target: Tensor, source: Tensor, parts: int, place: Place) -> None:
+    """Columns come in `parts` vectors side by side, each of which is now followed by zeros that may be read."""
+    for ours, theirs in zip(target.chunk(parts, dim=1), source.chunk(parts, dim=1), strict=True):
+        place(ours, theirs, free=True)
+
+
+def _take_vocabulary(wide: Eagle, drafter: Eagle) -> None:
+    if drafter.token_of_draft_v is not None:
+        wide.set_vocabulary(drafter.token_of_draft_v.to(wide.fc.device))
+    if drafter.own_head_vD is not None:
+        head_vD = wide.fc.new_zeros((len(drafter.own_head_vD), wide.config.layer.hidden))
+        head_vD[:, : drafter.own_head_vD.shape[1]] = drafter.own_head_vD
+        wide.register_buffer("own_head_vD", head_vD)

@@ -1,0 +1,45 @@
+"""Prompts' states on their way from prefill to the rows whose requests enter with them: a bounded memory.
+
+A drafter that starts in the middle of a text it has never seen guesses badly; so what the policy computed of a prompt
+is kept until the requests that share it have entered. Knows prefixes and states; knows nothing of rows or drafters.
+"""
+# S positions, F states of one
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+_MOST_BYTES = 2**29
+
+
+class PromptStates:
+    """States of prefixes whose requests may still enter, those of the last `window` positions; a bounded memory."""
+
+    def __init__(self, window: int, none_SF: Tensor) -> None:
+        self._window = window
+        self._none_SF = none_SF  # an empty tensor of their kind
+        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, prefix: tuple[int, ...], start: int, states_SF: Tensor) -> None:
+        """The next piece. A piece that does not go on from the one before starts anew."""
+        before = self._kept.pop(prefix, self._none_SF)
+        self._bytes -= before.nbytes
+        useful = max(0, len(prefix) - self._window)  # positions before are beyond every window
+        if start > useful and len(before) == start - useful:
+            states_SF = torch.cat((before, states_SF))
+        else:
+            states_SF = states_SF[max(0, useful - start) :]
+        self._kept[prefix] = states_SF
+        self._bytes += states_SF.nbytes
+        while self._bytes > _MOST_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def states(self, prefix: tuple[int, ...]) -> Tensor:
+        """Of its last positions; none if they were not kept."""
+        return self._kept.get(prefix, self._none_SF)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
