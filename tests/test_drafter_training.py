@@ -75,11 +75,11 @@ def test_the_loss_in_chunks_equals_the_definition(variation: float, logits_at_on
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    normed, hidden, head = random(12, 8).requires_grad_(), random(5, 8), random(30, 8)
+    normed, hidden, head, policy_head = random(12, 8).requires_grad_(), random(5, 8), random(30, 8), random(30, 8)
     row = torch.tensor([[0, 1, 2, 3, 4], [6, 7, 8, 9, 0]])
     weight = torch.tensor([[0.1, 0.2, 0.1, 0.1, 0.1], [0.05, 0.1, 0.2, 0.05, 0.0]], dtype=torch.float64)
-    found = distribution_loss(normed, hidden, head, row, weight, variation, logits_at_once) * 3
-    p, q = (hidden @ head.T).softmax(-1), (normed[row] @ head.T).softmax(-1)
+    found = distribution_loss(normed, hidden, policy_head, head, row, weight, variation, logits_at_once) * 3
+    p, q = (hidden @ policy_head.T).softmax(-1), (normed[row] @ head.T).softmax(-1)
     entropy, distance = -(p * q.log()).sum(-1), 0.5 * (p - q).abs().sum(-1)
     expected = 3 * (weight * ((1 - variation) * entropy + variation * distance)).sum()
     torch.testing.assert_close(found, expected)
@@ -233,6 +233,14 @@ def test_training_starts_with_the_first_draft_token_alone() -> None:
         losses.append([trainer.micro_step(batch).loss for _ in range(2)])
     assert losses[0][0] == losses[1][0] != losses[2][0]
     assert losses[0][1] != losses[1][1]
+
+
+def test_micro_steps_in_a_stream_are_micro_steps_one_by_one() -> None:
+    stream = [batch_of(examples((20, length))) for length in (5, 30, 12)]
+    one_by_one, streamed = (
+        DrafterTrainer(drafter(), POLICY.head_weight, POLICY.embed, SETTINGS, endless=True) for _ in range(2)
+    )
+    assert list(streamed.micro_steps(iter(stream))) == [one_by_one.micro_step(batch) for batch in stream]
 
 
 def test_an_endless_trainer_keeps_its_learning_rate() -> None:

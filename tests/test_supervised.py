@@ -19,18 +19,16 @@ from tlt.model.weights import load_policy, read_config
 from tlt.policy import TINY_POLICY
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
+from tlt.train.logprobs import cross_entropy
+from tlt.train.optimizer import FINAL_SHARE, MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import (
-    FINAL_SHARE,
-    MasterAdamW,
     Pair,
     SupervisedTrainer,
     answer_loss_sum,
     batches,
-    chunked_cross_entropy,
     encode_pair,
     endless,
-    learning_rate,
     read_pairs,
 )
 from tlt.types import Key, Message, SamplingParams
@@ -112,7 +110,7 @@ def test_chunked_cross_entropy_equals_the_plain_one(logits_at_once: int) -> None
     targets = torch.randint(VOCAB, (11,), generator=generator)
     plain = functional.cross_entropy(hidden @ head.T, targets, reduction="sum") * 0.3
     expected = torch.autograd.grad(plain, (hidden, head))
-    chunked = chunked_cross_entropy(hidden, head, targets, logits_at_once) * 0.3
+    chunked = cross_entropy(hidden, head, targets, logits_at_once) * 0.3
     found = torch.autograd.grad(chunked, (hidden, head))
     torch.testing.assert_close(chunked, plain)
     torch.testing.assert_close(found, expected)
@@ -181,14 +179,19 @@ def test_vectors_do_not_decay() -> None:
 
 
 def test_the_learning_rate_rises_then_falls() -> None:
-    settings = WarmupSettings(steps=100, learning_rate=2.0, warmup_steps=10)
-    rates = [learning_rate(step, settings) for step in range(100)]
+    schedule = Schedule(peak=2.0, warmup_steps=10, decay_steps=100)
+    rates = [learning_rate(step, schedule) for step in range(100)]
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == rates[10] == pytest.approx(2.0)
     assert rates[99] == pytest.approx(2.0 * FINAL_SHARE)
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert learning_rate(0, WarmupSettings(steps=1, warmup_steps=0)) > 0
+    assert learning_rate(0, Schedule(1e-3, decay_steps=1)) > 0
+
+
+def test_the_learning_rate_holds_where_nothing_ends() -> None:
+    schedule = Schedule(peak=2.0, warmup_steps=4)
+    assert [learning_rate(step, schedule) for step in (0, 1, 3, 4, 10**9)] == [0.5, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_spoilt_weights_end_the_run() -> None:
@@ -198,6 +201,43 @@ def test_spoilt_weights_end_the_run() -> None:
     trainer = SupervisedTrainer(model, WarmupSettings())
     with pytest.raises(TltError, match="lower learning rate"):
         trainer.step(pack(random_examples((10,)), 64))
+
+
+def test_a_refused_step_leaves_no_trace() -> None:
+    rows = pack(random_examples((10, 20)), 64)
+    models = tiny_model(torch.float32), tiny_model(torch.float32)
+    refusing, other = (SupervisedTrainer(model, WarmupSettings(warmup_steps=5)) for model in models)
+    refusing.step(rows)
+    other.step(rows)
+    kept = models[0].norm.detach().clone()
+    with torch.no_grad():
+        models[0].norm.fill_(float("inf"))
+    with pytest.raises(TltError, match=r"step 1: .* were not touched"):
+        refusing.step(rows)
+    assert models[0].norm.isinf().all()
+    with torch.no_grad():
+        models[0].norm.copy_(kept)
+    assert refusing.step(rows) == other.step(rows)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_in_a_stream_are_steps_one_by_one() -> None:
+    stream = [pack(random_examples((10, 20, length)), 24) for length in (5, 9, 13)]
+    settings = WarmupSettings(steps=3, learning_rate=1e-2, warmup_steps=0)
+    one_by_one, streamed = (SupervisedTrainer(tiny_model(), settings) for _ in range(2))
+    assert list(streamed.steps(iter(stream))) == [one_by_one.step(rows) for rows in stream]
+    assert list(streamed.steps([])) == []
+
+
+def test_gradients_in_half_precision_are_summed_in_full() -> None:
+    module = torch.nn.ParameterList([torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)])
+    optimizer = MasterAdamW(module, weight_decay=0.0)
+    for value in (256.0, 1.0, 1.0):  # bfloat16 knows no 257
+        for weight in module:
+            weight.grad = torch.full_like(weight, value)
+        optimizer.gather()
+    assert [float(grad.max()) for grad in optimizer.gradients()] == [258.0, 258.0]
 
 
 # ---- data

@@ -147,10 +147,10 @@ def _train(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[
     tokens = 0
     with _progress("drafter", console) as progress:
         bar = progress.add_task("", total=config.draft.steps, note="")
-        for batch in islice(stream, config.draft.steps):
-            for row in pack(batch, room):  # one: a batch fits a row
-                result = trainer.micro_step(policy_states(policy.model, row, drafter.config.taps))
-                tokens += result.tokens
+        rows = (row for batch in islice(stream, config.draft.steps) for row in pack(batch, room))  # a batch fits a row
+        states = (policy_states(policy.model, row, drafter.config.taps) for row in rows)
+        for result in trainer.micro_steps(states):
+            tokens += result.tokens
             progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
     return tokens
 

@@ -17,13 +17,16 @@ from tlt.config import RunConfig
 from tlt.errors import TaskError
 from tlt.model.weights import save_policy
 from tlt.policy import open_policy
+from tlt.tasks.choose import BUILT_IN, built_in
+from tlt.tasks.steps import StepsTask
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import Pair, StepResult, SupervisedTrainer, batches, encode_pair, endless, read_pairs
-from tlt.watch.events import RunFinished, WarmupStep, start_run
+from tlt.watch.events import RunFinished, WarmupStep
+from tlt.watch.log import start_run
 
-TOKENS_PER_ROW = 16384  # bounds the activations in memory: larger batches accumulate gradients over several rows
+TOKENS_PER_ROW = 32768  # bounds the activations in memory: larger batches accumulate gradients over several rows
 _TASK_PAGE = 64  # prompts asked of a task at a time
 
 
@@ -37,10 +40,11 @@ def warmup(config: RunConfig, data: str) -> None:
     target = Path(config.warmup.save or Path(config.run.out) / config.run.name / "policy")
     started = time.perf_counter()
     with start_run(config, "warmup", __version__) as log, _Display(config.warmup.steps) as display:
-        for batch in islice(batches(examples, config.warmup.tokens_per_batch), config.warmup.steps):
-            step, step_started = trainer.steps_taken, time.perf_counter()
-            result = trainer.step(pack(batch, row_tokens))
+        stream = islice(batches(examples, config.warmup.tokens_per_batch), config.warmup.steps)
+        step_started = time.perf_counter()
+        for step, result in enumerate(trainer.steps(pack(batch, row_tokens) for batch in stream)):
             seconds = time.perf_counter() - step_started
+            step_started += seconds
             log.emit(WarmupStep(step=step, loss=result.loss, tokens=result.answer_tokens, seconds=seconds))
             display.show(result, seconds)
         save_policy(model, target, tokenizer_from=policy.source)
@@ -49,16 +53,17 @@ def warmup(config: RunConfig, data: str) -> None:
 
 
 def _examples(config: RunConfig, data: str, tokenizer: Tokenizer, longest: int) -> Iterator[Example]:
-    if data == "toy":
+    if data in BUILT_IN:
         # not the seed of rollouts: those prompts stay unseen
-        pairs = _toy_pairs(ToyTask(config.task.toy, seed=-1 - config.run.seed))
+        pairs = _task_pairs(built_in(data, config, seed=-1 - config.run.seed))
         return (encode_pair(pair, tokenizer, longest) for pair in pairs)
     if not Path(data).is_file():
-        raise TaskError(f"{data}: no such file; expected a JSONL file of prompts and answers, or the task `toy`")
+        tasks = " or ".join(f"`{name}`" for name in BUILT_IN)
+        raise TaskError(f"{data}: no such file; expected a JSONL file of prompts and answers, or the task {tasks}")
     return endless([encode_pair(pair, tokenizer, longest) for pair in read_pairs(data)], config.run.seed)
 
 
-def _toy_pairs(task: ToyTask) -> Iterator[Pair]:
+def _task_pairs(task: ToyTask | StepsTask) -> Iterator[Pair]:
     page = 0
     while True:
         for prompt in task.sample(page, _TASK_PAGE):

@@ -11,6 +11,7 @@ Layouts know heads and positions, not weights; the head norms they apply are han
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt.kernels import attention as torch_kernels
+from tlt.model.device import upload
 from tlt.model.kv import KVCache
+from tlt.model.linear import in_gpu_rollout, in_gpu_training, rms_norm
 from tlt.model.rope import rotate
 
 
@@ -56,6 +59,11 @@ class HeadNorms:
 
 
 class Layout(Protocol):
+    @property
+    def exact(self) -> bool:
+        """Whether a token's bits must not depend on the other tokens of the forward but for those it sees."""
+        ...
+
     def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
         """Attention over a row of fused projections: [T, N] → [T, query heads × width]."""
         ...
@@ -69,13 +77,27 @@ class _Rectangle:
     keep_K: Tensor  # cells that are real, flat
 
 
+class _Rectangles:
+    """The sequences of a row cut into rectangles. Made when they are first asked for: flash attention needs none."""
+
+    def __init__(self, sizes_S: Tensor, device: torch.device | str) -> None:
+        self._sizes_S = sizes_S
+        self._device = device
+
+    @cached_property
+    def cut(self) -> tuple[list[_Rectangle], Tensor]:
+        """The rectangles, and how to get from their order back to the row's."""
+        rectangles, order_T = _rectangles(self._sizes_S.cumsum(0) - self._sizes_S, self._sizes_S)
+        sent = [_Rectangle(upload(r.take_BL, self._device), upload(r.keep_K, self._device)) for r in rectangles]
+        return sent, upload(torch.argsort(order_T), self._device)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
     positions_T: Tensor
     starts_S1: Tensor  # int32, where each sequence starts, and the end
     longest: int
-    rectangles: tuple[_Rectangle, ...]
-    restore_T: Tensor  # from the rectangles' order back to the row's
+    rectangles: _Rectangles
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":
@@ -83,24 +105,42 @@ class PackedLayout:
         ends = sizes.cumsum(0)
         starts = ends - sizes
         positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
-        rectangles, order = _rectangles(starts, sizes)
         return cls(
-            positions_T=positions.to(device),
-            starts_S1=functional.pad(ends, (1, 0)).to(device, torch.int32),
+            positions_T=upload(positions, device),
+            starts_S1=upload(functional.pad(ends, (1, 0)).to(torch.int32), device),
             longest=int(sizes.max()),
-            rectangles=tuple(_Rectangle(r.take_BL.to(device), r.keep_K.to(device)) for r in rectangles),
-            restore_T=torch.argsort(order).to(device),
+            rectangles=_Rectangles(sizes, device),
         )
 
+    @property
+    def exact(self) -> bool:
+        return False
+
     def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
-        q, k, v = _split(qkv_TN, heads)
-        q, k = _head_norm(q, norms.query_d, heads.norm_eps), _head_norm(k, norms.key_d, heads.norm_eps)
-        if heads.rotary:
-            cos_TR, sin_TR = rotary.cos_PR[self.positions_T], rotary.sin_PR[self.positions_T]
-            q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
+        q, k, v = self._queries_keys_values(qkv_TN, heads, rotary, norms)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return self._attend_flash(q, k, v, heads).flatten(1)
         return self._attend_rectangles(q, k, v, heads).flatten(1)
+
+    def _queries_keys_values(
+        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tables = (rotary.cos_PR, rotary.sin_PR, self.positions_T)
+        fused = heads.rotary and (in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN))
+        if fused and norms.query_d is None:
+            from tlt.kernels.training_triton import split_and_rotate
+
+            return split_and_rotate(qkv_TN, *tables, heads.query, heads.kv, heads.dim)
+        q, k, v = _split(qkv_TN, heads)
+        q, k = _head_norm(q, norms.query_d, heads.norm_eps), _head_norm(k, norms.key_d, heads.norm_eps)
+        if fused:
+            from tlt.kernels.training_triton import rotate_heads
+
+            return rotate_heads(q, k, v, *tables)
+        if heads.rotary:
+            cos_TR, sin_TR = rotary.cos_PR[self.positions_T], rotary.sin_PR[self.positions_T]
+            q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
+        return q, k, v
 
     def _attend_flash(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, heads: Heads) -> Tensor:
         window = heads.window - 1 if heads.window else None
@@ -115,7 +155,8 @@ class PackedLayout:
 
     def _attend_rectangles(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, heads: Heads) -> Tensor:
         outs = []
-        for r in self.rectangles:
+        rectangles, restore_T = self.rectangles.cut
+        for r in rectangles:
             length = r.take_BL.shape[1]
             q, k, v = (x[r.take_BL].transpose(1, 2) for x in (q_THd, k_TKd, v_TKd))
             mask = _window_mask(length, heads.window, q.device) if 0 < heads.window < length else None
@@ -123,7 +164,7 @@ class PackedLayout:
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=heads.query != heads.kv
             )
             outs.append(out_BHLd.transpose(1, 2).flatten(0, 1)[r.keep_K])
-        return torch.cat(outs)[self.restore_T]
+        return torch.cat(outs)[restore_T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +179,7 @@ class PagedLayout:
     pages_RP: Tensor  # int32, page table
     max_query: int  # most queries of one request: sizes the launch
     tree_mask_TW: Tensor | None = None  # int32 bits: which queries of its own request a node sees; None = causal
+    exact: bool = False  # on a GPU in bfloat16; has no tree mask
 
     def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
         kernels = kernels_for(qkv_TN.device)
@@ -151,14 +193,13 @@ class PagedLayout:
             norm_eps=heads.norm_eps,
             pdl=True,
         )
-        attended: Tensor = kernels.paged_attention(
-            *(q_THd, k_cache, v_cache, self.query_start_R1, self.context_R, self.pages_RP),
-            max_query=self.max_query,
-            scale=heads.scale,
-            tree_mask_TW=self.tree_mask_TW,
-            sliding_window=heads.window,
-            pdl=True,
-        )
+        where = (q_THd, k_cache, v_cache, self.query_start_R1, self.context_R, self.pages_RP)
+        how: dict[str, Any] = {"max_query": self.max_query, "scale": heads.scale, "sliding_window": heads.window}
+        if self.exact and q_THd.is_cuda:
+            from tlt.kernels.exact_attention_triton import paged_attention
+
+            return paged_attention(*where, **how, pdl=True).flatten(1)
+        attended: Tensor = kernels.paged_attention(*where, **how, tree_mask_TW=self.tree_mask_TW, pdl=True)
         return attended.flatten(1)
 
 
@@ -195,7 +236,7 @@ def _split(qkv_TN: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 def _head_norm(x_THd: Tensor, weight_d: Tensor | None, eps: float) -> Tensor:
     if weight_d is None:
         return x_THd
-    return functional.rms_norm(x_THd, (x_THd.shape[-1],), weight_d, eps)
+    return rms_norm(x_THd.contiguous(), weight_d, eps)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

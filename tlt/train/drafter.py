@@ -9,22 +9,26 @@ between any two. Knows nothing of where the states come from, of runs or of idle
 # T packed positions, N tokens to name, S draft steps, D hidden, F = 3·D states, v draft vocabulary, C tokens of a chunk
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt.config import DraftSettings, WarmupSettings
+from tlt.config import DraftSettings
 from tlt.errors import TltError
 from tlt.kernels import distribution
 from tlt.model.attention import PackedLayout
+from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
-from tlt.spec.align import Aligned, align
+from tlt.spec.align import Aligned, Targets, align
 from tlt.spec.eagle import Eagle, gather_taps
+from tlt.train.logprobs import most_logits
+from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import PackedRow
-from tlt.train.supervised import LOGITS_AT_ONCE, MasterAdamW, StepResult, learning_rate
+from tlt.train.supervised import StepResult
 
 CLIP = 1.0  # largest norm of the gradient
 RATED_AT = 1024  # hidden size that `draft.learning_rate` speaks of
@@ -43,92 +47,195 @@ class DrafterBatch:
 def policy_states(model: Transformer, row: PackedRow, taps: Sequence[int]) -> DrafterBatch:
     """One forward of the policy over a packed row of prompts and answers."""
     device = model.embed.device
-    out = model(row.tokens_T.to(device), PackedLayout.from_lengths(row.lengths, device), taps)
+    out = model(upload(row.tokens_T, device), PackedLayout.from_lengths(row.lengths, device), taps)
     return DrafterBatch(align(row.tokens_T, row.mask_T, row.lengths), gather_taps(out.taps), out.hidden_TD)
+
+
+class DrafterSpoilt(TltError):
+    """A micro-step gave numbers that are none: the drafter it was taken on is worth nothing any more."""
+
+
+Average = Callable[[Sequence[Tensor]], None]  # gives every tensor, in place, its mean over all who train together
 
 
 class DrafterTrainer:
     """Takes micro-steps on packed batches. Reads the device's results once per micro-step, at its end.
 
     `head` and `embed` are the policy's. The learning rate falls until `settings.steps`; an online trainer, which has no
-    end, passes `endless`. One that goes on from a trained drafter starts with `steps_taken` where that one stood.
+    end, passes `endless`. Those who train one drafter together, each on a batch of its own, pass `average`: the step is
+    then that of all their batches as one. Whoever goes on from a trained drafter restores its trainer's state.
     """
 
     def __init__(
-        self, model: Eagle, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, *, endless: bool = False
+        self,
+        model: Eagle,
+        head_VD: Tensor,
+        embed_VD: Tensor,
+        settings: DraftSettings,
+        *,
+        endless: bool = False,
+        average: Average | None = None,
     ) -> None:
         self._model = model
         self._head_VD = head_VD.detach()
         self._embed_VD = embed_VD.detach()
         self._settings = settings
-        self._schedule = WarmupSettings(
-            steps=2**62 if endless else settings.steps,
-            learning_rate=settings.learning_rate * RATED_AT / model.config.layer.hidden,
-            warmup_steps=settings.warmup_steps,
+        self._average = average
+        self._schedule = Schedule(
+            settings.learning_rate * RATED_AT / model.config.layer.hidden,
+            settings.warmup_steps,
+            decay_steps=0 if endless else settings.steps,
         )
         self._optimizer = MasterAdamW(model, weight_decay=0.0)
         self.steps_taken = 0
+        self._warm_from = 0  # micro-step at which the optimizer remembered nothing
+
+    def start_over(self, steps_taken: int) -> None:
+        """The drafter's weights were replaced: the optimizer's memory goes, and the learning rate warms up again."""
+        self._model.zero_grad(set_to_none=True)  # a pass that was cut short may have left some
+        self._optimizer = MasterAdamW(self._model, weight_decay=0.0)
+        self.steps_taken = self._warm_from = steps_taken
 
     def micro_step(self, batch: DrafterBatch) -> StepResult:
         """One update from the batch."""
-        steps = 1 if self.steps_taken < self._settings.single_steps else self._settings.unroll
-        loss, named = drafter_loss(self._model, batch, self._head_VD, self._embed_VD, self._settings, steps)
+        return self.launch(batch)()
+
+    def micro_steps(self, batches: Iterable[DrafterBatch]) -> Iterator[StepResult]:
+        """One update per batch. A batch is made before the result of the one before it is read: no device waits."""
+        stream = iter(batches)
+        batch = next(stream, None)
+        while batch is not None:
+            result = self.launch(batch)
+            batch = next(stream, None)
+            yield result()
+
+    def launch(self, batch: DrafterBatch) -> Callable[[], StepResult]:
+        """Starts a micro-step. On a GPU the host is free until it asks for the result, which waits for the device."""
+        weighed = weigh(batch.aligned, self._settings, self._unrolled)
+        loss = weighed_loss(self._model, batch, self._head_VD, self._embed_VD, self._settings, weighed)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.gather()
-        rate = learning_rate(self.steps_taken, self._schedule)
+        if self._average:
+            self._share(self._average, weighed.total)
+        rate = min(
+            learning_rate(step, self._schedule) for step in (self.steps_taken, self.steps_taken - self._warm_from)
+        )
         grad_norm = self._optimizer.update(rate, CLIP)
         self.steps_taken += 1
-        loss_value, norm_value = torch.stack((loss.detach().float(), grad_norm.float())).tolist()
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise TltError(
-                f"micro-step {self.steps_taken}: loss {loss_value}, gradient norm {norm_value}; the drafter is spoilt: "
+        numbers = Reading(torch.stack((loss.detach().float(), grad_norm.float())))
+        return partial(self._read, numbers, batch.aligned, weighed.named, rate)
+
+    @property
+    def _unrolled(self) -> int:
+        return 1 if self.steps_taken < self._settings.single_steps else self._settings.unroll
+
+    @torch.no_grad()
+    def _share(self, average: Average, weight: float) -> None:
+        """Every batch's gradient counts as much as the batch: then the mean over all is the gradient of all as one."""
+        gradients = self._optimizer.gradients()
+        weight_1 = gradients[0].new_full((1,), weight)
+        torch._foreach_mul_(gradients, weight_1[0])
+        average([*gradients, weight_1])
+        torch._foreach_div_(gradients, weight_1[0])
+
+    def _read(self, numbers: Reading, aligned: Aligned, named: int, rate: float) -> StepResult:
+        loss, grad_norm = numbers.values()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise DrafterSpoilt(
+                f"micro-step {self.steps_taken}: loss {loss}, gradient norm {grad_norm}; the drafter is spoilt: "
                 "start again from its last checkpoint with a lower draft.learning_rate"
             )
-        return StepResult(loss_value, len(batch.aligned.next_T), named, norm_value, rate)
+        return StepResult(loss, len(aligned.next_T), named, grad_norm, rate)
+
+    def state(self) -> dict[str, Any]:
+        """What an exact continuation needs besides the drafter's weights. Live tensors: copy them to keep them."""
+        steps = (self.steps_taken, self._warm_from)
+        return {"steps": steps, "optimizer": self._optimizer.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.steps_taken, self._warm_from = state["steps"]
+        self._optimizer.restore(state["optimizer"])
+
+
+# ---- the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a batch can teach, and how much each part of it counts."""
+
+    targets: Targets
+    weight_SN: Tensor  # float64, on the host; they sum to 1
+    total: float  # what they summed to before
+
+    @property
+    def steps(self) -> int:
+        return len(self.weight_SN)
+
+    @property
+    def named(self) -> int:
+        """Tokens to name."""
+        return len(self.targets.state_N)
+
+
+def weigh(aligned: Aligned, settings: DraftSettings, steps: int) -> Weighed:
+    """All that can be named within `steps` draft steps; each step counts less than the one before."""
+    targets = aligned.targets(steps)
+    if not len(targets.state_N):
+        raise TltError("a batch holds no answer of two tokens or more: nothing for a drafter to learn; leave it out")
+    weight_SN = targets.reached_SN * settings.decay ** torch.arange(steps, dtype=torch.float64)[:, None]
+    total = weight_SN.sum()
+    return Weighed(targets, weight_SN / total, float(total))
 
 
 def drafter_loss(
     model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, steps: int
 ) -> tuple[Tensor, int]:
     """The weighted mean of the loss over all that can be named within `steps` draft steps, and how many tokens."""
-    targets = batch.aligned.targets(steps)
-    if not len(targets.state_N):
-        raise TltError("a batch holds no answer of two tokens or more: nothing for a drafter to learn; leave it out")
-    device = batch.features_TF.device
-    decay_S1 = settings.decay ** torch.arange(steps, dtype=torch.float64)[:, None]
-    weight_SN = targets.reached_SN * decay_S1
-    weight_SN = weight_SN / weight_SN.sum()
-    states = model.unroll(batch.aligned, batch.features_TF, embed_VD, steps)
-    normed_STD = model.final_norm(torch.stack(states))
-    flat_SN = targets.entry_SN + torch.arange(steps)[:, None] * len(batch.aligned.next_T)
-    loss = distribution_loss(
-        normed_STD.flatten(0, 1),
-        batch.hidden_TD.index_select(0, targets.state_N.to(device)),
+    weighed = weigh(batch.aligned, settings, steps)
+    return weighed_loss(model, batch, head_VD, embed_VD, settings, weighed), weighed.named
+
+
+def weighed_loss(
+    model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, weighed: Weighed
+) -> Tensor:
+    device, positions = batch.features_TF.device, len(batch.aligned.next_T)
+    # sent before anything is launched: what is sent later has to queue behind it
+    flat_SN = upload(weighed.targets.entry_SN + torch.arange(weighed.steps)[:, None] * positions, device)
+    state_N = upload(weighed.targets.state_N, device)
+    wide = torch.promote_types(batch.features_TF.dtype, torch.float32)
+    weight_SN = upload(weighed.weight_SN.to(wide), device)
+    states = model.unroll(batch.aligned, batch.features_TF, embed_VD, weighed.steps)
+    return distribution_loss(
+        model.final_norm(torch.cat(states)),
+        batch.hidden_TD.index_select(0, state_N),
+        model.policy_rows(head_VD),
         model.head_rows(head_VD),
-        flat_SN.to(device),
-        weight_SN.to(device, torch.promote_types(normed_STD.dtype, torch.float32)),
+        flat_SN,
+        weight_SN,
         settings.total_variation,
     )
-    return loss, len(targets.state_N)
 
 
 def distribution_loss(
     normed_XD: Tensor,
     hidden_ND: Tensor,
+    policy_head_vD: Tensor,
     head_vD: Tensor,
     row_SN: Tensor,
     weight_SN: Tensor,
     variation: float,
-    logits_at_once: int = LOGITS_AT_ONCE,
+    logits_at_once: int | None = None,
 ) -> Tensor:
     """Σ weight · [(1 − variation) · −Σ p log q + variation · ½ Σ |p − q|], p the policy's distribution of token n.
 
-    q of draft step s is named by row `row_SN[s, n]` of `normed`, p by row n of `hidden`, both over the draft
-    vocabulary. At most about `logits_at_once` logits are in memory. Only `normed` receives a gradient.
+    q of draft step s is named by row `row_SN[s, n]` of `normed` and the drafter's head, p by row n of `hidden` and the
+    policy's, both over the draft vocabulary. At most about `logits_at_once` logits are in memory. Only `normed`
+    receives a gradient.
     """
-    tokens = max(1, logits_at_once // (len(head_vD) * (len(row_SN) + 1)))
+    tokens = max(1, (logits_at_once or most_logits(head_vD.device)) // (len(head_vD) * (len(row_SN) + 1)))
     loss: Tensor = _DistributionLoss.apply(  # type: ignore[no-untyped-call]
-        normed_XD, hidden_ND, head_vD, row_SN, weight_SN, variation, tokens
+        normed_XD, hidden_ND, policy_head_vD, head_vD, row_SN, weight_SN, variation, tokens
     )
     return loss
 
@@ -144,6 +251,7 @@ class _DistributionLoss(torch.autograd.Function):
         ctx: Any,
         normed_XD: Tensor,
         hidden_ND: Tensor,
+        policy_head_vD: Tensor,
         head_vD: Tensor,
         row_SN: Tensor,
         weight_SN: Tensor,
@@ -157,7 +265,7 @@ class _DistributionLoss(torch.autograd.Function):
             chunk = slice(start, start + tokens)
             rows, weight_SC = row_SN[:, chunk].flatten(), weight_SN[:, chunk]
             draft_SCv = (normed_XD[rows] @ head_vD.T).view(*weight_SC.shape, -1)
-            part, grad_SCv = compare(hidden_ND[chunk] @ head_vD.T, draft_SCv, weight_SC, variation)
+            part, grad_SCv = compare(hidden_ND[chunk] @ policy_head_vD.T, draft_SCv, weight_SC, variation)
             loss += part
             # a row names one token; those that name nothing all point at row 0, with a gradient of 0
             grad_XD.index_add_(0, rows, grad_SCv.flatten(0, 1) @ head_vD)
@@ -165,9 +273,9 @@ class _DistributionLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_XD,) = ctx.saved_tensors
-        return grad_XD * grads[0].to(grad_XD.dtype), None, None, None, None, None, None
+        return (grad_XD * grads[0].to(grad_XD.dtype), *(None,) * 7)
 
 
 def _comparison(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:

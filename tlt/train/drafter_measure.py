@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.config import DraftSettings
+from tlt.model.device import upload
 from tlt.spec.align import Targets
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, Sharpness, draft_ids, keyed_noise, perturbed
 from tlt.spec.eagle import Eagle
 from tlt.train.drafter import DrafterBatch
-from tlt.train.supervised import LOGITS_AT_ONCE
+from tlt.train.logprobs import most_logits
 
 DEPTH = 8
 WIDTHS = (1, 4, 8)
@@ -88,7 +90,7 @@ def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_
     keys = _keys(drawn, targets.state_N)
     missed = torch.iinfo(torch.int32).max
     rank_BSN = torch.empty((len(BETAS), depth, count), dtype=torch.int32, device=device)
-    tokens = max(1, LOGITS_AT_ONCE // (len(head_vD) * 4))
+    tokens = max(1, most_logits(device) // (len(head_vD) * 4))
     for start in range(0, count, tokens):
         chunk = slice(start, start + tokens)
         part = DrawKeys(*(x[chunk].to(device) for x in keys))
@@ -118,3 +120,65 @@ def _by_start(rank_BSN: Tensor, targets: Targets, length: int) -> Tensor:
         reached_N = targets.reached_SN[step]
         rank_BST[:, step, targets.entry_SN[step, reached_N]] = rank_BSN[:, step, reached_N]
     return rank_BST
+
+
+# ---- what to expect, without noise
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How close a drafter is to the policy: smooth, cheap, and about answers of any temperature alike."""
+
+    loss: float  # as in training, over all draft steps
+    accept_length: float  # of chains whose tokens are accepted as often as the two distributions overlap, 1 − TV
+    tokens: int  # named in depth 1
+
+
+@torch.no_grad()
+def expected(
+    model: Eagle, batches: Sequence[DrafterBatch], head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings
+) -> Expected:
+    """Pooled over all batches, to the depth that training unrolls. Waits for the device once, at the end."""
+    depth, device = settings.unroll, head_VD.device
+    survived_S, reached_S, loss_S = (torch.zeros(depth, dtype=torch.float64, device=device) for _ in range(3))
+    for batch in batches:
+        targets = batch.aligned.targets(depth)
+        if not len(targets.state_N):
+            continue
+        reached_SN, entry_SN = upload(targets.reached_SN, device), upload(targets.entry_SN, device)
+        overlap_SN, entropy_SN = _closeness(model, batch, targets, head_VD, embed_VD)
+        # by the entry a draft starts from; where a depth has nothing to name, nothing is counted, and nothing follows
+        overlap_ST = overlap_SN.new_zeros((depth, len(batch.aligned.next_T)))
+        overlap_ST.scatter_add_(1, entry_SN, overlap_SN * reached_SN)
+        survived_S += overlap_ST.cumprod(0).sum(1)
+        reached_S += reached_SN.sum(1)
+        share = settings.total_variation
+        loss_S += (((1 - share) * entropy_SN + share * (1 - overlap_SN)) * reached_SN).sum(1)
+    survived, reached, loss = torch.stack((survived_S, reached_S, loss_S)).cpu()
+    weight = settings.decay ** torch.arange(depth, dtype=torch.float64)
+    mean_loss = (loss * weight).sum() / (reached * weight).sum().clamp(min=1)
+    return Expected(float(mean_loss), 1 + float((survived / reached.clamp(min=1)).sum()), int(reached[0]))
+
+
+def _closeness(
+    model: Eagle, batch: DrafterBatch, targets: Targets, head_VD: Tensor, embed_VD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Σ min(p, q) and −Σ p log q of every token and draft step, [S, N] each. What q cannot name counts as refused."""
+    device, head_vD = head_VD.device, model.head_rows(head_VD).detach()
+    wide = torch.promote_types(head_VD.dtype, torch.float32)
+    hidden_ND = batch.hidden_TD.index_select(0, upload(targets.state_N, device))
+    entry_SN = upload(targets.entry_SN, device)
+    states = model.unroll(batch.aligned, batch.features_TF, embed_VD, len(entry_SN))
+    overlap_SN, entropy_SN = (torch.empty(entry_SN.shape, dtype=wide, device=device) for _ in range(2))
+    tokens = max(1, most_logits(device) // (len(head_VD) * 3))
+    for start in range(0, len(hidden_ND), tokens):
+        chunk = slice(start, start + tokens)
+        p_Cv = torch.softmax(hidden_ND[chunk] @ head_VD.detach().T, dim=-1, dtype=wide)
+        if model.token_of_draft_v is not None:
+            p_Cv = p_Cv.index_select(1, model.token_of_draft_v)
+        for step, state_TD in enumerate(states):
+            logits_Cv = model.logits(state_TD.index_select(0, entry_SN[step, chunk]), head_vD)
+            logq_Cv = torch.log_softmax(logits_Cv, dim=-1, dtype=wide)
+            entropy_SN[step, chunk] = -torch.linalg.vecdot(p_Cv, logq_Cv)
+            overlap_SN[step, chunk] = torch.minimum(p_Cv, logq_Cv.exp_()).sum(-1)
+    return overlap_SN, entropy_SN

@@ -5,9 +5,11 @@ example, and the first token of an example never counts towards the loss (nothin
 predict it). Knows lengths and integers; knows nothing of models, losses or text.
 """
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -73,22 +75,18 @@ def pack(examples: Sequence[Example], budget: int) -> list[PackedRow]:
 
 
 def _lay_out(examples: Sequence[Example], members: tuple[int, ...]) -> PackedRow:
-    tokens: list[int] = []
-    positions: list[int] = []
-    mask: list[bool] = []
-    starts = [0]
-    for index in members:
-        example = examples[index]
-        length = len(example.tokens)
-        tokens.extend(example.tokens)
-        positions.extend(range(length))
-        mask.extend(position >= example.answer_start for position in range(length))
-        starts.append(starts[-1] + length)
+    chosen = [examples[index] for index in members]
+    sizes_S = torch.tensor([len(example.tokens) for example in chosen])
+    ends_S = sizes_S.cumsum(0)
+    answers_S = torch.tensor([example.answer_start for example in chosen])
+    # by way of an array: torch reads a list of numbers several times slower
+    tokens = array("q", chain.from_iterable(example.tokens for example in chosen))
+    positions_T = torch.arange(len(tokens)) - (ends_S - sizes_S).repeat_interleave(sizes_S)
     return PackedRow(
-        tokens_T=torch.tensor(tokens, dtype=torch.int64),
-        positions_T=torch.tensor(positions, dtype=torch.int64),
-        mask_T=torch.tensor(mask, dtype=torch.bool),
-        starts=tuple(starts),
+        tokens_T=torch.frombuffer(tokens, dtype=torch.int64),
+        positions_T=positions_T,
+        mask_T=positions_T >= answers_S.repeat_interleave(sizes_S),
+        starts=(0, *ends_S.tolist()),
         members=members,
     )
 

@@ -9,8 +9,9 @@ Half-precision weights are updated through float32 masters. Knows nothing of run
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from torch import Tensor
 from tlt.config import WarmupSettings
 from tlt.errors import TaskError, TltError
 from tlt.model.attention import PackedLayout
-from tlt.model.linear import wide_linear
+from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
 from tlt.text import Tokenizer
+from tlt.train.logprobs import cross_entropy
+from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow
 from tlt.types import Message
 
-LOGITS_AT_ONCE = 2**27  # elements; in float32 half a gibibyte
-FINAL_SHARE = 0.1  # of the peak learning rate, where the cosine ends
 _PROMPT_COLUMNS = ("prompt", "question")
 _ANSWER_COLUMNS = ("answer", "completion", "response")
 
@@ -45,146 +46,104 @@ class StepResult:
 
 
 class SupervisedTrainer:
-    """Takes optimizer steps on packed rows. Reads the device's results once per step, at its end."""
+    """Takes optimizer steps on packed rows. An update is made of finite numbers or not made at all.
+
+    `steps` for whoever has many batches: the next one is drawn and sent while the device computes. Reads the device's
+    results once per step.
+    """
 
     def __init__(self, model: Transformer, settings: WarmupSettings) -> None:
         self._model = model
         self._settings = settings
+        self._schedule = Schedule(settings.learning_rate, settings.warmup_steps, decay_steps=settings.steps)
         self._optimizer = MasterAdamW(model, weight_decay=settings.weight_decay)
         self.steps_taken = 0
 
     def step(self, batch: Sequence[PackedRow]) -> StepResult:
         """One update from all rows of the batch together."""
+        return self._launch(self._prepare(batch))()
+
+    def steps(self, batches: Iterable[Sequence[PackedRow]]) -> Iterator[StepResult]:
+        """One update per batch. A batch is drawn before the result of the one before it is given out."""
+        stream = map(self._prepare, batches)
+        prepared = next(stream, None)
+        while prepared is not None:
+            result = self._launch(prepared)
+            prepared = next(stream, None)
+            yield result()
+
+    def _prepare(self, batch: Sequence[PackedRow]) -> "_Lessons":
         answer_tokens = sum(int(row.mask_T.sum()) for row in batch)
         if answer_tokens == 0:
             raise TltError("a batch holds no answer token to learn from; give every example an answer")
         device = self._model.embed.device
-        loss = torch.zeros((), device=device)
-        for row in batch:
-            row_loss = answer_loss_sum(self._model, row) / answer_tokens
+        tokens = sum(len(row.tokens_T) for row in batch)
+        return _Lessons([_Lesson.of(row, device) for row in batch], tokens, answer_tokens)
+
+    def _launch(self, lessons: "_Lessons") -> Callable[[], StepResult]:
+        """Starts a step. On a GPU the host is free until it asks for the result."""
+        loss = torch.zeros((), device=self._model.embed.device)
+        for lesson in lessons.rows:
+            row_loss = lesson.loss_sum(self._model) / lessons.answer_tokens
             row_loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.gather()
             loss += row_loss.detach()
-        rate = learning_rate(self.steps_taken, self._settings)
-        grad_norm = self._optimizer.update(rate, self._settings.clip)
+        norm = self._optimizer.norm()
+        numbers = torch.stack((loss, norm.to(loss.dtype)))
+        reading = Reading(numbers)  # before the weights change: whoever reads need not wait for that
+        rate = learning_rate(self.steps_taken, self._schedule)
+        self._optimizer.step(rate, self._settings.clip, norm, unless=(~numbers.isfinite()).any().float())
         self.steps_taken += 1
-        loss_value, norm_value = torch.stack((loss, grad_norm.to(loss.dtype))).tolist()
-        self._refuse_nonfinite(loss_value, norm_value)
-        return StepResult(loss_value, sum(len(row.tokens_T) for row in batch), answer_tokens, norm_value, rate)
+        return partial(self._read, reading, lessons, rate)
 
-    def _refuse_nonfinite(self, loss: float, grad_norm: float) -> None:
+    def _read(self, reading: Reading, lessons: "_Lessons", rate: float) -> StepResult:
+        loss, grad_norm = reading.values()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self.steps_taken -= 1  # the device has seen it, too, and left the weights alone
             raise TltError(
-                f"step {self.steps_taken}: loss {loss}, gradient norm {grad_norm}; the weights are spoilt: "
-                "start again with a lower learning rate, and check the data"
+                f"step {self.steps_taken}: loss {loss}, gradient norm {grad_norm}; the weights were not touched, but "
+                "learn no more: start again with a lower learning rate, and check the data"
             )
-
-
-def learning_rate(step: int, settings: WarmupSettings) -> float:
-    """Rises linearly over the warm-up steps, then falls along a cosine to a tenth of the peak at the last step."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, settings.steps - 1 - settings.warmup_steps))
-    share = FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * share
+        return StepResult(loss, lessons.tokens, lessons.answer_tokens, grad_norm, rate)
 
 
 def answer_loss_sum(model: Transformer, row: PackedRow) -> Tensor:
     """Cross-entropy summed over the row's answer tokens, each predicted from the token before it."""
     device = model.embed.device
-    answers_N = row.mask_T.nonzero().squeeze(1)  # on the host: asking a GPU for a size would make it wait
-    hidden_TD = model(row.tokens_T.to(device), PackedLayout.from_lengths(row.lengths, device)).hidden_TD
-    before_ND = hidden_TD.index_select(0, (answers_N - 1).to(device))
-    return chunked_cross_entropy(before_ND, model.head_weight, row.tokens_T[answers_N].to(device))
+    return _Lesson.of(row, device).loss_sum(model)
 
 
-def chunked_cross_entropy(
-    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, logits_at_once: int = LOGITS_AT_ONCE
-) -> Tensor:
-    """−Σ log softmax(hidden · headᵀ)[target], with at most `logits_at_once` logits in memory."""
-    rows = max(1, logits_at_once // len(head_VD))
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_ND, head_VD, targets_N, rows)  # type: ignore[no-untyped-call]
-    return loss
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """A packed row on the device."""
+
+    tokens_T: Tensor
+    layout: PackedLayout
+    before_N: Tensor  # where the token before each answer token stands
+    answer_N: Tensor
+
+    @classmethod
+    def of(cls, row: PackedRow, device: torch.device) -> "_Lesson":
+        answers_N = row.mask_T.nonzero().squeeze(1)  # on the host: asking a GPU for a size would make it wait
+        return cls(
+            tokens_T=upload(row.tokens_T, device),
+            layout=PackedLayout.from_lengths(row.lengths, device),
+            before_N=upload(answers_N - 1, device),
+            answer_N=upload(row.tokens_T[answers_N], device),
+        )
+
+    def loss_sum(self, model: Transformer) -> Tensor:
+        hidden_TD = model(self.tokens_T, self.layout).hidden_TD
+        return cross_entropy(hidden_TD.index_select(0, self.before_N), model.head_weight, self.answer_N)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The forward pass leaves both gradients behind, so that no chunk's logits are kept or computed twice."""
+@dataclass(frozen=True, slots=True)
+class _Lessons:
+    """A batch on the device."""
 
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, rows: int) -> Tensor:
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        hidden_grad_ND = torch.empty_like(hidden_ND)
-        head_grad_VD = torch.zeros_like(head_VD, dtype=wide)
-        for start in range(0, len(hidden_ND), rows):
-            chunk = slice(start, start + rows)
-            target_C1 = targets_N[chunk, None]
-            logprobs_CV = torch.log_softmax(wide_linear(hidden_ND[chunk], head_VD), dim=-1, dtype=wide)
-            loss -= logprobs_CV.gather(1, target_C1).sum()
-            logit_grad_CV = logprobs_CV.exp_()  # softmax − one-hot, in the logits' own memory
-            logit_grad_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -1, dtype=wide))
-            logit_grad_CV = logit_grad_CV.to(hidden_ND.dtype)
-            torch.mm(logit_grad_CV, head_VD, out=hidden_grad_ND[chunk])
-            head_grad_VD += logit_grad_CV.T @ hidden_ND[chunk]
-        ctx.save_for_backward(hidden_grad_ND, head_grad_VD)
-        ctx.head_dtype = head_VD.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden_grad_ND, head_grad_VD = ctx.saved_tensors
-        scale = grads[0]
-        return hidden_grad_ND * scale.to(hidden_grad_ND.dtype), (head_grad_VD * scale).to(ctx.head_dtype), None, None
-
-
-class MasterAdamW:
-    """AdamW in float32 at least: half-precision weights get a master copy, so that small updates are not rounded away.
-
-    Weights in float32 or wider are their own masters. Matrices decay, vectors do not.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)
-    ) -> None:
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
-        self._masters = [_master_of(weight) for weight in self._weights]
-        matrices = [master for master in self._masters if master.dim() > 1]
-        vectors = [master for master in self._masters if master.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
-
-    def gather(self) -> None:
-        """Adds the weights' gradients to the masters': summed over rows in half precision they would lose digits."""
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if master is weight or weight.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = weight.grad.to(master.dtype)
-            else:
-                master.grad += weight.grad
-            weight.grad = None
-
-    def update(self, rate: float, clip: float) -> Tensor:
-        """One step with what was gathered. The gradient's norm before clipping, still on the device."""
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, clip)
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
-        self._write_back()
-        return norm
-
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        halves = [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
-        if halves:
-            torch._foreach_copy_([weight for weight, _ in halves], [master for _, master in halves])
-
-
-def _master_of(weight: Tensor) -> Tensor:
-    if torch.promote_types(weight.dtype, torch.float32) == weight.dtype:
-        return weight
-    return weight.detach().to(torch.float32).clone().requires_grad_()
+    rows: list[_Lesson]
+    tokens: int
+    answer_tokens: int
 
 
 # ---- data

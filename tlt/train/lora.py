@@ -1,0 +1,90 @@
+"""LoRA: a policy that learns a low-rank change to its matrices, and nothing else.
+
+What always holds: after `merge` every adapted weight is base + scale · B·A, written in place, so that trainer and
+engine share the very tensors and what is exported is a plain policy. The policy computes with merged weights in
+training too; the gradient of A and B follows from that of the merged weight (dB = scale · dW·Aᵀ, dA = scale · Bᵀ·dW),
+taken as soon as it is there, and dropped. So the optimizer's memory is that of A and B; the time of a pass is that of
+full training. The matrices adapted are the four of each block as they stand here: queries, keys and values share an A.
+Knows weights; knows nothing of losses or rows.
+"""
+# N outputs, K inputs, r rank
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt.model.transformer import Transformer
+
+ADAPTED = ("qkv", "o", "gate_up", "down")
+
+
+class Lora(nn.Module):
+    """The adapters of a policy, which freezes everything else in it. B starts at 0: nothing has changed yet."""
+
+    def __init__(self, model: Transformer, rank: int, alpha: float = 0.0) -> None:
+        super().__init__()
+        self.scale = alpha / rank if alpha else 1.0
+        model.requires_grad_(False)
+        self._weights = [getattr(block, name) for block in model.blocks for name in ADAPTED]
+        self._bases = [weight.detach().clone() for weight in self._weights]
+        self.a = nn.ParameterList(_first(weight, rank, index) for index, weight in enumerate(self._weights))
+        self.b = nn.ParameterList(_second(weight, rank) for weight in self._weights)
+        for weight, a_rK, b_Nr in zip(self._weights, self.a, self.b, strict=True):
+            weight.requires_grad_(True)
+            weight.register_post_accumulate_grad_hook(_Projection(a_rK, b_Nr, self.scale))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Writes base + scale · B·A into the policy."""
+        for weight, base, a_rK, b_Nr in zip(self._weights, self._bases, self.a, self.b, strict=True):
+            weight.copy_(torch.addmm(base.to(a_rK.dtype), b_Nr, a_rK, alpha=self.scale))
+
+    def state(self) -> dict[str, Any]:
+        """Adapters, and the weights they are added to: the policy itself holds only their sum. Live tensors."""
+        return {
+            "a": [a.detach() for a in self.a],
+            "b": [b.detach() for b in self.b],
+            "bases": list(self._bases),
+        }
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for name, ours in (("a", list(self.a)), ("b", list(self.b)), ("bases", self._bases)):
+            for tensor, saved in zip(ours, state[name], strict=True):
+                tensor.copy_(saved)
+        self.merge()
+
+
+class _Projection:
+    """From a merged weight's gradient to those of its adapters."""
+
+    def __init__(self, a_rK: nn.Parameter, b_Nr: nn.Parameter, scale: float) -> None:
+        self._a_rK, self._b_Nr, self._scale = a_rK, b_Nr, scale
+
+    @torch.no_grad()
+    def __call__(self, weight_NK: Tensor) -> None:
+        assert weight_NK.grad is not None
+        grad_NK = weight_NK.grad.to(self._a_rK.dtype)
+        weight_NK.grad = None
+        _accumulate(self._a_rK, (self._b_Nr.T @ grad_NK).mul_(self._scale))
+        _accumulate(self._b_Nr, (grad_NK @ self._a_rK.T).mul_(self._scale))
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def _first(weight_NK: Tensor, rank: int, seed: int) -> nn.Parameter:
+    """A: as large as keeps a unit input a unit one. Drawn on the host: the same on every device."""
+    wide = torch.promote_types(weight_NK.dtype, torch.float32)
+    width = weight_NK.shape[1]
+    a_rK = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nn.Parameter((a_rK / math.sqrt(width)).to(weight_NK.device, wide))
+
+
+def _second(weight_NK: Tensor, rank: int) -> nn.Parameter:
+    wide = torch.promote_types(weight_NK.dtype, torch.float32)
+    return nn.Parameter(torch.zeros(len(weight_NK), rank, dtype=wide, device=weight_NK.device))

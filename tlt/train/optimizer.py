@@ -1,0 +1,157 @@
+"""Optimizer and schedule: AdamW through float32 masters, and a learning rate that rises, then holds or falls.
+
+What always holds: half-precision weights get a master copy, so that small updates are not rounded away; weights in
+float32 or wider are their own masters. Gradients of several passes are summed in the masters' precision. Weights change
+in `step` only, and in place: whoever shares their tensors sees the update. Knows nothing of losses, rows or models.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_ADDED_AT_ONCE = 2**25  # numbers; in float32 an eighth of a gibibyte
+FINAL_SHARE = 0.1  # of the peak learning rate, where the cosine ends
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Learning rates by step."""
+
+    peak: float
+    warmup_steps: int = 0  # steps over which the rate rises linearly
+    decay_steps: int = 0  # the rate falls along a cosine to a tenth of the peak at the last of so many; 0 holds it
+
+
+def learning_rate(step: int, schedule: Schedule) -> float:
+    """The rate of the step that comes after `step` others."""
+    if step < schedule.warmup_steps:
+        return schedule.peak * (step + 1) / schedule.warmup_steps
+    if not schedule.decay_steps:
+        return schedule.peak
+    falling = max(1, schedule.decay_steps - 1 - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / falling)
+    return schedule.peak * (FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class MasterAdamW:
+    """AdamW in float32 at least. Matrices decay, vectors do not.
+
+    After each backward pass: `gather`. When all have been gathered: `norm`, and then either `step` or `forget`.
+    Nothing here waits for the device.
+    """
+
+    def __init__(self, model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)) -> None:
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._masters = [_master_of(weight) for weight in self._weights]
+        matrices = [master for master in self._masters if master.dim() > 1]
+        vectors = [master for master in self._masters if master.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Adds the weights' gradients to the masters': summed over rows in half precision they would lose digits."""
+        first, later = _Sums(), _Sums()
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if master is weight or weight.grad is None:
+                continue
+            (later if master.grad is not None else first).add(weight, master)
+            weight.grad = None
+        if first.grads:
+            torch._foreach_copy_(first.sums, first.grads)
+        later.add_up()
+
+    def gradients(self) -> list[Tensor]:
+        """What was gathered so far, zeros where there was nothing; to be changed in place before `norm`."""
+        for master in self._masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self._masters if master.grad is not None]
+
+    def norm(self) -> Tensor:
+        """Of all that was gathered, still on the device."""
+        norm = torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all shards
+
+    def step(self, rate: float, clip: float, norm: Tensor, unless: Tensor | None = None) -> None:
+        """One update with what was gathered, scaled down where its norm is above `clip`.
+
+        `unless`: a number on the device; where it turns out to be 1, nothing is updated, and nobody had to wait for it.
+        """
+        torch.nn.utils.clip_grads_with_norm_(self._masters, clip, norm)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.found_inf = unless  # type: ignore[attr-defined]  # torch's own word, made for scaled losses
+        self._adam.step()
+        self.forget()
+        self._write_back()
+
+    def forget(self) -> None:
+        """Drops what was gathered."""
+        self._adam.zero_grad(set_to_none=True)
+        for weight in self._weights:
+            weight.grad = None
+
+    def update(self, rate: float, clip: float) -> Tensor:
+        """`norm` and `step` in one, for whoever looks at the norm afterwards."""
+        norm = self.norm()
+        self.step(rate, clip, norm)
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """What an exact continuation needs besides the weights themselves. Live tensors: copy them to keep them."""
+        masters = [m.detach() for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
+        return {"masters": masters, "adam": self._adam.state_dict()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`. Half-precision weights are written from their masters."""
+        ours = [m for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
+        for master, saved in zip(ours, state["masters"], strict=True):
+            master.copy_(saved)
+        self._adam.load_state_dict(dict(state["adam"]))
+        self.forget()
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        halves = [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
+        if halves:
+            torch._foreach_copy_([weight for weight, _ in halves], [master for _, master in halves])
+
+
+class _Sums:
+    """Gradients, each beside the sum it goes into."""
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def add(self, weight: Tensor, master: Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = torch.empty_like(master)
+        self.grads.append(weight.grad)
+        self.sums.append(master.grad)
+
+    def add_up(self) -> None:
+        """Sums of one type and addends of another would be a launch each: so a few at a time are made alike first."""
+        start = numbers = 0
+        for end, grad in enumerate(self.grads, start=1):
+            numbers += grad.numel()
+            if numbers >= _ADDED_AT_ONCE or end == len(self.grads):
+                alike = [torch.empty_like(one) for one in self.sums[start:end]]
+                torch._foreach_copy_(alike, self.grads[start:end])
+                torch._foreach_add_(self.sums[start:end], alike)
+                start, numbers = end, 0
+
+
+def _master_of(weight: Tensor) -> Tensor:
+    if torch.promote_types(weight.dtype, torch.float32) == weight.dtype:
+        return weight
+    return weight.detach().to(torch.float32).clone().requires_grad_()

@@ -1,0 +1,369 @@
+"""The policy trainer: one step of GRPO from rollouts and their advantages, written into the weights the engine reads.
+
+What always holds
+- Answers share packed rows and cannot see each other: a step equals the same answers one by one, whatever the rows.
+- Logits of a whole row never exist at once, nor does a mask of all positions by all positions.
+- An update is made of finite numbers or not made at all: an error leaves weights and optimizer as they were.
+- Weights change in place. The same state and the same experiences give the same weights, bit for bit, on a CPU.
+- Answers that cannot change the gradient (no advantage and no divergence to pay for) count in every mean and are not
+  computed.
+
+The ratio is one of the distribution the answers were drawn from: softmax(logits / temperature), at temperature 1 the
+policy itself. What top-k and top-p cut away stays in it: then r is the ratio of what the policy gives a token, not of
+what the filtered sampler did. Old log-probabilities are the engine's, of the policy version that wrote the answer; how
+far the trainer's own are from them is in every result. With `grpo.importance_cap` the ratio is to the trainer's own at
+the start of the step, and the rest of the way to the engine's is a weight, cut off at the cap.
+
+Several workers. Each is given its share of the answers and `sum_over_workers`, which adds tensors over all of them in
+place. Means are taken over the totals of all workers (one call per minibatch), so the gradients of N workers are added,
+not averaged (one call per update), and N shares give the numbers of one worker with all. Where a library averages
+gradients by itself, undo that. All workers make the same calls in the same order, those with an empty share too.
+
+Knows nothing of groups and rewards, of engines, runs or files.
+"""
+# T tokens of a row, N answer tokens in it, C of them in a chunk, D hidden, V vocabulary
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.config import GrpoSettings, TrainSettings
+from tlt.errors import ConfigError, TltError
+from tlt.model.attention import PackedLayout
+from tlt.model.device import upload
+from tlt.model.transformer import Transformer
+from tlt.train import grpo
+from tlt.train.logprobs import token_logprobs, token_loss
+from tlt.train.lora import Lora
+from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
+from tlt.train.packing import Example, PackedRow, pack
+from tlt.train.sums import Report, Sums
+from tlt.types import Completion, Experience, SamplingParams
+
+SumOverWorkers = Callable[[Sequence[Tensor]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one step did. Means over its updates of the weights, and over the tokens it learned from."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    learning_rate: float
+    tokens: int  # computed, prompts included, once per epoch
+    answer_tokens: int  # learned from, once per epoch
+    updates: int  # of the weights; 0 where no answer had anything to teach
+    clipped: float  # share of tokens whose gradient the clip took away
+    kl: float  # nats per token to the reference; 0 without one
+    entropy: float  # nats per token
+    mismatch_mean: float  # |trainer's − engine's| log-probability, over the first update, before the weights moved
+    mismatch_max: float  # likewise, of this worker
+    weight_mean: float  # of the truncated importance weights; 1 without them
+
+
+class PolicyTrainer:
+    """Takes steps. Reads the device's results once per update, before the weights change.
+
+    `reference` is the frozen policy that `grpo.kl` speaks of. `sampling` is how the answers are drawn. `passes`: how
+    many passes are made where this worker needs so many, if all must make as many.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        train: TrainSettings,
+        grpo: GrpoSettings,
+        *,
+        reference: Transformer | None = None,
+        sampling: SamplingParams | None = None,
+        sum_over_workers: SumOverWorkers | None = None,
+        passes: Callable[[int], int] | None = None,
+    ) -> None:
+        sampling = sampling or SamplingParams()
+        _check(model, grpo, reference, sampling)
+        self._model = model
+        self._train = train
+        self._grpo = grpo
+        self._reference = reference if grpo.kl else None
+        self._temperature = sampling.temperature
+        self._sum_over_workers = sum_over_workers or (lambda tensors: None)
+        self._passes = passes or (lambda own: own)
+        self._schedule = Schedule(train.learning_rate, train.warmup_steps, train.decay_steps)
+        model.checkpoint_activations = train.checkpoint_activations
+        self._lora = Lora(model, train.lora_rank, train.lora_alpha) if train.lora_rank else None
+        self._optimizer = MasterAdamW(self._lora or model, weight_decay=train.weight_decay)
+        self.steps_taken = 0
+
+    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
+        """One step: `train.minibatches` × `train.epochs` updates of the weights, in place."""
+        rate = learning_rate(self.steps_taken, self._schedule)
+        parts = [self._prepare(experiences[i :: self._train.minibatches]) for i in range(self._train.minibatches)]
+        if self._grpo.importance_cap and self._train.minibatches * self._train.epochs > 1:
+            for part in parts:
+                part.rows = [self._anchored(row) for row in self._rows(part)]
+        reports: list[Report] = []
+        for part in parts * self._train.epochs:
+            if part.something_to_learn:
+                reports.append(self._learn(part, rate, first=not reports))
+        self.steps_taken += 1
+        return _result(reports, parts, rate)
+
+    def state(self) -> dict[str, Any]:
+        """What an exact continuation needs besides the policy's weights. Live tensors: copy them to keep them."""
+        lora = {} if self._lora is None else {"lora": self._lora.state()}
+        return {"steps_taken": self.steps_taken, "optimizer": self._optimizer.state(), **lora}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, around a policy with the weights that belong to it."""
+        if ("lora" in state) != (self._lora is not None):
+            raise ConfigError(
+                f"the state was saved {'with' if 'lora' in state else 'without'} adapters but train.lora_rank is "
+                f"{self._train.lora_rank}; go on with the settings it was saved with"
+            )
+        if self._lora is not None:
+            self._lora.restore(state["lora"])
+        self._optimizer.restore(state["optimizer"])
+        if self._lora is not None:
+            self._lora.merge()
+        self.steps_taken = int(state["steps_taken"])
+
+    # ---- one update
+
+    def _learn(self, part: "_Part", rate: float, *, first: bool) -> Report:
+        sums = Sums(self._model.embed.device)
+        for row in self._rows(part):
+            hidden_ND = self._hidden(self._model, row)
+            loss_of = _RowLoss(row, self._grpo, sums)
+            loss, _, entropy_N = token_loss(
+                hidden_ND, self._model.head_weight, row.token_N, loss_of, temperature=self._temperature
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.gather()
+            sums.add(loss=loss.detach(), entropy=entropy_N.sum())
+        try:
+            totals = sums.totals()
+            self._sum_over_workers([*self._optimizer.gradients(), totals])
+            norm = self._optimizer.norm()
+            report = sums.read(totals, norm)
+            self._refuse(report, first)
+        except TltError:
+            self._optimizer.forget()
+            raise
+        self._optimizer.step(rate, self._train.clip, norm)
+        if self._lora is not None:
+            self._lora.merge()
+        return report
+
+    def _refuse(self, report: Report, first: bool) -> None:
+        """Before the weights change: numbers that would spoil them, or that were another policy's."""
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+            raise TltError(
+                f"step {self.steps_taken}: loss {report.loss}, gradient norm {report.grad_norm}; the weights were not "
+                "touched: go on from the last checkpoint with a lower train.learning_rate, and check the rewards"
+            )
+        limit = self._grpo.mismatch_limit
+        if first and limit and report.mismatch_mean > limit:
+            raise TltError(
+                f"step {self.steps_taken}: trainer and engine differ by {report.mismatch_mean:.3f} nats per token on "
+                f"average, more than grpo.mismatch_limit ({limit}); the weights were not touched: the answers are not "
+                "this policy's. Check that the engine holds the trainer's weights, or raise the limit"
+            )
+
+    # ---- rows
+
+    def _prepare(self, experiences: Sequence[Experience]) -> "_Part":
+        counted = [e for e in experiences if grpo.counts(e.rollout.completion, self._grpo)]
+        for experience in counted:
+            _check_experience(experience)
+        learned = [e for e in counted if e.advantage != 0 or self._grpo.kl]
+        tokens = sum(len(e.rollout.completion.tokens) for e in counted)
+        counts = torch.tensor([len(counted), tokens, len(learned)], device=self._model.embed.device)
+        self._sum_over_workers([counts])
+        all_answers, all_tokens, all_learned = counts.tolist()
+        totals = grpo.Totals(answers=all_answers, tokens=all_tokens)
+        # one answer longer than a row gets a longer row: better than to stop in the middle of a run
+        longest = max((_length(e.rollout.completion) for e in learned), default=1)
+        rows = pack([_example(e) for e in learned], max(self._train.row_tokens, longest))
+        return _Part(rows, self._passes(len(rows)), learned, totals, something_to_learn=all_learned > 0)
+
+    def _rows(self, part: "_Part") -> Iterator["_Row"]:
+        """Each is made when it is its turn: the host lays out the next one while the device computes the last."""
+        for index in range(part.passes):
+            if index == len(part.rows):
+                idle = index >= len(part.packed)
+                row = self._idle_row() if idle else self._row(part.packed[index], part.learned, part.totals)
+                part.rows.append(row)
+            yield part.rows[index]
+
+    def _idle_row(self) -> "_Row":
+        """A pass without an answer: others have more rows, and need this worker in each."""
+        device = self._model.embed.device
+        empty_N = torch.zeros(0, dtype=torch.int64, device=device)
+        numbers_N = torch.zeros(0, dtype=torch.promote_types(self._model.embed.dtype, torch.float32), device=device)
+        layout = PackedLayout.from_lengths((2,), device)
+        return _Row(empty_N.new_zeros(2), layout, empty_N, empty_N, numbers_N, numbers_N, numbers_N)
+
+    def _row(self, packed: PackedRow, experiences: Sequence[Experience], totals: grpo.Totals) -> "_Row":
+        device = self._model.embed.device
+        wide = torch.promote_types(self._model.embed.dtype, torch.float32)
+        members = [experiences[index] for index in packed.members]
+        sizes = torch.tensor([len(e.rollout.completion.tokens) for e in members])
+        weights = [grpo.token_weight(size, totals, self._grpo) for size in sizes.tolist()]
+        old = array("d", chain.from_iterable(self._old(e.rollout.completion) for e in members))
+
+        def per_token(values: Sequence[float]) -> Tensor:
+            return upload(torch.tensor(values, dtype=wide).repeat_interleave(sizes), device)
+
+        answers_N = packed.mask_T.nonzero().squeeze(1)
+        row = _Row(
+            tokens_T=upload(packed.tokens_T, device),
+            layout=PackedLayout.from_lengths(packed.lengths, device),
+            before_N=upload(answers_N - 1, device),
+            token_N=upload(packed.tokens_T[answers_N], device),
+            advantage_N=per_token([e.advantage for e in members]),
+            weight_N=per_token(weights),
+            old_N=upload(torch.frombuffer(old, dtype=torch.float64).to(wide), device),
+        )
+        if self._reference is None:
+            return row
+        with torch.no_grad():
+            return replace(row, reference_N=self._logprobs(self._reference, row))
+
+    def _old(self, completion: Completion) -> tuple[float, ...]:
+        """The engine's log-probabilities under the distribution the ratio is of."""
+        return completion.policy_logprobs if self._temperature == 1 else completion.logprobs
+
+    def _anchored(self, row: "_Row") -> "_Row":
+        # with gradients enabled, though none are wanted: the very operations of the pass that follows
+        with torch.enable_grad():
+            return replace(row, anchor_N=self._logprobs(self._model, row))
+
+    def _logprobs(self, model: Transformer, row: "_Row") -> Tensor:
+        hidden_ND = self._hidden(model, row).detach()
+        return token_logprobs(hidden_ND, model.head_weight, row.token_N, temperature=self._temperature)
+
+    def _hidden(self, model: Transformer, row: "_Row") -> Tensor:
+        hidden_TD: Tensor = model(row.tokens_T, row.layout).hidden_TD
+        return hidden_TD.index_select(0, row.before_N)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A packed row and what is known of its answer tokens, on the device."""
+
+    tokens_T: Tensor
+    layout: PackedLayout
+    before_N: Tensor  # where the token before each answer token stands
+    token_N: Tensor
+    advantage_N: Tensor
+    weight_N: Tensor  # in the loss
+    old_N: Tensor  # the engine's log-probabilities
+    reference_N: Tensor | None = None  # the reference's
+    anchor_N: Tensor | None = None  # the trainer's own at the start of the step
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one update learns from."""
+
+    packed: list[PackedRow]
+    passes: int  # as many as rows, or more
+    learned: list[Experience]  # what the rows' members are
+    totals: grpo.Totals
+    something_to_learn: bool  # here or on another worker
+    rows: list[_Row] = field(default_factory=list)  # on the device, as far as they were asked for
+
+
+class _RowLoss:
+    """The loss of a row's tokens, chunk by chunk; what it sees on the way goes into the sums."""
+
+    def __init__(self, row: _Row, settings: GrpoSettings, sums: Sums) -> None:
+        self._row = row
+        self._settings = settings
+        self._sums = sums
+
+    def __call__(self, logprob_C: Tensor, chunk: slice) -> Tensor:
+        row = self._row
+        settings = self._settings
+        now_C, old_C = logprob_C.detach(), row.old_N[chunk]
+        start_C = now_C if row.anchor_N is None else row.anchor_N[chunk]
+        anchor_C = start_C if settings.importance_cap else old_C
+        loss_C, clipped_C = grpo.clipped_surrogate(logprob_C, anchor_C, row.advantage_N[chunk], settings)
+        if settings.importance_cap:
+            trust_C = grpo.importance(anchor_C, old_C, settings.importance_cap)
+            loss_C = loss_C * trust_C
+            self._sums.add(trust=trust_C.sum())
+        else:
+            self._sums.add(trust=len(old_C))
+        if row.reference_N is not None:
+            kl_C = grpo.divergence(logprob_C, row.reference_N[chunk])
+            loss_C = loss_C + settings.kl * kl_C
+            self._sums.add(kl=kl_C.detach().sum())
+        off_C = (start_C - old_C).abs()
+        self._sums.add(tokens=len(now_C), clipped=clipped_C.sum(), mismatch=off_C.sum())
+        self._sums.see_mismatch(off_C.max())
+        return loss_C * row.weight_N[chunk]
+
+
+def _result(reports: Sequence[Report], parts: Sequence[_Part], rate: float) -> UpdateResult:
+    def mean(name: str) -> float:
+        return math.fsum(getattr(report, name) for report in reports) / max(1, len(reports))
+
+    return UpdateResult(
+        loss=mean("loss"),
+        grad_norm=mean("grad_norm"),
+        learning_rate=rate,
+        tokens=sum(len(row.tokens_T) for part in parts for row in part.packed),
+        answer_tokens=sum(int(row.mask_T.sum()) for part in parts for row in part.packed),
+        updates=len(reports),
+        clipped=mean("clipped"),
+        kl=mean("kl"),
+        entropy=mean("entropy"),
+        mismatch_mean=reports[0].mismatch_mean if reports else 0.0,
+        mismatch_max=reports[0].mismatch_max if reports else 0.0,
+        weight_mean=mean("weight_mean") if reports else 1.0,
+    )
+
+
+def _example(experience: Experience) -> Example:
+    completion = experience.rollout.completion
+    return Example(completion.prompt_tokens + completion.tokens, answer_start=len(completion.prompt_tokens))
+
+
+def _length(completion: Completion) -> int:
+    return len(completion.prompt_tokens) + len(completion.tokens)
+
+
+def _check(model: Transformer, grpo: GrpoSettings, reference: Transformer | None, sampling: SamplingParams) -> None:
+    if model.embed.dtype == torch.float16:
+        raise ConfigError("model.dtype is float16, whose gradients vanish; train in bfloat16 or float32")
+    if grpo.kl and reference is None:
+        raise ConfigError(f"grpo.kl is {grpo.kl} but there is no reference policy; give one, or set grpo.kl to 0")
+    if sampling.temperature == 0:
+        raise ConfigError("sampling.temperature is 0: all answers of a group are the same; set it to 1")
+    if sampling.temperature != 1 and (sampling.top_k or sampling.top_p < 1):
+        raise ConfigError(
+            f"sampling.temperature is {sampling.temperature} with top_k {sampling.top_k} and top_p {sampling.top_p}: "
+            "the engine tells no unfiltered log-probabilities at that temperature; set temperature to 1, or top_k to 0 "
+            "and top_p to 1"
+        )
+
+
+def _check_experience(experience: Experience) -> None:
+    completion = experience.rollout.completion
+    told = (len(completion.logprobs), len(completion.policy_logprobs))
+    name = f"the answer to {experience.rollout.prompt.id!r} with key {completion.key}"
+    if not completion.tokens or told != (len(completion.tokens),) * 2:
+        raise TltError(
+            f"{name} has {len(completion.tokens)} tokens and {told[0]} and {told[1]} log-probabilities; "
+            "expected as many, and at least one"
+        )
+    # a sum with something in it that is not finite is not finite either
+    if not math.isfinite(experience.advantage + sum(completion.logprobs) + sum(completion.policy_logprobs)):
+        raise TltError(f"{name} has an advantage or a log-probability that is not finite; check rewards and engine")
