@@ -1,0 +1,87 @@
+"""Checkpoints of the drafter alone: what it owns and what its trainer remembers, written while training goes on.
+
+What always holds: only trainable tensors, the optimizer and the books are saved, none of the policy's tensors; training
+is held up for a copy to host memory and no longer; a checkpoint is whole or not there; a write that failed raises at
+the next call, whatever that is. Read back, every bit is the same. The directory is a drafter's as `tlt` reads it
+(`spec.path`, `tlt draft export`), with the trainer's files beside it.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tlt.drafting.trainer import OnlineDrafter
+from tlt.spec.eagle_files import HEAD, Origin, flat_config, load_drafter, own_tensors, write_drafter
+from tlt.train.checkpoint import Checkpoints, HostCopy, load_state, save_state
+
+TRAINER = "trainer"  # name of the trainer's files
+
+
+def write_checkpoint(drafter: OnlineDrafter, origin: Origin, directory: Path, *, buffer: bool = False) -> None:
+    """Writes the drafter and its trainer into a directory, at once."""
+    write_contents(contents_of(drafter, origin, buffer), directory)
+
+
+def read_checkpoint(drafter: OnlineDrafter, directory: Path) -> None:
+    """Goes on from what `write_checkpoint` or a `DrafterSaver` wrote."""
+    state = load_state(directory, TRAINER)
+    ours = drafter.drafter
+    saved = load_drafter(
+        directory, drafter.policy.config, window=ours.config.window, dtype=ours.fc.dtype, device=ours.fc.device
+    )
+    owned = {**dict(saved.named_parameters()), **dict(saved.named_buffers())}
+    drafter.restore({**state, "good": {name: owned[name] for name in drafter.weights()}})
+
+
+class DrafterSaver:
+    """Writes checkpoints `step_N` of the drafter in the background, one at a time."""
+
+    def __init__(self, directory: Path | str, origin: Origin, *, keep: int = 2) -> None:
+        self._checkpoints = Checkpoints(directory, keep)
+        self._origin = origin
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter-checkpoint")
+        self._pending: Future[Path] | None = None
+        self._host = HostCopy()
+
+    def save(self, step: int, drafter: OnlineDrafter, *, buffer: bool = False) -> None:
+        """Copies to the host and returns. Waits for the last write, and raises if that failed."""
+        self.wait()
+        contents, wait_for_copies = self._host.take(contents_of(drafter, self._origin, buffer))
+
+        def fill(directory: Path) -> None:
+            wait_for_copies()
+            write_contents(contents, directory)
+
+        self._pending = self._thread.submit(self._checkpoints.write, step, fill)
+
+    def wait(self) -> Path | None:
+        """Until the last write is done: where it is. Raises what went wrong with it, once."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending else None
+
+    def close(self) -> None:
+        """As `wait`; then the thread ends."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def contents_of(drafter: OnlineDrafter, origin: Origin, buffer: bool) -> dict[str, Any]:
+    """All of a checkpoint, in live tensors and plain values."""
+    model = drafter.drafter
+    own_head = {} if model.own_head_vD is None else {HEAD: model.own_head_vD}
+    state = drafter.state(buffer=buffer)
+    return {
+        "tensors": {**own_tensors(state.pop("good"), model.config), **own_head},
+        "words": flat_config(model, origin, headless=model.own_head_vD is None),
+        "state": state,
+        "config": model.config,
+    }
+
+
+def write_contents(contents: Mapping[str, Any], directory: Path) -> None:
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in contents["tensors"].items()}
+    write_drafter(tensors, contents["words"], contents["config"], directory)
+    save_state(contents["state"], directory, TRAINER)

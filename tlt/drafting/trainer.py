@@ -1,0 +1,373 @@
+"""The drafter in training while the policy learns: takes answers in, takes micro-steps, gives better drafters out.
+
+What always holds: training changes a copy, so that a stop between any two micro-steps leaves a whole drafter, and what
+was learned is gone on from; only a drafter that reaches no less than the last one on answers it has not learned from is
+given out (the first one of a cold start in any case); numbers that are none, or memory that does not suffice, throw
+the copy away for the last good drafter and are reported, and the run goes on: the drafter is advice. The policy's
+tensors are read, never written.
+Knows nothing of engines or other workers: whoever calls says how long, and how gradients are averaged.
+"""
+
+import copy
+import hashlib
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.config import DraftingSettings, DraftSettings, RunConfig
+from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
+from tlt.drafting.cadence import Cadence, Pace, Reason
+from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource
+from tlt.engine.build import NEW
+from tlt.model.transformer import Transformer
+from tlt.policy import Policy
+from tlt.spec.eagle import Eagle, draft_vocabulary
+from tlt.train.drafter import Average, DrafterBatch, DrafterSpoilt, DrafterTrainer
+from tlt.train.drafter_measure import Expected, expected
+from tlt.train.packing import plan_rows
+from tlt.types import Completion
+
+_HELD_SHARE = 8  # one in so many answers is held out, at most
+_PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingResult:
+    """What one call of `train` did."""
+
+    began: str  # why: cold, behind, improving, probe; or rested, and nothing was done
+    ended: str  # rested, no answers, stopped, no gain; or, with an alarm, spoilt or no memory
+    micro_steps: int
+    tokens: int  # learned from, repetitions included
+    before: Expected  # the last good drafter, on answers held out
+    after: Expected  # the drafter given out now, on the same answers
+    seconds: float
+    published: bool  # a better drafter is there
+    version: int  # of the drafter given out now
+    alarm: str = ""  # what went wrong, if something did
+
+
+_NOTHING = Expected(0.0, 1.0, 0)
+
+
+@dataclass(slots=True)
+class _Session:
+    """One call of `train`."""
+
+    began: Reason = "rested"
+    held: list[DrafterBatch] = field(default_factory=list)  # to measure on
+    before: Expected = _NOTHING
+    best: Expected = _NOTHING  # of the drafter given out by now
+    micro_steps: int = 0
+    unchecked: int = 0  # micro-steps since the last measurement
+    tokens: int = 0
+    published: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Upcoming:
+    """What the next micro-step learns from."""
+
+    pieces: list[Piece]
+    batch: DrafterBatch | None  # None: not made yet
+
+
+class OnlineDrafter:
+    """`learn_from` answers, `train` until told to stop, then hand `weights()` to whoever drafts.
+
+    The drafter to go on from is copied. `cold`: it has learned nothing yet. `keeper`: what the engine hands its states
+    to. `average`: for workers that train one drafter together, each with answers of its own; all of them must then take
+    the same number of micro-steps. The policy's tensors are expected to be updated in place.
+    """
+
+    def __init__(
+        self,
+        policy: Transformer,
+        eagle: Eagle,
+        draft: DraftSettings,
+        drafting: DraftingSettings,
+        *,
+        seed: int = 0,
+        cold: bool = False,
+        keeper: StateKeeper | None = None,
+        average: Average | None = None,
+    ) -> None:
+        self.policy = policy
+        self._draft = draft
+        self._drafting = drafting
+        self._keeper, self._average, self._cold, self._seed = keeper, average, cold, seed
+        self._good = copy.deepcopy(eagle).requires_grad_(False)
+        self._learner = copy.deepcopy(eagle).requires_grad_(True)
+        self._trainer = DrafterTrainer(
+            self._learner, policy.head_weight, policy.embed, draft, endless=True, average=average
+        )
+        self._trainer.start_over(0 if cold else draft.single_steps)
+        again = Recompute(policy, eagle.config.taps)
+        self._source: StateSource = Kept(again, policy.embed.device) if keeper else again
+        self._buffer = Buffer(drafting, seed=seed)
+        self._cadence = Cadence(drafting, cold=cold)
+        self._pace = Pace(drafting)
+        self._arrived: list[Sample] = []  # since the last training
+        self._held: list[Sample] = []  # of the newest version, to measure on
+        self._upcoming: _Upcoming | None = None
+        self._strayed = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
+        self._step_from: float | None = None  # when the last training ended
+        self.version = 0  # of the drafter given out; each better one counts one up
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        eagle: Eagle,
+        config: RunConfig,
+        *,
+        keeper: StateKeeper | None = None,
+        average: Average | None = None,
+    ) -> "OnlineDrafter":
+        """As a configuration asks for it. A keeper (`states.keeper_of`) must be what the engine hands its states to."""
+        cold, seed = config.spec.path == NEW, config.run.seed
+        return cls(
+            *(policy.model, eagle, config.draft, config.drafting), seed=seed, cold=cold, keeper=keeper, average=average
+        )
+
+    # ---- taking in
+
+    def learn_from(self, completions: Sequence[Completion], version: int, prompt_ids: Sequence[str] = ()) -> None:
+        """Answers the policy of this version has written, as they end. Those of one token hold nothing to draft.
+
+        Answers with the same prompt id belong together; without ids, those with the same prompt.
+        """
+        if self._step_from is None:
+            self._step_from = time.perf_counter()
+        ids = prompt_ids or [f"{hash(completion.prompt_tokens):x}" for completion in completions]
+        for completion, prompt_id in zip(completions, ids, strict=True):
+            states = self._keeper.collect(completion) if self._keeper else None
+            if len(completion.tokens) > 1:
+                sample = Sample.of(completion.prompt_tokens, completion.tokens, prompt_id, version)
+                self._arrived.append(replace(sample, states=states))
+
+    def _take_in(self) -> None:
+        """What has arrived: some of a newer version to measure on, the rest to learn from."""
+        arrived, self._arrived = self._arrived, []
+        self._upcoming = None if arrived else self._upcoming
+        newest = max((sample.version for sample in arrived), default=-1)
+        if newest > max((sample.version for sample in self._held), default=-1):
+            self._buffer.add(self._held)
+            self._held = hold_out([sample for sample in arrived if sample.version == newest], self._drafting.held_out)
+        held = {id(sample) for sample in self._held}
+        self._buffer.add([sample for sample in arrived if id(sample) not in held])
+
+    # ---- training
+
+    @property
+    def steps_taken(self) -> int:
+        """Micro-steps, ever."""
+        return self._trainer.steps_taken
+
+    def able(self) -> bool:
+        """Whether there are answers to learn from and others to measure on."""
+        self._take_in()
+        return bool(self._held) and len(self._buffer) > 0
+
+    @property
+    def allowance_s(self) -> float:
+        """Seconds that training may cost this step where everything else waits for it: a share of the step so far."""
+        step_s = 0.0 if self._step_from is None else time.perf_counter() - self._step_from
+        return self._cadence.allowance(step_s)
+
+    def train(self, until: Callable[[], bool], *, extra_s: float = 0.0) -> DraftingResult:
+        """Micro-steps until told to stop, and for `extra_s` seconds at least; but no longer than the drafter gains.
+
+        Does nothing while the drafter is as good as it was. `until` is asked before every micro-step; after the last
+        one the drafter is measured, which takes less time than a micro-step, and given out if it is not worse.
+        """
+        started = time.perf_counter()
+        session, alarm = _Session(), ""
+        try:
+            ended = self._learn(session, lambda: until() and time.perf_counter() - started >= extra_s)
+        except DrafterSpoilt as error:
+            ended, alarm = "spoilt", str(error)
+        except torch.OutOfMemoryError as error:
+            self._pace.too_large()
+            ended, alarm = "no memory", f"micro-steps have {self._pace.tokens} tokens from now on: {error}"
+        if alarm:
+            self._return_to_good()
+            self._cadence.spoilt()
+        self._step_from = time.perf_counter()
+        seconds = self._step_from - started
+        return DraftingResult(
+            *(session.began, ended, session.micro_steps, session.tokens, session.before, session.best),
+            *(seconds, session.published, self.version, alarm),
+        )
+
+    def _learn(self, session: _Session, stop: Callable[[], bool]) -> str:
+        """How it ended."""
+        if not self.able():
+            return "no answers"
+        session.held = self._held_batches()
+        session.before = session.best = self._measure(self._good, session.held)
+        session.began = self._cadence.begin(session.before.accept_length)
+        if session.began == "rested":
+            return "rested"
+        if self._cold and not self._trainer.steps_taken:
+            self._choose_vocabulary()
+        going_on = True
+        while going_on and not stop():
+            self._micro_step(session)
+            if session.unchecked >= self._drafting.check:
+                going_on = self._check(session)
+        if session.unchecked:
+            going_on = self._check(session)
+        return "stopped" if going_on else "no gain"
+
+    def _micro_step(self, session: _Session) -> None:
+        """What the next one learns from is chosen while the device computes."""
+        started = time.perf_counter()
+        this = self._upcoming or self._next()
+        result = self._trainer.launch(this.batch or self._source.batch(this.pieces))
+        session.micro_steps += 1
+        self._upcoming = self._next()
+        session.tokens += result().tokens
+        session.unchecked += 1
+        self._strayed += 1
+        self._pace.took(sum(piece.end for piece in this.pieces), time.perf_counter() - started)
+
+    def _check(self, session: _Session) -> bool:
+        """Measures, gives the drafter out if it is not worse, and says whether to go on."""
+        found = self._measure(self._learner, session.held)
+        micro_steps, session.unchecked = session.unchecked, 0
+        first = self._cold and self.version == 0
+        if first or found.accept_length >= session.best.accept_length:
+            _copy_into(self._good, self._learner)
+            self.version += 1
+            self._strayed, session.best, session.published = 0, found, True
+        elif self._strayed >= _PATIENCE * self._drafting.check:
+            self._return_to_good()
+        return self._cadence.goes_on(found.accept_length, micro_steps)
+
+    def _return_to_good(self) -> None:
+        self._upcoming = None
+        _copy_into(self._learner, self._good)
+        self._trainer.start_over(self._trainer.steps_taken)
+        self._strayed = 0
+
+    def _choose_vocabulary(self) -> None:
+        """A drafter from nothing that names few tokens names the most frequent ones of the answers so far."""
+        if self._learner.config.reduced:
+            written = torch.cat([sample.tokens_T[sample.answer_start :] for sample in self._buffer.samples]).long()
+            counts_V = torch.bincount(written, minlength=self.policy.config.vocab)
+            ids_v = draft_vocabulary(counts_V, self._learner.config.draft_vocab)
+            self._learner.set_vocabulary(ids_v.to(self.policy.embed.device))
+
+    # ---- answers as batches
+
+    def _next(self) -> _Upcoming:
+        """On a GPU with its states, so that the device has work while the host reads how the last micro-step went."""
+        pieces = self._draw()
+        return _Upcoming(pieces, self._source.batch(pieces) if self.policy.embed.is_cuda else None)
+
+    def _draw(self) -> list[Piece]:
+        """What the next micro-step learns from, the longest first."""
+        budget = self._pace.tokens
+        pieces = [Piece.whole(sample) for sample in self._buffer.draw(budget)]
+        if len(pieces) == 1 and pieces[0].positions > budget:
+            self._cuts += 1
+            whole = pieces[0]
+            first = random.Random(f"cut/{self._seed}/{self._cuts}").randint(whole.first, whole.end - budget)
+            return [Piece(whole.sample, first, first + budget)]
+        return sorted(pieces, key=lambda piece: -piece.positions)
+
+    def _held_batches(self) -> list[DrafterBatch]:
+        """The answers held out, in rows no longer than a micro-step's where they can be."""
+        most = self._drafting.held_out
+        pieces = sorted((Piece.whole(sample, most) for sample in self._held), key=lambda piece: -piece.positions)
+        room = max(self._pace.most, *(piece.end for piece in pieces))
+        rows = plan_rows([piece.end for piece in pieces], room)
+        return [self._source.batch([pieces[index] for index in row]) for row in rows]
+
+    def _measure(self, model: Eagle, held: Sequence[DrafterBatch]) -> Expected:
+        found = expected(model, held, self.policy.head_weight, self.policy.embed, self._draft)
+        if self._average is None:
+            return found
+        sums = torch.tensor([found.loss, found.accept_length, 1.0], dtype=torch.float64) * found.tokens
+        sums = sums.to(self.policy.embed.device)
+        self._average([sums])  # so that all decide alike
+        loss, accept_length, tokens = sums.tolist()
+        return Expected(loss / max(tokens, 1e-9), accept_length / max(tokens, 1e-9), found.tokens)
+
+    # ---- giving out and going on later
+
+    @property
+    def drafter(self) -> Eagle:
+        """The one given out now; its tensors change in place."""
+        return self._good
+
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter given out now, by the names of `Eagle`'s tensors. Live: copy them before the next training."""
+        return _owned(self._good)
+
+    def state(self, *, buffer: bool = True) -> dict[str, Any]:
+        """What going on needs, in live tensors and plain values; the answers, which may be many, on demand."""
+        return {
+            "version": self.version,
+            "counts": (self._strayed, self._cuts),
+            "good": _owned(self._good),
+            "learner": _owned(self._learner),
+            "trainer": self._trainer.state(),
+            "cadence": self._cadence.state(),
+            "buffer": self._buffer.state() if buffer else None,
+            "arrived": samples_state([*self._held, *self._arrived]) if buffer else None,
+            "held": len(self._held),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version = state["version"]
+        self._strayed, self._cuts = state["counts"]
+        for model, name in ((self._good, "good"), (self._learner, "learner")):
+            load_weights(model, state[name])
+        self._trainer.restore(state["trainer"])
+        self._cadence.restore(state["cadence"])
+        if state["buffer"] is not None:
+            self._buffer.restore(state["buffer"])
+            samples = samples_of(state["arrived"])
+            self._held, self._arrived = samples[: state["held"]], samples[state["held"] :]
+
+
+def hold_out(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    """Answers to measure on: all of some prompts', one prompt in eight at most, and about `tokens` tokens.
+
+    The answers of one prompt resemble each other: a drafter that learned from some of them knows too much of the rest.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    if len(groups) == 1:
+        groups = {str(number): [sample] for number, sample in enumerate(samples)}
+    order = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest())  # whoever arrived first is short
+    held: list[Sample] = []
+    for name in order[: max(1, len(order) // _HELD_SHARE)]:
+        if sum(len(sample.tokens_T) for sample in held) < tokens:
+            held += groups[name]
+    return held
+
+
+def load_weights(model: Eagle, weights: Mapping[str, Tensor]) -> None:
+    """Copies `weights()` into a drafter of the same shape, in place."""
+    with torch.no_grad():
+        for name, tensor in _owned(model).items():
+            tensor.copy_(weights[name])
+
+
+def _copy_into(target: Eagle, source: Eagle) -> None:
+    load_weights(target, _owned(source))
+
+
+def _owned(model: Eagle) -> dict[str, Tensor]:
+    """The tensors that are the drafter's own."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return tensors if model.token_of_draft_v is None else {**tensors, "token_of_draft_v": model.token_of_draft_v}
