@@ -22,7 +22,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-class _Place(Protocol):
+class Place(Protocol):
+    """Source into the upper left corner of target; the rest zero, or random where nothing reads what it makes."""
+
     def __call__(self, target: Tensor, source: Tensor, *, free: bool) -> None: ...
 
 
@@ -47,16 +49,7 @@ def widen(
     small = model.config
     _check(small, config)
     wide = Transformer(config, dtype=dtype or model.embed.dtype, device=device or model.embed.device)
-    generator = torch.Generator(device=wide.embed.device).manual_seed(seed)
-
-    def place(target: Tensor, source: Tensor, *, free: bool) -> None:
-        """Source in the upper left corner; the rest zero, or random where nothing it touches can reach the output."""
-        if free:
-            target.normal_(0.0, 0.02, generator=generator)
-        else:
-            target.zero_()
-        target[tuple(slice(size) for size in source.shape)].copy_(source)
-
+    place = placing(torch.Generator(device=wide.embed.device).manual_seed(seed))
     shrink = (small.hidden / config.hidden) ** 0.5
     place(wide.embed, model.embed, free=False)
     place(wide.norm, model.norm * shrink, free=False)
@@ -69,6 +62,17 @@ def widen(
     return wide
 
 
+def placing(generator: torch.Generator) -> Place:
+    def place(target: Tensor, source: Tensor, *, free: bool) -> None:
+        if free:
+            target.normal_(0.0, 0.02, generator=generator)
+        else:
+            target.zero_()
+        target[tuple(slice(size) for size in source.shape)].copy_(source)
+
+    return place
+
+
 def _widen_block(
     part: str,
     target: Tensor,
@@ -76,7 +80,7 @@ def _widen_block(
     small: ModelConfig,
     config: ModelConfig,
     shrink: float,
-    place: _Place,
+    place: Place,
 ) -> None:
     """One parameter of one block; `source` is None in the layers the small model does not have."""
     if source is None:
@@ -90,7 +94,7 @@ def _widen_block(
         if not source.numel():
             target.fill_(1.0)
     elif part in ("qkv", "qkv_bias"):
-        _place_heads(target, source, small, config, place)
+        place_heads(target, source, small, config, place)
     elif part in ("gate_up", "gate_up_bias"):
         for ours, theirs in zip(target.chunk(2), source.chunk(2), strict=True):
             place(ours, theirs, free=True)
@@ -98,7 +102,7 @@ def _widen_block(
         place(target, source, free=False)
 
 
-def _place_heads(target: Tensor, source: Tensor, small: ModelConfig, config: ModelConfig, place: _Place) -> None:
+def place_heads(target: Tensor, source: Tensor, small: ModelConfig, config: ModelConfig, place: Place) -> None:
     """Query, key and value heads each keep their index; new heads follow, multiplied by zero columns of `o`."""
     d = config.head_dim
     wide_parts = torch.split(target, [config.heads * d, config.kv_heads * d, config.kv_heads * d])

@@ -1,0 +1,555 @@
+"""Whether speculation pays: whole rollouts of three workloads, in the policy's own shape and widened, part by part.
+
+    python benchmarks/speculation.py prepare  --workload c --model DIR --work W [--data F --prompts F] [--budget 240]
+    python benchmarks/speculation.py measure  --workload c --shape 7B --work W
+    python benchmarks/speculation.py drafts   --workload c --work W
+    python benchmarks/speculation.py never    --workload c --shape 7B --work W [--cases useless,hot,many,short]
+    python benchmarks/speculation.py fidelity --workload c --shape 7B --work W
+
+`prepare` tunes the policy and trains its drafter, `measure` writes one rollout in every way there is, `drafts` compares
+greedy with shared-noise drafts at equal shape, `never` looks for a case in which speculation loses, `fidelity` tells
+how often plain decoding turns a token when only the batch changes. (a) and (b) need GSM8K: --prompts test.jsonl for
+what is measured, --data train.jsonl for tuning and drafter training. Every knob is a flag too: --spec.depths 2,4. Each
+part prints and writes its results as it goes (--json). --quick is for a CPU: a random stand-in policy, a few tokens.
+"""
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median, pstdev
+from typing import Any
+from unittest.mock import patch
+
+import preparing
+import torch
+import workloads
+from recording import Recording, by_batch, graph_memory, small_batch, switching
+from workloads import WORKLOADS, Workload
+
+from tlt.bench import rollout as bench
+from tlt.bench.fidelity import common_start
+from tlt.bench.machine import describe
+from tlt.bench.options import RolloutScale
+from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Variant, Written, fixed_shapes
+from tlt.config import RunConfig
+from tlt.engine.build import NEW, build_engine, learned_drafting, shapes_of
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.errors import ConfigError, TltError
+from tlt.policy import Policy, open_policy
+from tlt.recipe import load_config, take_flags
+from tlt.spec.candidates import GREEDY, Sharpness
+from tlt.spec.fixed import Fixed
+from tlt.spec.shape import Shape
+from tlt.types import Completion, Key, Prompt
+
+_SMALL = 8  # requests up to which a batch is small
+_GROUPS, _GROUP_SIZE = 32, 8
+
+
+# ---- what every part needs
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A prepared workload in one shape, and everything that was asked for."""
+
+    options: argparse.Namespace
+    workload: Workload
+    config: RunConfig
+    policy: Policy
+    prompts: list[Prompt]
+
+    @property
+    def encoded(self) -> list[tuple[int, ...]]:
+        return [tuple(self.policy.tokenizer.encode_prompt(prompt.content)) for prompt in self.prompts]
+
+    def scale(self, **changes: int) -> RolloutScale:
+        return replace(RolloutScale(len(self.prompts), self.options.group_size, self.cap, 1), **changes)
+
+    @property
+    def cap(self) -> int:
+        return self.options.cap or self.workload.cap
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    chosen = WORKLOADS[options.workload]
+    return workloads.quick(chosen) if options.quick else chosen
+
+
+def place_of(options: argparse.Namespace) -> preparing.Place:
+    return preparing.Place(Path(options.work) / options.workload)
+
+
+def set_up(options: argparse.Namespace, config: RunConfig, groups: int) -> Setting:
+    """The policy in its shape, and a configuration that speculates with the drafter of that shape."""
+    workload, place = workload_of(options), place_of(options)
+    config = replace(config, model=replace(config.model, path=place.policy()))
+    small = open_policy(config.model)
+    policy = preparing.in_shape(small, options.shape)
+    learned = options.drafter in ("eagle", "both")
+    drafter = str(preparing.ready_drafter(place, small.model, policy, options.shape)) if learned else ""
+    spec = replace(config.spec, drafter=options.drafter, path=drafter)
+    sampling = replace(config.sampling, temperature=options.temperature)
+    config = replace(config, spec=spec, sampling=sampling, run=replace(config.run, seed=workloads.MEASURE_SEED))
+    return Setting(options, workload, config, policy, workloads.measured_prompts(workload, options.prompts, groups))
+
+
+class Results:
+    """One JSON file, complete at any moment; what goes in is printed, or told in short."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        name = "-".join(x for x in (options.part, options.workload, getattr(options, "shape", "")) if x)
+        self.file = Path(options.json or Path(options.work) / f"{name}.json")
+        self._content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+        self._started = time.perf_counter()
+
+    def add(self, name: str, value: Any, *, show: bool = True) -> None:
+        self._content[name] = value
+        self._content["seconds"] = round(time.perf_counter() - self._started, 1)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(_plain(self._content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if show:
+            print(f"{name}: {json.dumps(_plain(value, digits=4), ensure_ascii=False)}", flush=True)
+
+
+def _plain(value: Any, digits: int = 6) -> Any:
+    """As JSON has it: infinities in words, floats short."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, digits) for item in value]
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- prepare
+
+
+def prepare(options: argparse.Namespace, config: RunConfig) -> None:
+    if options.quick and not options.model:
+        options.model = preparing.stand_in(Path(options.work) / "stand_in")
+    if not options.model:
+        raise ConfigError("--model is missing; expected a Hugging Face directory")
+    results = Results(options)
+    config = replace(config, model=replace(config.model, path=options.model))
+    wanted = preparing.Wanted(
+        workload=workload_of(options),
+        place=place_of(options),
+        data=options.data,
+        prompts=options.prompts,
+        measured=options.groups,
+        tune_budget_s=options.tune_budget,
+        draft_budget_s=options.budget,
+        processes=0 if options.quick else preparing.encoding_processes(),
+    )
+    for name, value in preparing.prepare(config, wanted).items():
+        results.add(name, value)
+
+
+# ---- measure
+
+
+def measure(options: argparse.Namespace, config: RunConfig) -> None:
+    results = Results(options)
+    setting = set_up(options, config, options.groups)
+    device = setting.policy.model.embed.device
+    results.add("machine", asdict(describe(device, options.commit)))
+    stage = Recording(setting.policy, setting.config, setting.encoded, setting.scale())
+    results.add("decode_ms", {size: 1e3 * seconds for size, seconds in stage.decode_s.items()}, show=False)
+    written = write_all(stage, setting, results)
+    small = small_batch(written[0], stage.latest, _SMALL)
+    results.add("answers", answers(setting, written[0]))
+    results.add("time", [asdict(record) for record in bench.time(written)], show=False)
+    results.add("speculation", [asdict(record) for record in bench.speculated(written)], show=False)
+    results.add("divergence", {done.variant.name: divergence(written[0], done) for done in written[1:]}, show=False)
+    results.add("small_batch", small, show=False)
+    results.add("switching_on", switching(stage.latest))
+    results.add("shapes", by_batch(written), show=False)
+    if {PLAIN, STAYS_OFF, TUNER, WARM, BANDIT} <= {done.variant.name for done in written}:
+        results.add("verdict", asdict(bench.verdict(written, stage.off_seconds())))
+    tell_shapes(by_batch(written))
+    tell(in_short(written, small))
+    results.add("graphs", graph_memory(stage, setting.policy, setting.config))
+    print(f"wrote {results.file}")
+
+
+def write_all(stage: Recording, setting: Setting, results: Results) -> list[Written]:
+    """The rollouts in order of importance, each variant once to warm up and then for good, while the budget lasts."""
+    options = setting.options
+    fixed = [Variant(str(shape), shape) for shape in _fixed(setting)]
+    order = [Variant(PLAIN), Variant(TUNER), Variant(WARM), Variant(PLAIN), Variant(BANDIT), *fixed, Variant(STAYS_OFF)]
+    started, warmed = time.perf_counter(), set[str]()
+    runs: list[dict[str, Any]] = []
+    written: list[Written] = []
+    for variant in order * options.repeats:
+        if written and time.perf_counter() - started > options.budget:
+            runs.append({"variant": variant.name, "skipped": f"the budget of {options.budget:g} s was spent"})
+            continue
+        if variant.name not in warmed and variant.name != STAYS_OFF:  # which runs what plain decoding runs
+            stage.write(variant)
+            warmed.add(variant.name)
+        done = stage.write(variant)
+        written.append(done)
+        runs.append({"variant": variant.name, "makespan_s": done.seconds, "capture_s": done.capture_s})
+        results.add("runs", runs, show=False)
+        print(f"{variant.name}: {done.seconds:.2f} s, {done.ticks} ticks, {done.tokens / done.seconds:,.0f} tokens/s")
+    return written
+
+
+def _fixed(setting: Setting) -> list[Shape]:
+    """Those named, or a few: with the learned drafter alone, if there is one, the larger trees first."""
+    options = setting.options
+    known = {str(shape): shape for shape in shapes_of(setting.config.spec)}
+    if options.fixed_shapes:
+        missing = [name for name in options.fixed_shapes.split(",") if name not in known]
+        if missing:
+            raise ConfigError(f"--fixed-shapes: no shape {missing[0]!r}; known: {', '.join(known)}")
+        return [known[name] for name in options.fixed_shapes.split(",")]
+    few = fixed_shapes(list(known.values()))
+    names = ("eagle",) if setting.config.spec.drafter in ("eagle", "both") else ("suffix",)
+    return sorted((shape for shape in few if shape.drafters == names), key=lambda shape: -shape.verify)[: options.fixed]
+
+
+def answers(setting: Setting, done: Written) -> dict[str, Any]:
+    """What was asked and written: without it, no speed-up means anything."""
+    completions = done.completions
+    lengths = sorted(len(completion.tokens) for completion in completions)
+    asked = [prompt for prompt in setting.prompts for _ in range(setting.options.group_size)]
+    logprobs = [value for completion in completions for value in completion.policy_logprobs]
+    rewards = [workloads.right(setting.workload, *pair) for pair in zip(asked, completions, strict=True)]
+    return {
+        "prompts": len(setting.prompts),
+        "group_size": setting.options.group_size,
+        "answers": len(completions),
+        "tokens": sum(lengths),
+        "prompt_tokens_mean": mean(map(len, setting.encoded)),
+        "median": lengths[len(lengths) // 2],
+        "p90": lengths[int(0.9 * len(lengths))],
+        "p99": lengths[int(0.99 * len(lengths))],
+        "max": lengths[-1],
+        "cap": setting.cap,
+        "at_cap": sum(completion.finish_reason == "length" for completion in completions) / len(completions),
+        "sigma_log_length": pstdev([math.log(length) for length in lengths]),
+        "nats_per_token": -mean(logprobs),  # at temperature 1: of the policy's own draws, hence its entropy
+        "right": mean(rewards),
+        "temperature": setting.config.sampling.temperature,
+        "rows": setting.config.engine.rows,
+    }
+
+
+def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Completion]) -> dict[str, Any]:
+    """How often two runs of the same requests turn into another token, per token that could have."""
+    pairs = list(zip(_completions(one), _completions(other), strict=True))
+    same = sum(a.tokens == b.tokens for a, b in pairs)
+    tokens = sum(common_start(a.tokens, b.tokens) for a, b in pairs) + len(pairs) - same
+    return {
+        "requests": len(pairs),
+        "identical": same,
+        "identical_share": same / len(pairs),
+        "tokens_compared": tokens,
+        "per_1000_tokens": 1e3 * (len(pairs) - same) / max(1, tokens),
+    }
+
+
+def _completions(run: Written | Sequence[Completion]) -> Sequence[Completion]:
+    return run.completions if isinstance(run, Written) else run
+
+
+def in_short(written: Sequence[Written], small: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures that count, a row per variant."""
+    speculated = {record.variant: record for record in bench.speculated(written)}
+    rows = []
+    for record in bench.time(written):
+        told, few = speculated[record.variant], small.get(record.variant, {})
+        rows.append(
+            {
+                "variant": record.variant,
+                "makespan s": record.makespan_s,
+                "speed-up": record.speedup,
+                "last 32 s": record.last_32_s,
+                "speed-up of it": record.last_32_speedup,
+                "accept": told.accept_length,
+                "off": told.off_share,
+                "identical": told.identical / len(written[0].completions),
+                f"AL ≤ {_SMALL}": few.get("accept_length"),
+                f"S/AL ≤ {_SMALL}": few.get("speedup_per_accept"),
+            }
+        )
+    return rows
+
+
+def tell(rows: Sequence[dict[str, Any]]) -> None:
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    columns = list(zip(list(rows[0]), *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    for line in zip(*columns, strict=True):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def tell_shapes(shares: dict[str, dict[str, dict[str, float]]]) -> None:
+    """What the tuner chose, by number of requests."""
+    for size, chosen in shares.get(WARM, shares.get(TUNER, {})).items():
+        most = sorted(chosen.items(), key=lambda pair: -pair[1])[:3]
+        print(f"requests {size}: " + ", ".join(f"{shape} {share:.0%}" for shape, share in most))
+
+
+# ---- drafts: greedy, β = 1, β fitted
+
+
+class _Constant:
+    """A sharpness that nobody fits."""
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def observe(self, hits: Sequence[int], nodes: int) -> None:
+        pass
+
+
+def drafts(options: argparse.Namespace, config: RunConfig) -> None:
+    options.drafter = "eagle"
+    results = Results(options)
+    setting = set_up(options, config, options.groups)
+    shapes = [Shape(("eagle",), *map(int, word.replace("x", " ").replace("/", " ").split())) for word in options.trees]
+    found: dict[str, dict[str, Any]] = {}
+    for shape in shapes:
+        for name, beta in (("greedy", GREEDY), ("β = 1", 1.0), ("β fitted", None)):
+            found.setdefault(str(shape), {})[name] = _accepted(setting, shape, beta)
+            results.add("accept_length", found, show=False)
+    tell([{"shape": shape, "drafts": name, **one} for shape, ways in found.items() for name, one in ways.items()])
+
+
+def _accepted(setting: Setting, shape: Shape, beta: float | None) -> dict[str, Any]:
+    """Of a whole rollout in one shape. `beta` None is fitted as it goes."""
+    with patch("tlt.spec.sharpening.Sharpness", Sharpness if beta is None else lambda: _Constant(beta)):
+        learned = learned_drafting(setting.policy, setting.config)
+    assert learned is not None
+    engine = build_engine(setting.policy, setting.config, Fixed(shape), learned)
+    completions = answer(engine, requests(setting, setting.cap))
+    report = engine.report().speculation
+    assert report is not None
+    del engine
+    release()
+    return {
+        "accept_length": report.accept_length,
+        "verifies": report.verifies,
+        "tokens": sum(len(completion.tokens) for completion in completions),
+        "beta": learned.beta,
+    }
+
+
+def requests(setting: Setting, cap: int, group_size: int = 0) -> list[Request]:
+    params = replace(setting.config.sampling, max_tokens=cap)
+    times = group_size or setting.options.group_size
+    pairs = [(index, prompt) for index, prompt in enumerate(setting.encoded) for _ in range(times)]
+    seed = setting.config.run.seed
+    return [Request(Key(seed, number), prompt, params, f"prompt {i}") for number, (i, prompt) in enumerate(pairs)]
+
+
+def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
+    engine.submit(asked)
+    return sorted(engine.drain(), key=lambda completion: completion.key.request)
+
+
+# ---- never slower
+
+
+def never(options: argparse.Namespace, config: RunConfig) -> None:
+    results = Results(options)
+    found: dict[str, Any] = {}
+    for case in options.cases.split(","):
+        if case not in CASES:
+            raise ConfigError(f"--cases: there is no case {case!r}; expected some of {','.join(CASES)}")
+        found[case] = CASES[case](options, config)
+        results.add("never_slower", found, show=False)
+        tell([{"case": case, **{key: value for key, value in found[case].items() if key != "seconds"}}])
+        release()
+
+
+def _case(
+    options: argparse.Namespace, config: RunConfig, *, groups: int, cap: int, adjust: Callable[[RunConfig], RunConfig]
+) -> dict[str, Any]:
+    """Plain decoding and the tuner take turns; the tuner's first rollout only warms up."""
+    setting = set_up(options, config, groups)
+    stage = Recording(setting.policy, adjust(setting.config), setting.encoded, setting.scale(cap=cap))
+    for name in (PLAIN, TUNER):
+        stage.write(Variant(name))
+    seconds: dict[str, list[float]] = {PLAIN: [], TUNER: [], WARM: []}
+    reports = {}
+    for _ in range(options.repeats):
+        for name, spans in seconds.items():
+            done = stage.write(Variant(name))
+            spans.append(done.seconds)
+            reports[name] = done
+    tuner = reports[TUNER].speculation
+    assert tuner is not None
+    return {
+        "requests": len(reports[PLAIN].completions),
+        "tokens": reports[PLAIN].tokens,
+        "seconds": seconds,
+        "tuner": median(seconds[PLAIN]) / median(seconds[TUNER]),
+        "tuner_fastest": min(seconds[PLAIN]) / min(seconds[TUNER]),
+        "warm_tuner": median(seconds[PLAIN]) / median(seconds[WARM]),
+        "warm_tuner_fastest": min(seconds[PLAIN]) / min(seconds[WARM]),
+        "accept_length": tuner.accept_length,
+        "off_share": tuner.off_share,
+        "identical_share": divergence(reports[PLAIN], reports[TUNER])["identical_share"],
+    }
+
+
+def _as_it_is(config: RunConfig) -> RunConfig:
+    return config
+
+
+def _useless(config: RunConfig) -> RunConfig:
+    """A learned drafter that has learned nothing, and nobody else to ask."""
+    return replace(config, spec=replace(config.spec, drafter="eagle", path=NEW), draft=replace(config.draft, vocab=0))
+
+
+def _hot(config: RunConfig) -> RunConfig:
+    return replace(config, sampling=replace(config.sampling, temperature=1.2))
+
+
+CASES: dict[str, Callable[[argparse.Namespace, RunConfig], dict[str, Any]]] = {
+    "useless": lambda o, c: _case(o, c, groups=o.groups, cap=o.cap, adjust=_useless),
+    "hot": lambda o, c: _case(o, c, groups=o.groups, cap=o.cap, adjust=_hot),
+    "many": lambda o, c: _case(o, c, groups=4 * o.groups, cap=o.cap, adjust=_as_it_is),
+    "short": lambda o, c: _case(o, c, groups=o.groups, cap=min(o.cap, 32), adjust=_as_it_is),
+}
+
+
+# ---- fidelity: plain decoding against itself
+
+
+def fidelity(options: argparse.Namespace, config: RunConfig) -> None:
+    """The same requests in batches of another size, without any speculation."""
+    options.drafter = "none"
+    results = Results(options)
+    setting = set_up(options, config, options.groups)
+    runs = {}
+    for rows in (options.rows_large, options.rows_small):
+        engine = Engine(setting.policy.model, setting.policy.tokenizer, replace(setting.config.engine, rows=rows))
+        asked = requests(setting, setting.cap, group_size=1)
+        runs[rows] = answer(engine, asked if rows != options.rows_small else asked[: options.alone])
+        del engine
+        release()
+    large, small = runs.values()
+    found = divergence(large[: len(small)], small)
+    results.add("plain_against_plain", {"batches": list(runs), "cap": setting.cap, **found})
+
+
+# ---- the command line
+
+
+PARTS = {"prepare": prepare, "measure": measure, "drafts": drafts, "never": never, "fidelity": fidelity}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags, rest = take_flags(list(sys.argv[1:] if arguments is None else arguments))
+    options = read(rest)
+    try:
+        PARTS[options.part](options, load_config(None, flags))
+    except TltError as error:
+        print(f"speculation.py: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    for name in PARTS:
+        part = parts.add_parser(name)
+        _common(part, groups={"drafts": 8, "fidelity": 64}.get(name, _GROUPS))
+        _OWN_OPTIONS[name](part)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        for name, value in _QUICK.items():
+            if getattr(options, name, None):
+                setattr(options, name, value)
+    return options
+
+
+def _common(part: argparse.ArgumentParser, groups: int) -> None:
+    part.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
+    part.add_argument("--work", required=True, help="directory in which policies and drafters are kept")
+    part.add_argument("--prompts", type=Path, help="GSM8K's test.jsonl: what is measured")
+    part.add_argument("--json", help="where the results go; default: in the work directory")
+    part.add_argument("--quick", action="store_true", help="a size for a CPU")
+    part.add_argument("--groups", type=int, default=groups, help="prompts")
+    part.add_argument("--group-size", type=int, default=_GROUP_SIZE, help="answers to each")
+    part.add_argument("--commit", help="the commit that is measured, where git cannot tell")
+
+
+def _shaped(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--shape", default=preparing.OWN, help="own, 1.5B or 7B")
+    part.add_argument("--drafter", choices=("eagle", "suffix", "both", "none"), default="both")
+    part.add_argument("--temperature", type=float, default=1.0)
+    part.add_argument("--cap", type=int, default=0, help="tokens of an answer, at most; default: the workload's")
+
+
+def _prepare_options(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--model", help="a Hugging Face directory of SmolLM2-135M-Instruct")
+    part.add_argument("--data", type=Path, help="GSM8K's train.jsonl: to tune and to draft from")
+    part.add_argument("--tune-budget", type=float, default=110.0, help="seconds of supervised tuning")
+    part.add_argument("--budget", type=float, default=240.0, help="seconds of drafter training, its rollouts included")
+
+
+def _measure_options(part: argparse.ArgumentParser) -> None:
+    _shaped(part)
+    part.add_argument("--budget", type=float, default=300.0, help="seconds after which no further rollout is begun")
+    part.add_argument("--repeats", type=int, default=1)
+    part.add_argument("--fixed", type=int, default=3, help="how many fixed shapes")
+    part.add_argument("--fixed-shapes", help='which ones, as in "eagle 4x2/9,eagle+suffix 8x1/9"')
+
+
+def _drafts_options(part: argparse.ArgumentParser) -> None:
+    _shaped(part)
+    part.add_argument("--trees", nargs="+", default=["4x1/5", "8x4/16"], help="depth x width / nodes verified")
+
+
+def _never_options(part: argparse.ArgumentParser) -> None:
+    _shaped(part)
+    part.set_defaults(cap=512)
+    part.add_argument("--cases", default=",".join(CASES))
+    part.add_argument("--repeats", type=int, default=3)
+
+
+def _fidelity_options(part: argparse.ArgumentParser) -> None:
+    _shaped(part)
+    part.set_defaults(cap=256)
+    part.add_argument("--rows-large", type=int, default=64)
+    part.add_argument("--rows-small", type=int, default=1)
+    part.add_argument("--alone", type=int, default=16, help="requests answered in the small batch")
+
+
+_OWN_OPTIONS = {
+    "prepare": _prepare_options,
+    "measure": _measure_options,
+    "drafts": _drafts_options,
+    "never": _never_options,
+    "fidelity": _fidelity_options,
+}
+_QUICK = {"groups": 2, "group_size": 2, "cap": 24, "fixed": 1, "repeats": 1, "alone": 1, "rows_large": 2}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,261 @@
+"""The benchmark of speculation: fixed prompts that never overlap, honest figures, and every part runs end to end."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import median, pstdev
+from typing import Any
+
+import pytest
+
+import tlt
+
+sys.path.insert(0, str(Path(tlt.__file__).parents[1] / "benchmarks"))
+
+import preparing
+import recording
+import speculation
+import workloads
+from workloads import WORKLOADS
+
+from tlt.bench.variants import PLAIN, Variant, Written
+from tlt.config import ModelSettings, RunConfig, RunSettings, WarmupSettings
+from tlt.errors import TaskError
+from tlt.spec.shape import OFF, Shape
+from tlt.tasks.steps import StepsTask
+from tlt.text import Tokenizer
+from tlt.types import Completion, Key, Prompt, Timing
+from tlt.warmup import warmup
+
+STEPS = WORKLOADS["c"].steps
+CHAIN = Shape(("eagle",), 4, 1, 5)
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return preparing.stand_in(tmp_path_factory.mktemp("stand_in"))
+
+
+def questions(path: Path, count: int, start: int = 0) -> Path:
+    lines = [
+        json.dumps({"question": f"What is {n} and 1?", "answer": f"It is {n}+1.\n#### {n + 1}"})
+        for n in range(start, start + count)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def text_of(prompt: Prompt) -> str:
+    return prompt.content[-1].content if not isinstance(prompt.content, str) else prompt.content
+
+
+# ---- the workloads
+
+
+def test_what_is_measured_stays_the_same(tmp_path: Path) -> None:
+    file = questions(tmp_path / "test.jsonl", 50)
+    for workload, count in ((WORKLOADS["a"], 9), (WORKLOADS["c"], 4)):
+        once, again = (workloads.measured_prompts(workload, file, count) for _ in range(2))
+        assert once == again
+        assert len({prompt.id for prompt in once}) == count
+    first = workloads.measured_prompts(WORKLOADS["c"], None, 32)[0]
+    assert text_of(first) == FIRST, "the fixed seed has moved: earlier figures no longer compare"
+
+
+FIRST = (
+    "Start with 3 and do 3 steps, taking these in turn: subtract 13, subtract 10, add the number of the step. "
+    "Count modulo 100."
+)
+
+
+def test_prompts_to_measure_are_not_those_to_learn_from(tmp_path: Path, stand_in: str) -> None:
+    measured = {text_of(prompt) for prompt in workloads.measured_prompts(WORKLOADS["c"], None, 32)}
+    assert STEPS is not None
+    for seed in (workloads.TUNE_SEED, workloads.DRAFT_SEED):
+        assert not measured & {text_of(prompt) for prompt in StepsTask(STEPS, seed=seed).sample(0, 2000)}
+    file = questions(tmp_path / "all.jsonl", 40)
+    held = workloads.measured_prompts(WORKLOADS["a"], file, 10)
+    given = workloads.drafting(WORKLOADS["a"], RunConfig(), file, held, tmp_path)
+    asked = [json.loads(line)["question"] for line in Path(given).read_text().splitlines()]
+    assert len(asked) == 30
+    assert not set(asked) & {text_of(prompt) for prompt in held}
+
+
+def test_the_measured_steps_are_those_of_the_whole_distribution() -> None:
+    """In log steps: as wide as the task's own, and centred where it is."""
+    assert STEPS is not None
+    few = [math.log(p.extra["problem"].steps) for p in workloads.measured_prompts(WORKLOADS["c"], None, 32)]
+    many = [math.log(p.extra["problem"].steps) for p in StepsTask(STEPS, seed=1).sample(0, 4000)]
+    assert median(few) == pytest.approx(median(many), abs=0.1)
+    assert pstdev(few) == pytest.approx(pstdev(many), abs=0.06)
+    assert pstdev(few) > 1.0
+
+
+def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="--prompts is None; expected a JSONL file"):
+        workloads.measured_prompts(WORKLOADS["b"], None, 4)
+
+
+def test_examples_are_chats_that_end(tmp_path: Path, stand_in: str) -> None:
+    tokenizer = Tokenizer.load(stand_in)
+    data = questions(tmp_path / "train.jsonl", 5)
+    for name in ("b", "c"):
+        workload = workloads.quick(WORKLOADS[name])
+        examples = workloads.tuning_examples(workload, Path(stand_in), data, 2048, processes=0)
+        for example in islice(examples, 7):
+            prompt, answer = example.tokens[: example.answer_start], example.tokens[example.answer_start :]
+            assert prompt[-1] == 2, "the mark of the assistant's turn"
+            assert answer[-1] == tokenizer.eos_id
+            assert ("####" if name == "b" else "\n") in tokenizer.decode(answer)
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_processes_write_the_same_examples(stand_in: str) -> None:
+    workload = workloads.quick(WORKLOADS["c"])
+    here, there = (workloads.tuning_examples(workload, Path(stand_in), None, 2048, processes=count) for count in (0, 1))
+    assert list(islice(here, 150)) == list(islice(there, 150))
+    there.close()  # type: ignore[attr-defined]
+
+
+def test_warm_up_on_the_steps_task(tmp_path: Path, stand_in: str) -> None:
+    """`tlt warmup MODEL steps`."""
+    assert STEPS is not None
+    config = RunConfig(
+        run=RunSettings(out=str(tmp_path)),
+        model=ModelSettings(path=stand_in, device="cpu"),
+        warmup=WarmupSettings(steps=2, tokens_per_batch=1024),
+    )
+    config = replace(config, task=replace(config.task, steps=replace(STEPS, max_steps=5)))
+    warmup(config, "steps")
+    assert (tmp_path / "run" / "policy" / "config.json").is_file()
+
+
+# ---- figures
+
+
+def written(lengths: list[int], tick_s: float) -> Written:
+    """Plain decoding at a fixed pace."""
+    completions = tuple(
+        Completion(Key(0, i), (1,), (2,) * n, "", (), (), "eos", 0, Timing(0.0, n * tick_s))
+        for i, n in enumerate(lengths)
+    )
+    return Written(Variant(PLAIN), completions, max(lengths) * tick_s, 0.0, max(lengths), 0.0, None)
+
+
+def test_plain_ticks_are_told_from_the_end() -> None:
+    plain = written([5, 10, 20, 40, 80], tick_s=0.01)
+    assert recording.plain_tick_s(plain, 2) == pytest.approx(0.01)
+    assert recording.plain_tick_s(plain, 5) == pytest.approx(0.01)
+
+
+def test_speed_and_accept_length_of_small_batches() -> None:
+    """Ticks twice as long that bring three tokens per request: S = 1.5, AL = 3, S/AL = 0.5."""
+    plain = written([5, 10, 20, 40, 80], tick_s=0.01)
+    ticks = [recording.Tick(2, CHAIN, 6, 0.02, 0.001)] * 10
+    ticks += [recording.Tick(9, CHAIN, 9, 1.0, 0.0), recording.Tick(1, CHAIN, 5, None, 0.0)]  # large; with prefill
+    found = recording.small_batch(plain, {"x": ticks}, most=4)["x"]
+    assert found["ticks"] == 10
+    assert found["speedup"] == pytest.approx(1.5)
+    assert found["accept_length"] == pytest.approx(3.0)
+    assert found["speedup_per_accept"] == pytest.approx(0.5)
+    assert found["once_ms"] == pytest.approx(10.0)
+
+
+def test_switching_on_is_told_from_the_ticks_before_it() -> None:
+    off, on = recording.Tick(3, OFF, 3, 0.01, 0.0), recording.Tick(3, CHAIN, 4, 0.02, 0.004)
+    found = recording.switching({"x": [on, on, off, off, on, on, off, replace(on, once_s=0.008)], "never": [off]})
+    assert found["x"]["times"] == 2
+    assert found["x"]["mean_ms"] == pytest.approx(6.0)
+    assert found["x"]["largest_ms"] == pytest.approx(8.0)
+    assert found["x"]["prefilled"] == 0
+    assert "never" not in found
+
+
+def test_divergence_counts_the_first_token_that_turns() -> None:
+    one = written([4, 4], 0.1).completions
+    other = (one[0], replace(one[1], tokens=(2, 9, 9)))
+    found = speculation.divergence(one, other)
+    assert (found["identical"], found["tokens_compared"]) == (1, 4 + 2)
+    assert found["per_1000_tokens"] == pytest.approx(1000 / 6)
+
+
+# ---- all of it, small
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, stand_in: str) -> Path:
+    directory = tmp_path_factory.mktemp("work")
+    arguments = ["prepare", "--workload", "c", "--work", str(directory), "--model", stand_in, "--quick"]
+    assert speculation.main([*arguments, "--model.device", "cpu"]) == 0
+    return directory
+
+
+def run(part: str, work: Path, *more: str) -> dict[str, Any]:
+    file = work / "results.json"
+    arguments = [part, "--workload", "c", "--work", str(work), "--quick", "--json", str(file), *more]
+    small = ["--model.device=cpu", "--engine.rows=8", "--engine.kv_gib=0.02", "--spec.depths=2", "--spec.widths=2"]
+    assert speculation.main([*arguments, *small, "--spec.verifies=4"]) == 0
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
+def test_what_is_prepared_is_kept(work: Path, stand_in: str) -> None:
+    record = json.loads((work / "c" / "prepare.json").read_text())
+    assert record["policy"] == str(work / "c" / "policy")
+    assert record["tuning"]["tokens"] > 0
+    assert record["drafting"]["settings"]["steps"] == 3
+    before = (work / "c" / "drafter" / "model.safetensors").stat().st_mtime_ns
+    arguments = ["prepare", "--workload", "c", "--work", str(work), "--model", stand_in, "--quick"]
+    assert speculation.main(arguments) == 0
+    assert (work / "c" / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+    assert json.loads((work / "c" / "prepare.json").read_text()) == record
+
+
+def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("measure", work, "--shape", "double")
+    assert (work / "c" / "drafter-double" / "config.json").is_file()
+    names = [record["variant"] for record in found["runs"]]
+    assert names == ["plain", "tuner", "tuner, warm", "plain", "BEG-MAB", "eagle 2x2/4", "off"]
+    assert all(one["identical_share"] == 1.0 for one in found["divergence"].values())
+    assert found["answers"]["answers"] == 4
+    assert found["answers"]["nats_per_token"] > 0
+    assert {"sigma_log_length", "median", "p90", "p99", "max", "cap", "at_cap", "right"} <= set(found["answers"])
+    assert found["verdict"]["all_identical"] is True
+    assert found["small_batch"]["eagle 2x2/4"]["accept_length"] >= 1
+    assert set(found["shapes"]["off"]) == {"≤ 4"}
+    assert "S/AL ≤ 8" in capsys.readouterr().out
+
+
+def test_a_spent_budget_ends_it(work: Path) -> None:
+    found = run("measure", work, "--budget", "0")
+    assert [record["variant"] for record in found["runs"] if "skipped" not in record] == ["plain"]
+    assert found["answers"]["tokens"] > 0
+
+
+def test_greedy_and_shared_drafts_are_compared_at_equal_shape(work: Path) -> None:
+    found = run("drafts", work, "--trees", "2x2/4")["accept_length"]["eagle 2x2/4"]
+    assert list(found) == ["greedy", "β = 1", "β fitted"]
+    assert [one["beta"] for one in found.values()][:2] == ["inf", 1.0]
+    assert len({one["tokens"] for one in found.values()}) == 1, "drafts changed what was written"
+
+
+def test_cases_in_which_speculation_might_lose(work: Path) -> None:
+    found = run("never", work, "--cases", "useless,short")["never_slower"]
+    assert list(found) == ["useless", "short"]
+    for case in found.values():
+        assert case["identical_share"] == 1.0
+        assert case["tuner"] > 0
+
+
+def test_plain_decoding_against_itself(work: Path) -> None:
+    found = run("fidelity", work)["plain_against_plain"]
+    assert found["batches"] == [2, 1]
+    assert found["identical"] == found["requests"] == 1
+
+
+def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speculation.main(["measure", "--workload", "c", "--work", str(tmp_path)]) == 2
+    assert "run `speculation.py prepare` first" in capsys.readouterr().err
