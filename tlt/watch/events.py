@@ -1,29 +1,25 @@
-"""The run's one stream: typed events, appended to `events.jsonl` one line at a time, and how a run is read back.
+"""The run's one stream: typed events, one line of `events.jsonl` each, and how a run is read back.
 
-A line is written whole, in one write, and flushed; nothing is ever rewritten. So only the last line can be torn (by a
-crash) and a reader leaves it out; any other broken line is an error. A kind that a newer version wrote is kept whole.
-Knows nothing of who emits or who shows.
+Nothing is ever rewritten, so only the last line can be torn (by a crash) and is left out; any other broken line is an
+error. A kind that a newer version wrote is kept whole. Steps count from 0; where an event speaks of steps taken, that
+is also the next step's number. Knows nothing of who emits (`tlt.watch.log`) or who shows.
 """
 
 import json
-import time
-from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal
 
 from tlt.config import RunConfig
 from tlt.errors import TltError
-from tlt.recipe import load_config, to_toml
+from tlt.recipe import load_config
+from tlt.watch import workers
+from tlt.watch.event import Event as Event
 
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.toml"
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What every event is: a record of plain values."""
+Phase = Literal["rollout", "reward", "update", "drafting", "checkpoint", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,46 @@ class RunStarted(Event):
     verb: str  # what the command line was asked to do
     seed: int
     version: str  # of tlt
+
+
+@dataclass(frozen=True, slots=True)
+class MachineDescribed(Event):
+    """What the run runs on."""
+
+    device: str
+    device_memory_gib: float  # 0 on a CPU
+    cpu: str
+    cores: int
+    versions: dict[str, str]  # of python, torch and whatever else bears on the numbers
+    commit: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed(Event):
+    """The run goes on from a checkpoint. Steps from `step` on are computed again, with the same numbers."""
+
+    step: int  # steps taken
+    path: str  # of the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStarted(Event):
+    """What the step does from now on."""
+
+    step: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutProgress(Event):
+    """How far a rollout is; said about once a second, and only where somebody may be waiting."""
+
+    step: int
+    finished: int  # answers
+    n: int  # answers asked for
+    running: int  # being written right now
+    tokens: int  # generated so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +83,92 @@ class RolloutFinished(Event):
     length_max: int
     tokens: int  # generated, all answers together
     seconds: float  # from the first submit to the last answer
+    lengths: tuple[int, ...] = ()  # of the answers, in tokens; of at most MOST_LENGTHS of them, evenly chosen
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShown(Event):
+    """One answer of a step, the first that was asked for: what the policy writes by now."""
+
+    step: int
+    prompt: str  # id
+    question: str  # beginning and end, where it is long; of a chat, the last message
+    answer: str  # likewise
+    reward: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished(Event):
+    """One step: rollout, rewards, update. Everything a curve is drawn from."""
+
+    step: int
+    policy_version: int  # after the update
+    mean_reward: float  # over all answers
+    reward_std: float  # standard deviation over all answers
+    length_mean: float  # of the answers, in tokens
+    length_p50: int  # median
+    length_p90: int  # nine answers in ten are shorter
+    length_max: int  # the longest answer
+    truncated: float  # share of the answers that ran into sampling.max_tokens
+    tokens: int  # generated, all answers together
+    accept_length: float  # tokens per verify, the policy's own included; 1 where nothing was drafted
+    loss: float  # of the update
+    grad_norm: float  # before clipping
+    kl: float  # to the reference policy, nats per token; 0 without one
+    clipped: float  # share of the answer tokens whose ratio was clipped
+    mismatch_mean: float  # |log-probability of the engine − of the trainer|, mean over the answer tokens
+    mismatch_max: float  # the largest of them
+    learning_rate: float  # of the update
+    rollout_s: float  # seconds of the step, by what it was waiting for: the parts do not overlap
+    reward_s: float  # after the last answer
+    update_s: float  # with handing the new policy to the engines
+    drafting_s: float  # what training the drafter added to the step; what ran beside something else costs nothing
+    checkpoint_s: float  # what the run waited for
+    step_s: float  # the whole step, everything included but replays
+    saved_s: float  # seconds of rollout saved, by the engine's measured cost of plain ticks; negative if lost
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTrained(Event):
+    """The drafter learned from the rollouts."""
+
+    step: int
+    version: int  # of the drafter, afterwards
+    micro_steps: int
+    tokens: int  # learned from
+    loss_before: float
+    loss_after: float
+    seconds: float
+    reason: str  # why it was trained, and why it stopped
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSwapped(Event):
+    """The engine drafts with this version from now on."""
+
+    step: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete on disk."""
+
+    step: int  # steps taken: a run resumed from here goes on with this one
+    path: str
+    seconds: float  # from its beginning to its last byte; what the run waited for is in StepFinished.checkpoint_s
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCompared(Event):
+    """A step's rollout was written once more, plainly, with the same seeds: measured, not estimated."""
+
+    step: int
+    tokens: int
+    tlt_s: float  # seconds of the rollout, as the run wrote it
+    plain_s: float  # seconds of the same rollout without speculation
+    identical: bool  # token for token
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +205,22 @@ class WarmupStep(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderFailed(Event):
+    """Somebody who showed the run (console, TensorBoard, W&B) failed and is left out from now on. The run goes on."""
+
+    reader: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailed(Event):
+    """The last event of a run that was stopped by an error or by its user."""
+
+    kind: str  # of the error
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished(Event):
     """The last event of a run that ended by itself."""
 
@@ -115,48 +253,29 @@ class Run:
 
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
-    for kind in (RunStarted, RolloutFinished, RewardsFailed, AcceptanceCollapsed, WarmupStep, RunFinished)
+    for kind in (
+        RunStarted,
+        MachineDescribed,
+        RunResumed,
+        PhaseStarted,
+        RolloutProgress,
+        RolloutFinished,
+        AnswerShown,
+        StepFinished,
+        DrafterTrained,
+        DrafterSwapped,
+        CheckpointSaved,
+        ReplayCompared,
+        RewardsFailed,
+        AcceptanceCollapsed,
+        WarmupStep,
+        ReaderFailed,
+        RunFailed,
+        RunFinished,
+        *workers.KINDS,
+    )
 }
-
-
-class EventLog:
-    """Appends events to a file; a file that ends in a torn line is put right first."""
-
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
-        self._file = path.open("ab", buffering=0)
-
-    def emit(self, event: Event) -> None:
-        kind, values = type(event).__name__, asdict(event)
-        for name, value in values.items():
-            if isinstance(value, float) and not isfinite(value):
-                raise TltError(f"{kind} has {name} = {value}; a run cannot go on from a number that is not finite")
-        record = {"time": time.time(), "kind": kind, "fields": values}
-        self._file.write(json.dumps(record).encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _drop_torn_line(path: Path) -> None:
-    """A crash may leave half a line; what is appended after it would be lost with it."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
+MOST_LENGTHS = 1024
 
 
 def read_events(path: str | Path) -> tuple[Recorded, ...]:
@@ -174,18 +293,21 @@ def _parse(line: bytes, where: str) -> Recorded:
             f"{where}: is not an event; the file was edited or overwritten, restore or remove the line"
         ) from None
     known = _KINDS.get(kind)
-    if known is None or {f.name for f in fields(known)} != values.keys():
+    if known is None or not _fits(known, values):
         return Recorded(when, UnknownEvent(kind, values))
-    return Recorded(when, known(**values))
+    return Recorded(when, known(**{name: _frozen(value) for name, value in values.items()}))
 
 
-def start_run(config: RunConfig, verb: str, version: str) -> EventLog:
-    """Makes the run's directory with its resolved configuration, and opens its log with RunStarted."""
-    directory = Path(config.run.out) / config.run.name
-    log = EventLog(directory / EVENTS_FILE)
-    (directory / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
-    log.emit(RunStarted(verb=verb, seed=config.run.seed, version=version))
-    return log
+def _frozen(value: Any) -> Any:
+    """Lists are tuples in events, however deep."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _fits(kind: type[Event], values: dict[str, Any]) -> bool:
+    """All fields known, and none missing but those added since, which have defaults."""
+    names = {f.name for f in fields(kind)}
+    needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    return needed <= values.keys() <= names
 
 
 def read_run(directory: str | Path) -> Run:

@@ -1,0 +1,266 @@
+"""The report: its numbers are those of the events, its drawing is to scale, and it needs nothing but itself."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.watching import config_of, events_of_steps, step, whole_run, write_run
+from tlt.cli import main
+from tlt.watch.events import EVENTS_FILE, ReplayCompared, RunFailed, RunResumed, read_run
+from tlt.watch.figures import Figure, figures_of, survival
+from tlt.watch.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Frame, tick_words, ticks
+from tlt.watch.report import page, write_report
+from tlt.watch.summary import duration, in_words, last_lines, summarise
+
+
+def figure(directory: Path, title: str) -> Figure:
+    return next(one for one in figures_of(read_run(directory)) if one.title == title)
+
+
+def drawing(directory: Path, title: str) -> ElementTree.Element:
+    return ElementTree.fromstring(figure(directory, title).svg)
+
+
+def titles(svg: ElementTree.Element) -> list[str]:
+    return [node.text or "" for node in svg.iter("title")]
+
+
+# ---- numbers
+
+
+def test_hovering_shows_the_numbers_of_the_events(tmp_path: Path) -> None:
+    directory = whole_run(tmp_path)
+    rewards, accepts = titles(drawing(directory, "Reward")), titles(drawing(directory, "Accept length"))
+    for number in range(12):
+        taken = step(number)
+        assert f"step {number + 1}: mean reward {taken.mean_reward:.4g}, spread 0.4" in rewards
+        assert f"step {number + 1}: accept length {taken.accept_length:.3f}" in accepts
+        lengths = f"median {40 + number}, p90 {110 + number}, longest {301 + number} tokens"
+        assert f"step {number + 1}: {lengths}" in titles(drawing(directory, "Answer lengths"))
+
+
+def test_lines_are_drawn_to_scale(tmp_path: Path) -> None:
+    """Read back through the axis labels: the height of a dot says the reward of its step."""
+    svg = drawing(whole_run(tmp_path), "Reward")
+    labels = [node for node in svg.iter("text") if node.get("text-anchor") == "end" and node.get("class") == "axis"]
+    (low, low_y), (high, high_y) = ((float(at.text or ""), float(at.get("y") or "")) for at in (labels[0], labels[-1]))
+    dots = list(svg.iter("circle"))
+    assert len(dots) == 12
+    for number, dot in enumerate(dots):
+        value = low + (float(dot.get("cy") or "") - low_y) / (high_y - low_y) * (high - low)
+        assert value == pytest.approx(step(number).mean_reward, abs=0.001)
+
+
+def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
+    svg = drawing(whole_run(tmp_path), "Time per phase")
+    parts = "rollout 4.0 s\nreward 0.25 s\nupdate 2.0 s\ndrafting 0.50 s\ncheckpoint 0.12 s\nother 0.12 s"
+    assert titles(svg)[0] == f"step 1: 7.0 s\n{parts}"
+    bars = next(svg.iter("g")).findall("rect")
+    heights = [float(bar.get("height") or "") for bar in bars]
+    assert [round(height / sum(heights) * 7.0, 2) for height in heights] == pytest.approx(
+        [4.0, 0.25, 2.0, 0.5, 0.125, 0.125], abs=0.03
+    )
+
+
+def test_a_long_run_shares_bars_and_says_so(tmp_path: Path) -> None:
+    directory = write_run(config_of(tmp_path, "--run.steps=250"), events_of_steps(0, 250))
+    shown = figure(directory, "Time per phase")
+    assert "mean of 3 steps" in shown.words
+    assert titles(ElementTree.fromstring(shown.svg))[0].startswith("step 1 to 3, mean: 7.0 s")
+    assert titles(ElementTree.fromstring(shown.svg))[-1].startswith("step 250: 7.0 s")
+
+
+def test_time_saved_is_called_an_estimate_and_replays_are_measured(tmp_path: Path) -> None:
+    directory = whole_run(tmp_path)
+    assert "up to step 12: 48.0 s with TLT, 1 min 24 s plain (estimated)" in titles(drawing(directory, "Time saved"))
+    replays = titles(drawing(directory, "Measured against plain decoding"))
+    assert replays == ["step 1: plain 7.0 s, TLT 4.0 s, the same tokens"] * 2
+
+
+def test_survival_is_the_share_still_running() -> None:
+    assert survival([5, 5, 9, 20]) == [(0.0, 1.0), (5.0, 0.5), (9.0, 0.25), (20.0, 0.0)]
+
+
+def test_the_distribution_counts_every_answer_once(tmp_path: Path) -> None:
+    said = titles(drawing(whole_run(tmp_path), "Length distribution"))
+    counts = [int(re.search(r": (\d+) of 500 answers", one).group(1)) for one in said]  # type: ignore[union-attr]
+    assert sum(counts) == 500  # the last five steps, 100 answers each
+
+
+# ---- words
+
+
+def test_the_paragraph_says_what_happened(tmp_path: Path) -> None:
+    said = in_words(summarise(read_run(whole_run(tmp_path))))
+    first = sum(step(number).mean_reward for number in range(5)) / 5
+    last = sum(step(number).mean_reward for number in range(7, 12)) / 5
+    assert f"rose from {first:.3f} over the first 5 steps to {last:.3f} over the last" in said
+    assert "took 12 steps" in said
+    assert "1 min 24 s, of which 57% was rollout" in said
+    assert "7.0 s instead of 4.0 s (1.75 ×, measured), identical token for token" in said
+
+
+def test_the_last_lines(tmp_path: Path) -> None:
+    lines = last_lines(summarise(read_run(whole_run(tmp_path))), "runs/x/report.html")
+    assert lines[2:] == [
+        "Rollout time with TLT: 4.0 s for 1,000 tokens (1 rollout written twice).",
+        "Plain decoding took: 7.0 s for the same tokens, same seeds: TLT is 1.75 × as fast.",
+        "Tokens identical: yes.",
+        "Report: runs/x/report.html",
+    ]
+
+
+def test_other_tokens_are_never_passed_over(tmp_path: Path) -> None:
+    replay = ReplayCompared(0, 10, tlt_s=1.0, plain_s=2.0, identical=False)
+    run = read_run(write_run(config_of(tmp_path), [*events_of_steps(0, 2), replay]))
+    assert "Tokens identical: NO." in last_lines(summarise(run), "")
+    assert "NOT identical" in in_words(summarise(run))
+    assert "OTHER TOKENS" in page(run)
+
+
+def test_steps_that_drafted_nothing_do_not_count_as_accepting_nothing(tmp_path: Path) -> None:
+    accepts = [1.0, 2.0, 1.0, 3.0, 1.0]
+    steps = [step(number, accept_length=accept) for number, accept in enumerate(accepts)]
+    run = read_run(write_run(config_of(tmp_path), list(steps)))
+    assert (summarise(run).accept_length.first, summarise(run).accept_length.last) == (2.0, 3.0)
+    shown = next(one for one in figures_of(run) if one.title == "Accept length")
+    assert titles(ElementTree.fromstring(shown.svg)) == ["step 2: accept length 2.000", "step 4: accept length 3.000"]
+    assert "3 of 5 steps drafted nothing" in shown.words
+
+
+def test_without_replays_the_saving_is_an_estimate(tmp_path: Path) -> None:
+    run = read_run(write_run(config_of(tmp_path), events_of_steps(0, 4)))
+    assert "saved 12.0 s of rollout (1.75 × as fast as plain decoding, estimated)" in in_words(summarise(run))
+    slower = [step(number, saved_s=-1.0) for number in range(4)]
+    run = read_run(write_run(config_of(tmp_path), list(slower)))
+    assert "cost 4.0 s of rollout (0.75 ×" in in_words(summarise(run))
+
+
+def test_plain_decoding_is_called_that(tmp_path: Path) -> None:
+    plain = [step(number, accept_length=1.0, saved_s=0.0) for number in range(3)]
+    run = read_run(write_run(config_of(tmp_path), list(plain)))
+    assert "rollouts were decoded plainly" in in_words(summarise(run))
+    assert [one.title for one in figures_of(run)] == ["Reward", "Time per phase", "Answer lengths"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "0.00 s"),
+        (0.456, "0.46 s"),
+        (8.31, "8.3 s"),
+        (59.97, "1 min 00 s"),
+        (125, "2 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (12000, "3 h 20 min"),
+        (-2.5, "−2.5 s"),
+    ],
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+# ---- the page
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    text = write_report(read_run(whole_run(tmp_path)), tmp_path).read_text()
+    assert re.findall(r"https?:|//\w|<script|<link|<img|@import|url\(|\bsrc=|\bhref=", text) == []
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_what_users_wrote_is_text_not_markup(tmp_path: Path) -> None:
+    text = page(read_run(whole_run(tmp_path)))
+    assert "a processor &lt;x&gt;" in text
+    assert "<x>" not in text
+    config = config_of(tmp_path, "--task.name=files", "--task.path=<u>.jsonl")
+    assert "<u>" not in page(read_run(write_run(config, events_of_steps(0, 1))))
+
+
+def test_the_page_holds_the_configuration_and_the_machine(tmp_path: Path) -> None:
+    text = page(read_run(whole_run(tmp_path)))
+    assert "a processor" in text
+    assert "abc123" in text
+    assert "<code>run.name</code></th><td><code>&#x27;shown&#x27;</code>" in text
+    assert "temperature = 1.0" in text
+    assert "<code>sampling.temperature</code>" not in text  # as it is by default
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 500])
+def test_runs_of_any_length_can_be_told(tmp_path: Path, steps: int) -> None:
+    directory = write_run(config_of(tmp_path, f"--run.steps={max(1, steps)}"), events_of_steps(0, steps))
+    text = page(read_run(directory))
+    for part in re.findall(r"<svg.*?</svg>", text):
+        assert "nan" not in part
+        ElementTree.fromstring(part)
+    assert ("nothing to draw yet" in text) == (steps == 0)
+
+
+# ---- the verb
+
+
+def test_a_crashed_run_can_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_run(config_of(tmp_path), events_of_steps(0, 3))
+    with (directory / EVENTS_FILE).open("a") as file:
+        file.write('{"time": 1.0, "kind": "StepFin')  # torn
+    assert main(["report", str(directory)]) == 0
+    assert capsys.readouterr().out == f"{directory / 'report.html'}\n"
+    assert "has taken 3 of 12 steps; its end is not on record" in (directory / "report.html").read_text()
+
+
+def test_a_resumed_run_is_told_as_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    write_run(config, [*events_of_steps(0, 5), RunFailed("KeyboardInterrupt", "")])
+    run = read_run(write_run(config, [RunResumed(3, "there"), step(3, mean_reward=0.7777)]))
+    shown = next(one for one in figures_of(run) if one.title == "Reward")
+    said = titles(ElementTree.fromstring(shown.svg))
+    assert len(said) == 4
+    assert said[3].startswith("step 4: mean reward 0.7777")
+    assert "It was resumed 1 time." in in_words(summarise(run))
+
+
+def test_mistakes_with_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "holds no events.jsonl" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--run.seed", "1"]) == 2
+    assert "takes no settings, found --run.seed" in capsys.readouterr().err
+
+
+# ---- axes
+
+
+numbers = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(low=numbers, high=numbers, whole=st.booleans())
+def test_ticks_enclose_the_data_and_are_few(low: float, high: float, whole: bool) -> None:
+    low, high = sorted((low, high))
+    found = ticks(low, high, 5, whole)
+    assert 2 <= len(found) <= 9
+    span = found[-1] - found[0]
+    assert found[0] <= low + 1e-6 * span
+    assert found[-1] >= high - 1e-6 * span
+    if high - low > 1e-3 * max(1.0, abs(low), abs(high)):  # within what labels can tell apart
+        assert len({tick_words(found)(tick) for tick in found}) == len(found)
+    if whole:
+        assert all(tick == round(tick) for tick in found)
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20))
+def test_points_stay_inside_the_drawing(points: list[tuple[float, float]]) -> None:
+    frame = Frame.around(points, Axis("x"), Axis("y"))
+    for x, y in points:
+        assert LEFT - 0.01 <= frame.x(x) <= WIDTH - RIGHT + 0.01
+        assert TOP - 0.01 <= frame.y(y) <= HEIGHT - BOTTOM + 0.01
+
+
+def test_tick_words() -> None:
+    assert [tick_words([0, 0.25, 0.5])(value) for value in (0, 0.25, 0.5)] == ["0.00", "0.25", "0.50"]
+    assert tick_words([0, 20000])(20000) == "20k"
+    assert tick_words([0, 0.5], percent=True)(0.5) == "50%"
+    assert tick_words([-2, 0])(-2) == "−2"

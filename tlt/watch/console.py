@@ -1,0 +1,263 @@
+"""The run on a terminal: a line per finished step, and below them what is going on right now.
+
+A reader of events: everything shown was on disk before. In a terminal the lower part is live; elsewhere (a pipe, a log
+file) there are only lines, and none of them is ever rewritten. Knows nothing of who emits.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlt.watch.events import (
+    AcceptanceCollapsed,
+    CheckpointSaved,
+    DrafterTrained,
+    Event,
+    PhaseStarted,
+    ReaderFailed,
+    Recorded,
+    ReplayCompared,
+    RewardsFailed,
+    RolloutProgress,
+    RunFailed,
+    RunResumed,
+    RunStarted,
+    StepFinished,
+)
+from tlt.watch.summary import duration
+from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
+
+_RECENT = 10  # steps whose mean time the remaining ones are reckoned by
+_HEAD_EVERY = 25  # lines between two headings
+_DOING = {
+    "start": "loading the policy",
+    "rollout": "rollout",
+    "reward": "judging the answers",
+    "update": "updating the policy",
+    "drafting": "training the drafter",
+    "checkpoint": "saving a checkpoint",
+    "replay": "writing the rollout again, plainly, to compare",
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the events so far add up to. Pure bookkeeping, no drawing."""
+
+    planned: int  # steps
+    taken: int = 0
+    phase: str = ""
+    phase_since: float = 0.0  # time of the event
+    rollout: RolloutProgress | None = None  # of the rollout that runs
+    saved_s: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # seconds per step
+
+    def note(self, record: Recorded) -> None:
+        match record.event:
+            case RunStarted():
+                self.phase, self.phase_since = "start", record.time
+            case RunResumed(step=step):
+                self.taken = step
+            case PhaseStarted(phase=phase):
+                self.phase, self.phase_since, self.rollout = phase, record.time, None
+            case RolloutProgress() as rollout:
+                self.rollout = rollout
+            case StepFinished() as step:
+                self.taken, self.phase, self.rollout = step.step + 1, "", None
+                self.saved_s += step.saved_s
+                self.recent.append(step.step_s)
+            case _:
+                pass
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last step, if the next ones take as long as the last ones."""
+        if not self.recent:
+            return None
+        return (self.planned - self.taken) * sum(self.recent) / len(self.recent)
+
+
+# ---- lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    width: int
+    say: Callable[[StepFinished], str]
+    spare: bool = False  # left out where the terminal is narrow
+
+
+_COLUMNS = (
+    _Column("reward", 7, lambda step: f"{step.mean_reward:.3f}"),
+    _Column("length p50", 12, lambda step: f"{step.length_p50}"),
+    _Column("p90", 6, lambda step: f"{step.length_p90}"),
+    _Column("longest", 9, lambda step: f"{step.length_max}"),
+    _Column("cut", 5, lambda step: f"{step.truncated:.0%}"),
+    _Column("accept", 7, lambda step: f"{step.accept_length:.2f}" if step.accept_length > 1 else "–"),
+    _Column("rollout", 9, lambda step: _short(step.rollout_s)),
+    _Column("update", 8, lambda step: _short(step.update_s), spare=True),
+    _Column("drafter", 8, lambda step: _short(step.drafting_s), spare=True),
+    _Column("step", 8, lambda step: _short(step.step_s)),
+    _Column("saved", 8, lambda step: _short(step.saved_s)),
+)
+_STEP_WIDTH = 9
+WIDE = _STEP_WIDTH + sum(column.width for column in _COLUMNS)  # characters of a whole line
+
+
+def heading(wide: bool = True) -> str:
+    return f"{'step':>{_STEP_WIDTH}}" + "".join(f"{column.name:>{column.width}}" for column in _columns(wide))
+
+
+def step_line(step: StepFinished, planned: int, wide: bool = True) -> str:
+    number = f"{step.step + 1}/{planned}"
+    return f"{number:>{_STEP_WIDTH}}" + "".join(f"{column.say(step):>{column.width}}" for column in _columns(wide))
+
+
+def _columns(wide: bool) -> list[_Column]:
+    return [column for column in _COLUMNS if wide or not column.spare]
+
+
+def _short(seconds: float) -> str:
+    sign = "−" if seconds < -0.005 else ""
+    seconds = abs(seconds)
+    return f"{sign}{seconds:.2f}s" if seconds < 9.995 else f"{sign}{seconds:.0f}s"
+
+
+def notice(event: Event) -> tuple[str, str] | None:
+    """What an event other than a step's has to say, and how loudly (a style); None for the quiet ones."""
+    match event:
+        case RunResumed(step=step, path=path):
+            return f"resumed from {path}, {step} steps taken", "bold"
+        case CheckpointSaved(path=path, seconds=seconds):
+            return f"saved {path} ({duration(seconds)})", "dim"
+        case DrafterTrained() as trained:
+            text = f"drafter {trained.version}: loss {trained.loss_before:.3f} → {trained.loss_after:.3f}"
+            return f"{text} in {duration(trained.seconds)}, {trained.reason}", "dim"
+        case ReplayCompared() as replay:
+            same = "the same tokens" if replay.identical else "OTHER TOKENS"
+            text = f"plainly {duration(replay.plain_s)} instead of {duration(replay.tlt_s)}, {same}"
+            return f"step {replay.step + 1} written again: {text}", "dim" if replay.identical else "bold red"
+        case RewardsFailed() as failed:
+            text = f"{failed.count} rewards failed ({failed.kind}); the first, of {failed.prompt}: {failed.message}"
+            return text, "bold yellow"
+        case AcceptanceCollapsed() as alarm:
+            text = f"acceptance of {alarm.drafter} collapsed: {alarm.recent:.2f} tokens per verify"
+            return f"{text}, was {alarm.usual:.2f}; decoding goes on without it until it helps again", "bold yellow"
+        case WorkerLost() as lost:
+            text = f"worker {lost.worker} was lost in {lost.phase}: {lost.reason}"
+            return f"{text}; others take over its {lost.requests} requests", "bold yellow"
+        case WorkerReturned(worker=worker, host=host, seconds=seconds):
+            return f"worker {worker} is back on {host} after {duration(seconds)}", "bold"
+        case FleetWaits() as waits:
+            who = ", ".join(map(str, waits.workers))
+            return f"{waits.phase} has waited {duration(waits.seconds)} for worker {who}", "bold yellow"
+        case ReaderFailed(reader=reader, message=message):
+            return f"{reader} is left out from now on: {message}. The run goes on; its events are complete", "bold red"
+        case RunFailed(kind=kind, message=message):
+            return f"stopped by {kind}: {message}".rstrip(": "), "bold red"
+        case _:
+            return None
+
+
+class Lines:
+    """Lines only. What a log file gets."""
+
+    name = "console"
+
+    def __init__(self, planned: int, console: Console) -> None:
+        self._progress = Progress(planned)
+        self._console = console
+        self._since_heading = _HEAD_EVERY
+        self._drafter: int | None = None  # version last told of
+
+    def show(self, record: Recorded) -> None:
+        self._progress.note(record)
+        if isinstance(record.event, StepFinished):
+            self._show_step(record.event)
+        elif (said := notice(record.event)) and not self._stale(record.event):
+            self._print(f"  {said[0]}", said[1])
+
+    def _stale(self, event: Event) -> bool:
+        """Whether an event tells of a drafter that is no newer than the last one."""
+        if not isinstance(event, DrafterTrained):
+            return False
+        stale = event.version == self._drafter
+        self._drafter = event.version
+        return stale
+
+    def _show_step(self, step: StepFinished) -> None:
+        if self._since_heading == _HEAD_EVERY:
+            self._print(heading(self._wide), "dim")
+            self._since_heading = 0
+        self._since_heading += 1
+        self._print(step_line(step, self._progress.planned, self._wide), "")
+
+    @property
+    def _wide(self) -> bool:
+        return not self._console.is_terminal or self._console.width >= WIDE
+
+    def _print(self, text: str, style: str) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveLines(Lines):
+    """Lines, and below them a part that changes: the bar of the run and what the step is doing."""
+
+    def __init__(self, planned: int, console: Console) -> None:
+        super().__init__(planned, console)
+        self._live = Live(_Now(self._progress), console=console, refresh_per_second=4, transient=True)
+
+    def show(self, record: Recorded) -> None:
+        super().show(record)
+        if not self._live.is_started:
+            self._live.start(refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class _Now:
+    """The live part, drawn anew whenever the terminal asks."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Group(self._run(), self._step())
+
+    def _run(self) -> Table:
+        progress = self._progress
+        left = "–" if progress.left_s is None else duration(progress.left_s)
+        words = f"{progress.taken} of {progress.planned} steps · {left} left"
+        if progress.saved_s:
+            words += f" · {duration(progress.saved_s)} of rollout saved"
+        return self._row(ProgressBar(progress.planned, progress.taken, width=28), words)
+
+    def _step(self) -> Table:
+        progress, rollout = self._progress, self._progress.rollout
+        if not progress.phase:
+            return self._row(Text(""), "")
+        seconds = max(0.0, time.time() - progress.phase_since)
+        doing = f"{_DOING.get(progress.phase, progress.phase)} · {duration(seconds)}"
+        if progress.phase not in ("rollout", "replay") or rollout is None:
+            return self._row(Text("…"), doing)
+        words = f"{doing} · {rollout.finished} of {rollout.n} answers, {rollout.running} running"
+        return self._row(ProgressBar(rollout.n, rollout.finished, width=28), f"{words} · {rollout.tokens:,} tokens")
+
+    @staticmethod
+    def _row(bar: ProgressBar | Text, words: str) -> Table:
+        row = Table.grid(padding=(0, 2))
+        row.add_column(width=28)
+        row.add_row(bar, Text(words, style="dim", no_wrap=True, overflow="ellipsis"))
+        return row

@@ -1,0 +1,265 @@
+"""The report's figures: what each shows of a run, under which heading, and in which words.
+
+Pure: a run in, figures out. Every number drawn stands in an event, or is the mean or sum of such numbers that the
+figure's own words name. Steps are numbered from 1 here, as on the console.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, StepFinished
+from tlt.watch.history import events_of, steps_of
+from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
+from tlt.watch.summary import PHASES, duration, phase_seconds
+
+_SMOOTH = 5  # steps in a running mean
+_SMOOTH_FROM = 20  # steps of a run from which on running means are drawn
+_MOST_BARS = 100  # bars in one figure: more steps share a bar
+_LEAST_SHARE = 0.002  # of all time: a phase that took less cannot be seen
+_BINS = 30  # bars of a histogram
+_MOST_NAMES = 16  # named places on an axis
+_LEAST_PAIRS = 4  # pairs of bars that the axis has room for, however few there are
+_PHASE_COLOURS = {"rollout": "c1", "reward": "c2", "update": "c3", "drafting": "c4", "checkpoint": "c5", "other": "c6"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a legend."""
+
+    label: str
+    colour: str
+    faint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    title: str
+    words: str  # what is seen, in a sentence
+    legend: tuple[Entry, ...]
+    svg: str
+
+
+def figures_of(run: Run) -> list[Figure]:
+    """Those that the run has numbers for."""
+    steps = steps_of(run)
+    if not steps:
+        return []
+    rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
+    drawn = [_reward(steps), _time(steps), _lengths(steps)]
+    drawn += [_distribution(rollouts), _still_running(rollouts)] if rollouts else []
+    if any(step.accept_length > 1 for step in steps):
+        drawn += [_accept_length(steps, events_of(run, DrafterSwapped)), _saved(steps)]
+    if replays := events_of(run, ReplayCompared):
+        drawn.append(_replays(replays))
+    return drawn
+
+
+# ---- by step
+
+
+def _reward(steps: Sequence[StepFinished]) -> Figure:
+    values = [step.mean_reward for step in steps]
+    lines = _with_running_mean("mean reward", steps, values, "c1")
+    svg = line_chart(
+        lines,
+        _step_axis(),
+        Axis("mean reward", (0.0,) if min(values) >= 0 else ()),
+        columns=_columns(steps, lambda step: f"mean reward {step.mean_reward:.4g}, spread {step.reward_std:.3g}"),
+    )
+    return Figure("Reward", "Mean over all answers of a step.", _entries(lines), svg)
+
+
+def _accept_length(steps: Sequence[StepFinished], swaps: Sequence[DrafterSwapped]) -> Figure:
+    drafted = [step for step in steps if step.accept_length > 1]
+    lines = _with_running_mean("accept length", drafted, [step.accept_length for step in drafted], "c4")
+    svg = line_chart(
+        lines,
+        Axis("step", (1.0, float(steps[-1].step + 1)), whole=True),
+        Axis("tokens per verify", (1.0,)),
+        columns=_columns(drafted, lambda step: f"accept length {step.accept_length:.3f}"),
+        marks=[Mark(swap.step + 1, f"drafter {swap.version} from step {swap.step + 1} on") for swap in swaps],
+        rule=1.0,
+    )
+    words = "Tokens gained from one pass of the policy, its own included. 1 is plain decoding."
+    if len(drafted) < len(steps):
+        words += f" {len(steps) - len(drafted)} of {len(steps)} steps drafted nothing: it would not have paid."
+    if swaps:
+        words += " A triangle is a new version of the drafter."
+    return Figure("Accept length", words, _entries(lines), svg)
+
+
+def _lengths(steps: Sequence[StepFinished]) -> Figure:
+    wanted = (("longest", "length_max", "c2"), ("90th percentile", "length_p90", "c4"), ("median", "length_p50", "c1"))
+    lines = [
+        Line(label, [(step.step + 1, float(getattr(step, name))) for step in steps], colour)
+        for label, name, colour in wanted
+    ]
+
+    def say(step: StepFinished) -> str:
+        cut = f", {step.truncated:.1%} cut off" if step.truncated else ""
+        return f"median {step.length_p50}, p90 {step.length_p90}, longest {step.length_max} tokens{cut}"
+
+    svg = line_chart(lines, _step_axis(), Axis("tokens", (0.0,)), columns=_columns(steps, say))
+    cut = sum(step.truncated for step in steps) / len(steps)
+    words = "Tokens of an answer: half of the answers are shorter than the median."
+    if cut > 0:
+        share = f"{cut:.1%}" if cut >= 0.001 else "less than 0.1%"
+        words += f" On average {share} of a step's answers ran into the limit."
+    return Figure("Answer lengths", words, _entries(lines), svg)
+
+
+def _with_running_mean(label: str, steps: Sequence[StepFinished], values: Sequence[float], colour: str) -> list[Line]:
+    numbers = [step.step + 1 for step in steps]
+    raw = Line(label, list(zip(numbers, values, strict=True)), colour, faint=len(steps) >= _SMOOTH_FROM)
+    if not raw.faint:
+        return [raw]
+    means = [sum(part) / len(part) for part in (values[max(0, i - _SMOOTH + 1) : i + 1] for i in range(len(values)))]
+    return [raw, Line(f"mean of the last {_SMOOTH}", list(zip(numbers, means, strict=True)), colour)]
+
+
+# ---- time
+
+
+def _time(steps: Sequence[StepFinished]) -> Figure:
+    each = [phase_seconds(step) for step in steps]
+    whole = sum(step.step_s for step in steps)
+    phases = [phase for phase in (*PHASES, "other") if sum(parts[phase] for parts in each) > _LEAST_SHARE * whole]
+    share = -(-len(steps) // _MOST_BARS)  # steps that share a bar
+    unit, name = _time_unit(max(step.step_s for step in steps))
+    bars = []
+    for start in range(0, len(steps), share):
+        some, parts = steps[start : start + share], each[start : start + share]
+        means = {phase: sum(part[phase] for part in parts) / len(parts) for phase in phases}
+        title = f"step {some[0].step + 1}" + (f" to {some[-1].step + 1}, mean" if len(some) > 1 else "")
+        said = "\n".join(f"{phase} {duration(seconds)}" for phase, seconds in means.items() if seconds)
+        mean = sum(step.step_s for step in some) / len(some)
+        values = [means[phase] / unit for phase in phases]
+        bars.append(Bar(some[0].step + 0.5, float(len(some)), values, f"{title}: {duration(mean)}\n{said}"))
+    colours = [_PHASE_COLOURS[phase] for phase in phases]
+    svg = bar_chart(bars, colours, _step_axis(), Axis(f"{name} per step", (0.0,)))
+    words = "Where the time of a step went." + (f" A bar is the mean of {share} steps." if share > 1 else "")
+    return Figure("Time per phase", words, tuple(map(Entry, phases, colours)), svg)
+
+
+def _saved(steps: Sequence[StepFinished]) -> Figure:
+    spent = list(accumulate(step.rollout_s for step in steps))
+    plain = list(accumulate(step.rollout_s + step.saved_s for step in steps))
+    unit, name = _time_unit(max(spent[-1], plain[-1]))
+    numbers = [step.step + 1 for step in steps]
+
+    def line(label: str, seconds: Sequence[float], colour: str) -> Line:
+        return Line(label, [(n, s / unit) for n, s in zip(numbers, seconds, strict=True)], colour)
+
+    lines = [line("plain decoding (estimated)", plain, "c5"), line("with TLT", spent, "c3")]
+    columns = [
+        Column(n, f"up to step {n}: {duration(a)} with TLT, {duration(b)} plain (estimated)")
+        for n, a, b in zip(numbers, spent, plain, strict=True)
+    ]
+    y = Axis(f"{name} of rollout, added up", (0.0,))
+    svg = line_chart(lines, _step_axis(), y, columns=columns, between=(0, 1))
+    words = "Plain decoding is reckoned from the costs of plain passes that the engine measured during this run."
+    return Figure("Time saved", words, _entries(lines), svg)
+
+
+def _replays(replays: Sequence[ReplayCompared]) -> Figure:
+    unit, name = _time_unit(max(max(replay.plain_s, replay.tlt_s) for replay in replays))
+    bars = []
+    for index, replay in enumerate(replays):
+        same = "the same tokens" if replay.identical else "OTHER TOKENS"
+        said = f"step {replay.step + 1}: plain {duration(replay.plain_s)}, TLT {duration(replay.tlt_s)}, {same}"
+        bars.append(Bar(index - 0.36, 0.36, (replay.plain_s / unit, 0.0), said))
+        bars.append(Bar(index, 0.36, (0.0, replay.tlt_s / unit), said))
+    stride = -(-len(replays) // _MOST_NAMES)
+    names = tuple((float(index), str(replays[index].step + 1)) for index in range(0, len(replays), stride))
+    x = Axis("step", (-0.5, max(len(replays), _LEAST_PAIRS) - 0.5), names=names)
+    svg = bar_chart(bars, ("c5", "c3"), x, Axis(name, (0.0,)))
+    identical = sum(replay.identical for replay in replays)
+    words = f"Same rollout, same seeds, written both ways; {identical} of {len(replays)} identical token for token."
+    return Figure("Measured against plain decoding", words, (Entry("plain", "c5"), Entry("with TLT", "c3")), svg)
+
+
+# ---- lengths
+
+
+def _distribution(rollouts: Sequence[RolloutFinished]) -> Figure:
+    last, which = _last(rollouts)
+    longest = max(last)
+    width = max(1, -(-longest // _BINS))
+    counts = [0] * (longest // width + 1)
+    for length in last:
+        counts[length // width] += 1
+    bars = [
+        Bar(
+            index * width,
+            width,
+            (count / len(last),),
+            f"{index * width} to {(index + 1) * width - 1} tokens: {count} of {len(last)} answers",
+        )
+        for index, count in enumerate(counts)
+    ]
+    svg = bar_chart(bars, ("c1",), Axis("tokens"), Axis("share of answers", (0.0,), percent=True))
+    return Figure("Length distribution", f"{len(last):,} answers of {which}.", (), svg)
+
+
+def _still_running(rollouts: Sequence[RolloutFinished]) -> Figure:
+    last, which = _last(rollouts)
+    first = _pooled(rollouts[: min(_SMOOTH, len(rollouts))])
+    wanted = [(which, last, "c1")]
+    if len(rollouts) >= 2 * _SMOOTH:
+        wanted.insert(0, (f"the first {_SMOOTH} steps", first, "c5"))
+    lines = [Line(label, survival(lengths), colour, steps=True) for label, lengths, colour in wanted]
+    longest = max(max(lengths) for _, lengths, _ in wanted)
+    marks = sorted({round(longest * part / 60) for part in range(61)})
+    columns = [
+        Column(at, f"after {at} tokens: " + ", ".join(f"{_alive(ls, at):.1%} ({label})" for label, ls, _ in wanted))
+        for at in marks
+    ]
+    svg = line_chart(lines, Axis("tokens"), Axis("still being written", (0.0, 1.0), percent=True), columns=columns)
+    half, all_ = sorted(last)[len(last) // 2], max(last)
+    words = f"The tail: half of the answers are done after {half} tokens, the last one after {all_}."
+    return Figure("Still running", words, _entries(lines), svg)
+
+
+def survival(lengths: Sequence[int]) -> list[tuple[float, float]]:
+    """(tokens, share of the answers that are longer), a point wherever the share changes."""
+    ordered, total = sorted(lengths), len(lengths)
+    left = {length: total - rank for rank, length in enumerate(ordered, start=1)}
+    return [(0.0, 1.0), *((float(length), count / total) for length, count in left.items())]
+
+
+def _alive(lengths: Sequence[int], at: int) -> float:
+    return sum(length > at for length in lengths) / len(lengths)
+
+
+def _last(rollouts: Sequence[RolloutFinished]) -> tuple[list[int], str]:
+    some = rollouts[-_SMOOTH:]
+    if len(some) == 1:
+        return _pooled(some), f"step {some[0].step + 1}"
+    return _pooled(some), f"the last {len(some)} steps"
+
+
+def _pooled(rollouts: Sequence[RolloutFinished]) -> list[int]:
+    return [length for rollout in rollouts for length in rollout.lengths]
+
+
+# ---- small words
+
+
+def _step_axis() -> Axis:
+    return Axis("step", whole=True)
+
+
+def _columns(steps: Sequence[StepFinished], say: Callable[[StepFinished], str]) -> list[Column]:
+    return [Column(step.step + 1, f"step {step.step + 1}: {say(step)}") for step in steps]
+
+
+def _entries(lines: Sequence[Line]) -> tuple[Entry, ...]:
+    """None for a single line: the axis names it."""
+    return tuple(Entry(line.label, line.colour, line.faint) for line in lines if len(lines) > 1)
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    if seconds < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")

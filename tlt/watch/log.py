@@ -1,0 +1,109 @@
+"""Writing the run's events: one line each, on disk before anybody is told.
+
+A line is written whole, in one write, and flushed. Whoever shows a run reads these events and nothing else: live,
+handed each one once it is on disk, or afterwards from the file. A reader that fails while the run goes on is left out
+from then on, which is an event of its own: no event and no run is lost with it. Knows nothing of who emits or shows.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from tlt.config import RunConfig
+from tlt.errors import ReaderError, TltError
+from tlt.recipe import to_toml
+from tlt.watch.events import CONFIG_FILE, EVENTS_FILE, Event, ReaderFailed, Recorded, RunStarted
+
+
+class Reader(Protocol):
+    """Shows events, or passes them on. Raises ReaderError where it cannot any more."""
+
+    name: str
+
+    def show(self, record: Recorded) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventLog:
+    """Appends events to a file and hands them to its readers; a file that ends in a torn line is put right first."""
+
+    def __init__(self, path: str | Path, readers: Iterable[Reader] = ()) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(self._path)
+        self._file = self._path.open("ab", buffering=0)
+        self._readers = list(readers)
+
+    def emit(self, event: Event) -> None:
+        kind, values = type(event).__name__, asdict(event)
+        for name, value in values.items():
+            if isinstance(value, float) and not isfinite(value):
+                raise TltError(f"{kind} has {name} = {value}; a run cannot go on from a number that is not finite")
+        record = Recorded(time.time(), event)
+        self._append(json.dumps({"time": record.time, "kind": kind, "fields": values}).encode() + b"\n")
+        # on disk first: a reader that fails costs no event
+        for failure in [failure for reader in tuple(self._readers) if (failure := self._tell(reader, record))]:
+            self.emit(failure)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            whole = self._file.write(line) == len(line)
+        except OSError as error:
+            raise TltError(f"{self._path}: cannot be written ({error.strerror}); free the disk and resume") from error
+        if not whole:
+            raise TltError(f"{self._path}: the disk is full; make room and resume")
+
+    def _tell(self, reader: Reader, record: Recorded) -> ReaderFailed | None:
+        try:
+            reader.show(record)
+        except ReaderError as error:
+            self._readers.remove(reader)
+            return ReaderFailed(reader.name, str(error))
+        return None
+
+    def close(self) -> None:
+        while self._readers:
+            reader = self._readers.pop()
+            try:
+                reader.close()
+            except ReaderError as error:
+                self.emit(ReaderFailed(reader.name, str(error)))
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A crash may leave half a line; what is appended after it would be lost with it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def start_run(config: RunConfig, verb: str, version: str, readers: Iterable[Reader] = ()) -> EventLog:
+    """Makes the run's directory with its resolved configuration, and opens its log with RunStarted.
+
+    A run that goes on from a checkpoint emits RunResumed before anything that has a step; without it, the run begins
+    anew, and what an earlier run of that name left in the file no longer counts.
+    """
+    directory = Path(config.run.out) / config.run.name
+    log = EventLog(directory / EVENTS_FILE, readers)
+    (directory / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+    log.emit(RunStarted(verb=verb, seed=config.run.seed, version=version))
+    return log

@@ -1,0 +1,59 @@
+"""What a step's numbers are called in TensorBoard and W&B: one name each, the same in both.
+
+`group/name`, so that both tools draw them in groups. The names are part of the interface: people's dashboards use them.
+"""
+
+from dataclasses import dataclass
+
+from tlt.watch.events import DrafterTrained, Event, ReplayCompared, StepFinished
+
+STEP_METRICS = {  # name → field of StepFinished
+    "reward/mean": "mean_reward",
+    "reward/std": "reward_std",
+    "length/mean": "length_mean",
+    "length/p50": "length_p50",
+    "length/p90": "length_p90",
+    "length/max": "length_max",
+    "length/truncated": "truncated",
+    "rollout/tokens": "tokens",
+    "rollout/accept_length": "accept_length",
+    "rollout/saved_s": "saved_s",
+    "policy/version": "policy_version",
+    "policy/loss": "loss",
+    "policy/grad_norm": "grad_norm",
+    "policy/kl": "kl",
+    "policy/clipped": "clipped",
+    "policy/mismatch_mean": "mismatch_mean",
+    "policy/mismatch_max": "mismatch_max",
+    "policy/learning_rate": "learning_rate",
+    "time/rollout_s": "rollout_s",
+    "time/reward_s": "reward_s",
+    "time/update_s": "update_s",
+    "time/drafting_s": "drafting_s",
+    "time/checkpoint_s": "checkpoint_s",
+    "time/step_s": "step_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Numbers of one step."""
+
+    step: int
+    values: dict[str, float]
+
+
+def metrics_of(event: Event) -> Metrics | None:
+    """What an event adds to the curves; None for one that adds nothing."""
+    match event:
+        case StepFinished():
+            values = {name: float(getattr(event, field)) for name, field in STEP_METRICS.items()}
+            values["rollout/tokens_per_s"] = event.tokens / event.rollout_s if event.rollout_s else 0.0
+            return Metrics(event.step, values)
+        case DrafterTrained():
+            values = {"drafter/version": event.version, "drafter/loss": event.loss_after}
+            return Metrics(event.step, values | {"drafter/seconds": event.seconds})
+        case ReplayCompared():
+            return Metrics(event.step, {"rollout/replay_speedup": event.plain_s / event.tlt_s if event.tlt_s else 0.0})
+        case _:
+            return None

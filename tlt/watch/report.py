@@ -1,0 +1,189 @@
+"""`report.html`: one page that tells a run, made from its events alone.
+
+Self-contained: style and drawings stand in the file, nothing is fetched, nothing runs. Written aside and renamed, so
+that a reader never sees half of it. What is said in words comes from `tlt.watch.summary`, what is drawn from
+`tlt.watch.figures`.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+
+from tlt.config import RunConfig
+from tlt.errors import TltError
+from tlt.recipe import flat, to_toml
+from tlt.watch.events import AnswerShown, Run, StepFinished, read_run
+from tlt.watch.figures import Figure, figures_of
+from tlt.watch.history import counted, events_of, steps_of
+from tlt.watch.metrics import STEP_METRICS
+from tlt.watch.summary import Ends, Summary, duration, in_words, machine_of, started_of, summarise
+
+REPORT_FILE = "report.html"
+_MOST_ROWS = 400  # of the table of steps
+
+
+def write_report(run: Run, directory: str | Path) -> Path:
+    """Writes the run's page into its directory, and says where it is."""
+    target = Path(directory) / REPORT_FILE
+    aside = target.with_suffix(".html.part")
+    aside.write_text(page(run), encoding="utf-8")
+    os.replace(aside, target)
+    return target
+
+
+def report(directory: str | Path) -> Path:
+    """The page of the run in a directory, made from what it has told so far."""
+    run = read_run(directory)
+    started = started_of(run)
+    if started and started.verb != "train":
+        raise TltError(f"{directory}: holds a run of `tlt {started.verb}`; a report tells runs of `tlt train`")
+    return write_report(run, directory)
+
+
+def page(run: Run) -> str:
+    summary = summarise(run)
+    title = escape(summary.name)
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    body = "\n".join(
+        [
+            f"<header><h1>{title}</h1><span>{escape(_when(run, summary))}</span></header>",
+            f'<p class="words">{escape(in_words(summary))}</p>',
+            *_tiles(summary),
+            '<div class="figures">',
+            *(_figure(figure) for figure in figures_of(run)),
+            "</div>",
+            *_details(run),
+        ]
+    )
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}: a run of tlt</title>\n<style>\n{style}</style>"
+    )
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _when(run: Run, summary: Summary) -> str:
+    records = counted(run.events)
+    if not records:
+        return "nothing on record"
+    first = datetime.fromtimestamp(records[0].time, UTC)
+    text = f"{first:%Y-%m-%d %H:%M} UTC"
+    return f"{text}, {summary.ended}" if summary.ended != "running" else f"{text}, no end on record"
+
+
+# ---- the numbers at the top
+
+
+def _tiles(summary: Summary) -> Iterator[str]:
+    if not summary.taken:
+        return
+    tiles = [("mean reward", *_change(summary.reward, ".3f"))]
+    if summary.speculated:
+        tiles.append(("accept length", *_change(summary.accept_length, ".2f")))
+        tiles.append(_speed(summary))
+    tiles.append(("time of all steps", duration(summary.step_s), f"{summary.taken} of {summary.planned} steps"))
+    pace = summary.tokens / summary.phase_s["rollout"] if summary.phase_s["rollout"] else 0.0
+    tiles.append(("tokens written", f"{summary.tokens:,}", f"{pace:,.0f} per second of rollout"))
+    yield '<dl class="tiles">'
+    for name, value, note in tiles:
+        words = f"{escape(value)}<small>{escape(note)}</small>"
+        yield f'<div class="tile"><dt>{escape(name)}</dt><dd>{words}</dd></div>'
+    yield "</dl>"
+
+
+def _change(ends: Ends, form: str) -> tuple[str, str]:
+    each = "first and last step" if ends.steps == 1 else f"means of the first and last {ends.steps} steps"
+    return f"{ends.first:{form}} → {ends.last:{form}}", each
+
+
+def _speed(summary: Summary) -> tuple[str, str, str]:
+    if summary.replayed:
+        same = "same tokens" if summary.replayed.identical else "OTHER TOKENS"
+        return "rollout speed-up", f"{summary.replayed.speedup:.2f} ×", f"against plain decoding: measured, {same}"
+    return "rollout speed-up", f"{summary.rollout_speedup:.2f} ×", "against plain decoding, estimated"
+
+
+# ---- figures and details
+
+
+def _figure(figure: Figure) -> str:
+    entries = "".join(
+        f'<li class="{entry.colour}{" faint" if entry.faint else ""}"><i></i><b>{escape(entry.label)}</b></li>'
+        for entry in figure.legend
+    )
+    caption = f"<figcaption><h2>{escape(figure.title)}</h2><p>{escape(figure.words)}</p></figcaption>"
+    return f'<figure>{caption}<ul class="legend">{entries}</ul>{figure.svg}</figure>'
+
+
+def _details(run: Run) -> Iterator[str]:
+    yield "<section>"
+    if answers := events_of(run, AnswerShown):
+        yield _folded("What the policy writes", _answers(answers), open_=True)
+    if steps := steps_of(run):
+        yield _folded("Numbers of every step", _step_table(steps))
+    yield _folded("What differs from the defaults", _differences(run.config), open_=True)
+    yield _folded("Machine and versions", _machine(run), open_=True)
+    yield _folded("The whole configuration", f"<pre>{escape(to_toml(run.config))}</pre>")
+    yield "</section>"
+    yield "<footer>Made from events.jsonl. <code>tlt report</code> makes it again.</footer>"
+
+
+def _folded(title: str, body: str, open_: bool = False) -> str:
+    return f"<details{' open' if open_ else ''}><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _answers(answers: Sequence[AnswerShown]) -> str:
+    """One from the beginning, the middle and the end of the run."""
+    some = sorted({0, len(answers) // 2, len(answers) - 1})
+    return "".join(_answer(answers[index]) for index in some)
+
+
+def _answer(shown: AnswerShown) -> str:
+    heading = f"Step {shown.step + 1}, reward {shown.reward:.3g}, {shown.tokens} tokens"
+    texts = f'<p class="asked">{escape(shown.question)}</p><p>{escape(shown.answer)}</p>'
+    return f'<div class="answer"><h3>{heading}</h3>{texts}</div>'
+
+
+def _step_table(steps: Sequence[StepFinished]) -> str:
+    stride = -(-len(steps) // _MOST_ROWS)
+    shown = [*steps[::stride], *([steps[-1]] if (len(steps) - 1) % stride else [])]
+    head = "".join(f'<th scope="col">{name.replace("/", " ")}</th>' for name in STEP_METRICS)
+    rows = "".join(
+        f'<tr><th scope="row">{step.step + 1}</th>'
+        + "".join(f"<td>{_number(getattr(step, field))}</td>" for field in STEP_METRICS.values())
+        + "</tr>"
+        for step in shown
+    )
+    note = f"<p>Every {stride}th step; all of them are in events.jsonl.</p>" if stride > 1 else ""
+    head = f'<thead><tr><th scope="col">step</th>{head}</tr></thead>'
+    return f'{note}<div class="scroll"><table class="numbers">{head}<tbody>{rows}</tbody></table></div>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _differences(config: RunConfig) -> str:
+    usual = flat(RunConfig())
+    rows = [
+        f'<tr><th scope="row"><code>{key}</code></th><td><code>{escape(repr(value))}</code></td></tr>'
+        for key, value in flat(config).items()
+        if value != usual[key]
+    ]
+    return f"<table><tbody>{''.join(rows)}</tbody></table>" if rows else "<p>Nothing.</p>"
+
+
+def _machine(run: Run) -> str:
+    machine, started = machine_of(run), started_of(run)
+    rows: list[tuple[str, str]] = []
+    if machine:
+        memory = f", {machine.device_memory_gib:g} GiB" if machine.device_memory_gib else ""
+        rows += [("device", f"{machine.device}{memory}"), ("processor", f"{machine.cpu}, {machine.cores} cores")]
+        rows += [(name, version) for name, version in machine.versions.items() if version and name != "tlt"]
+        rows += [("commit", machine.commit), ("command", machine.command)]
+    if started:
+        rows += [("tlt", started.version), ("seed", str(started.seed))]
+    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(said)}</td></tr>' for name, said in rows)
+    return f"<table><tbody>{cells}</tbody></table>" if rows else "<p>Not on record.</p>"

@@ -1,0 +1,63 @@
+"""A run that is watched from its first event to its last word: log, readers, report, in the right order.
+
+However the run ends, its end is in the events, the report is written from them and the last lines say where it is. What
+goes wrong while telling never hides what went wrong in the run.
+"""
+
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from tlt.config import RunConfig
+from tlt.errors import TltError
+from tlt.watch.events import RunFailed, read_run
+from tlt.watch.log import EventLog, start_run
+from tlt.watch.readers import readers_of
+from tlt.watch.report import write_report
+from tlt.watch.summary import last_lines, summarise
+
+
+class Watched:
+    """`with Watched(config, "train", version) as log:` and emit. `resumed`: RunResumed is the first event to come."""
+
+    def __init__(
+        self, config: RunConfig, verb: str, version: str, *, resumed: bool = False, console: Console | None = None
+    ) -> None:
+        self._config = config
+        self._verb, self._version, self._resumed = verb, version, resumed
+        self._console = console or Console(highlight=False)
+        self._directory = Path(config.run.out) / config.run.name
+
+    def __enter__(self) -> EventLog:
+        readers = readers_of(self._config, self._console, self._resumed)
+        self._log = start_run(self._config, self._verb, self._version, readers)
+        return self._log
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._log.close()
+            self._tell()
+            return
+        try:
+            name = "interruption" if issubclass(kind, KeyboardInterrupt) else kind.__name__
+            self._log.emit(RunFailed(name, str(error).partition("\n")[0]))
+            self._log.close()
+            self._tell()
+        except (TltError, OSError) as other:  # a full disk, most likely: also what `error` is about
+            self._say(f"and the end could not be written down: {other}", "bold red")
+
+    def _tell(self) -> None:
+        run = read_run(self._directory)
+        where = str(self._directory)
+        if self._config.watch.report:
+            where = str(write_report(run, self._directory))
+        if self._config.watch.console != "off":
+            self._say("", "")
+            for line in last_lines(summarise(run), where):
+                self._say(line, "bold" if "identical" in line or "TLT" in line else "")
+
+    def _say(self, text: str, style: str) -> None:
+        self._console.print(text, style=style, markup=False, soft_wrap=True)
