@@ -298,10 +298,12 @@ def layer_without_products(shape: Shape, batch: Batch, *, pdl: bool) -> Callable
     return layer
 
 
-def tune(table: Table) -> None:
-    """The planned launch and its neighbours, one field changed at a time."""
+def tune(table: Table, *, short: bool = False) -> None:
+    """The planned launch and its neighbours, one field changed at a time; short: rollouts' usual sizes alone."""
     cases = [(1, 1024, 1), (1, 8192, 1), (8, 1024, 1), (64, 1024, 1), (256, 512, 1)]
     cases += [(1, 1024, 32), (8, 1024, 8), (64, 1024, 8), (64, 1024, 32)]
+    if short:
+        cases = [(64, 250, 1), (256, 250, 1), (8, 2000, 8), (8, 2000, 16), (32, 600, 8), (64, 400, 4)]
     for requests, context, queries in cases:
         shape = SHAPES[0]
         batch = make_batch(shape, [context] * requests, queries, tree=queries > 1)
@@ -320,7 +322,8 @@ def time_launch(batch: Batch, launch: Launch) -> float:
 def changes(plan: Launch, rows: int) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = [{"num_stages": n} for n in (2, 3, 4) if n != plan.num_stages]
     changed += [{"num_warps": n} for n in (2, 4, 8) if n != plan.num_warps and not (n == 2 and plan.block_m >= 64)]
-    changed += [{"block_n": 128}, {"block_n": 128, "num_stages": 2}]
+    tiles = [(block_n, stages) for block_n in (32, 64, 128, 256) for stages in (1, 2, 3, 4) if block_n * stages < 600]
+    changed += [{"block_n": block_n, "num_stages": stages} for block_n, stages in tiles]
     changed += [{"splits": n, "min_split": 64} for n in (1, 2, 4, 8, 16, 32) if n != plan.splits]
     heights = [n for n in (16, 32, 64, 128) if n != plan.block_m and n < 2 * rows]
     changed += [{"block_m": n, "num_warps": 8 if n == 128 else 4} for n in heights]
@@ -332,7 +335,9 @@ def changes(plan: Launch, rows: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time the attention and row-wise kernels on this GPU.")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--quick", action="store_true", help="context 1024 only")
+    parser.add_argument(
+        "--quick", action="store_true", help="context 1024 only; with --tune: the usual sizes of rollouts"
+    )
     parser.add_argument("--tune", action="store_true", help="try the neighbours of the planned launches, nothing else")
     parser.add_argument("--pdl", action="store_true", help="launch with programmatic dependent launch")
     parser.add_argument("--commit", default="", help="of the code that is timed, for the record")
@@ -340,13 +345,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("no GPU found; this benchmark times GPU kernels, and the tests check them without one")
     began = time.perf_counter()
-    for shape in SHAPES:
+    for shape in SHAPES[:1] if options.quick else SHAPES:
         check_all(shape)
     print(f"all kernels agree with float64 ({time.perf_counter() - began:.0f} s)", flush=True)
     table = Table(copy_gigabytes_per_second())
     print(f"{torch.cuda.get_device_name()}, copy {table.copy_speed:.0f} GB/s", flush=True)
     if options.tune:
-        tune(table)
+        tune(table, short=options.quick)
     else:
         for shape in SHAPES:
             time_decoding(table, shape, quick=options.quick, pdl=options.pdl)

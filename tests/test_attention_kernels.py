@@ -399,7 +399,7 @@ def test_launches_fit_the_chip(n_requests: int, max_query: int) -> None:
 
 def test_too_many_blocks_for_the_counters() -> None:
     with pytest.raises(ValueError, match="cut the batch"):
-        attention_triton._arrival_counters(torch.device("cpu"), attention_triton.COUNTERS + 1)
+        attention_triton.arrival_counters(torch.device("cpu"), attention_triton.COUNTERS + 1)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

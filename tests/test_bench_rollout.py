@@ -80,7 +80,8 @@ def test_the_command_line_reaches_the_bench(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_few_fixed_shapes_stand_for_all() -> None:
     assert fixed_shapes(shapes_of(SPEC)) == [Shape(("suffix",), 2, 1, 3), Shape(("suffix",), 4, 1, 5)]
     default = fixed_shapes(shapes_of(SpecSettings(drafter="suffix")))
-    assert [str(shape) for shape in default] == ["suffix 2x1/3", "suffix 4x1/5", "suffix 8x1/9", "suffix 8x2/16"]
+    named = ["suffix 1x1/2", "suffix 3x1/4", "suffix 7x1/8", "suffix 15x1/16", "suffix 15x2/32"]
+    assert [str(shape) for shape in default] == named
     names = [variant.name for variant in variants(SPEC)]
     assert names == [PLAIN, STAYS_OFF, "suffix 2x1/3", "suffix 4x1/5", BANDIT, TUNER, WARM]
     assert str(OFF) == "off"

@@ -173,8 +173,8 @@ def test_trees_grown_in_graphs_are_those_grown_without() -> None:
         seen: dict[tuple[Key, int], tuple[int, ...]] = {}
         engine, learned = learned_engine(
             model,
-            lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7),
-            graphs,  # noqa: B023
+            lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7),  # noqa: B023
+            graphs,
         )
         propose = engine._speculation.propose
 

@@ -355,7 +355,7 @@ def test_a_collapse_is_told_and_left_behind(first: float, batch: int) -> None:
     here.curves[LEARNED] = Curve(0.0)
     while not here.alarms:
         here.tick(policy, batch)
-        assert here.verifies - before <= 72 + batch  # the window, and a probe or two in other shapes
+        assert here.verifies - before <= 128 + batch  # the window twice: it may change its shape in between
     assert LEARNED not in policy.choose(batch).drafters
     ((_, alarm),) = here.alarms
     assert alarm.drafter == LEARNED

@@ -1,44 +1,54 @@
 """An engine as a configuration asks for it: the policy, and who speculates."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from functools import cache
+
+import torch
 
 from tlt.config import RunConfig, SpecSettings
 from tlt.engine.engine import Engine
+from tlt.engine.exact import chains_only
 from tlt.engine.graphs import bucket, buckets
-from tlt.engine.runner import Features
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
-from tlt.spec.costs import POLICY, CostTable, TickCosts
+from tlt.spec.costs import CostTable, Measured, TickCosts
 from tlt.spec.drafter import Drafter, SuffixDrafting
+from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import load_drafter
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner, TunerPolicy, candidates
 
+NEW = "new"  # spec.path of a drafter that starts from nothing
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many
 
 
-def build_engine(policy: Policy, config: RunConfig, chooser: TunerPolicy | None = None) -> Engine:
-    """`chooser` picks the shapes instead of the one configured."""
+def build_engine(
+    policy: Policy,
+    config: RunConfig,
+    chooser: TunerPolicy | None = None,
+    learned: LearnedDrafting | None = None,
+) -> Engine:
+    """`chooser` picks the shapes instead of the one configured; `learned` drafts instead of the one at `spec.path`."""
     if config.spec.drafter == "none":
         return Engine(policy.model, policy.tokenizer, config.engine)
-    learned = _learned(policy, config) if config.spec.drafter in ("eagle", "both") else None
+    learned = learned or learned_drafting(policy, config)
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
     drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
-    return Engine(
-        policy.model,
-        policy.tokenizer,
-        config.engine,
-        taps=learned.drafter.config.taps if learned else (),
-        on_features=_feeding(learned) if learned else None,
-        speculation=Speculating(drafters, chooser or chooser_of(config.spec, config.engine.rows)),
+    chooser = chooser or chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
+    speculating = Speculating(
+        drafters, chooser, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
     )
+    engine = Engine(policy.model, policy.tokenizer, config.engine, speculation=speculating)
+    chooser.know(engine.measure())
+    return engine
 
 
-def shapes_of(spec: SpecSettings) -> tuple[Shape, ...]:
-    """Every shape the configuration lets a tuner choose, off included."""
+def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
+    """Every shape the configuration lets a tuner choose, off included; exact: chains of one drafter."""
+    if exact:
+        return tuple(shape for shape in shapes_of(chains_only(spec)) if len(shape.drafters) < 2)
     sets: dict[str, list[tuple[str, ...]]] = {
         "none": [],
         "suffix": [("suffix",)],
@@ -48,23 +58,32 @@ def shapes_of(spec: SpecSettings) -> tuple[Shape, ...]:
     return candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies)
 
 
-def chooser_of(spec: SpecSettings, rows: int, decode_s: Mapping[int, float] | None = None) -> TunerPolicy:
-    """`decode_s`: what decoding so many tokens takes, where it was measured (`Engine.warm_up`)."""
-    shapes = shapes_of(spec)
+def chooser_of(spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False) -> TunerPolicy:
+    """`measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`."""
+    shapes = shapes_of(spec, exact=exact)
     if spec.chooser == "beg-mab":
         groups = len({shape.verify for shape in shapes if not shape.off})
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
     sizes = buckets(rows * max(spec.verifies))
-    table = CostTable()
-    for size, seconds in (decode_s or {}).items():
-        table.record(POLICY, size, seconds)
     pad = cache(lambda tokens: bucket(tokens, sizes) or sizes[-1])  # asked several times a tick
-    return Tuner(shapes, TickCosts(table, pad, learned=("eagle",)))
+    tuner = Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",)))
+    tuner.know(measured)
+    return tuner
 
 
-def _learned(policy: Policy, config: RunConfig) -> LearnedDrafting:
+def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | None:
+    """The learned drafter that is configured, at work for this policy; None if none is."""
+    if config.spec.drafter not in ("eagle", "both"):
+        return None
+    return LearnedDrafting(open_drafter(policy, config), policy.model, config.engine.rows, max(config.spec.depths))
+
+
+def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
+    """The drafter at `spec.path`; "new" is one that has learned nothing yet."""
+    if config.spec.path == NEW:
+        return _new_drafter(policy, config)
     model = policy.model
-    drafter = load_drafter(
+    return load_drafter(
         config.spec.path,
         model.config,
         window=config.draft.window,
@@ -72,13 +91,12 @@ def _learned(policy: Policy, config: RunConfig) -> LearnedDrafting:
         dtype=model.embed.dtype,
         device=model.embed.device,
     )
-    return LearnedDrafting(drafter, model, config.engine.rows)
 
 
-def _feeding(learned: LearnedDrafting) -> Callable[[Features], None]:
-    """The engine's features on their way to the drafter."""
-
-    def feed(features: Features) -> None:
-        learned.absorb([stay.progress.request.key for stay in features.stays], features.first, features.taps)
-
-    return feed
+def _new_drafter(policy: Policy, config: RunConfig) -> Eagle:
+    model = policy.model
+    shape = EagleConfig.of_policy(model.config, window=config.draft.window, draft_vocab=config.draft.vocab)
+    drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
+    # any tokens will do: which are frequent is known, and named anew, when there are answers to learn from
+    drafter.init_weights(config.run.seed, torch.arange(shape.draft_vocab) if shape.reduced else None)
+    return drafter

@@ -99,13 +99,14 @@ class Sampled:
         )
 
 
-def sample(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None = None) -> Sampled:
+def sample(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None = None, *, exact: bool = False) -> Sampled:
     """Draws one token per row. With `out`, the answers are written there and `out` is returned.
 
+    `exact`: on CUDA a row's log-probabilities too do not depend on the other rows, to the bit.
     On CUDA a fused Triton kernel runs (bf16, fp16 and fp32 logits); it can be captured in a CUDA graph.
     """
     if logits_RV.is_cuda and logits_RV.dtype != torch.float64:
-        return _sample_fused(logits_RV, rows, out)
+        return _sample_fused(logits_RV, rows, out, exact)
     sampled = _sample_torch(logits_RV, rows)
     if out is None:
         return sampled
@@ -115,7 +116,7 @@ def sample(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None = None) ->
     return out
 
 
-def _sample_fused(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None) -> Sampled:
+def _sample_fused(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None, exact: bool = False) -> Sampled:
     from tlt.kernels import sampling_triton  # only where there is a GPU is there sure to be a Triton
 
     out = out or Sampled.empty(logits_RV.shape[0], logits_RV.device)
@@ -127,6 +128,7 @@ def _sample_fused(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None) ->
         filtered=rows.filtered,
         greedy_below=GREEDY_BELOW,
         weight_units=WEIGHT_UNITS,
+        exact=exact,
     )
     return out
 

@@ -51,7 +51,8 @@ def plan_launch(n_requests: int, n_kv: int, group: int, max_query: int, multipro
     wanted = 2 * multiprocessors
     if programs < wanted:
         return Launch(block_m, 64, min(triton.cdiv(wanted, programs), 32), 64, _warps(block_m), num_stages=3)
-    splits = max(1, min(4, 8192 * 16 // (programs * block_m)))
+    most = 2 if programs >= 4 * multiprocessors else 4  # programs with nothing to do cost time too
+    splits = max(1, min(most, 8192 * 16 // (programs * block_m)))
     if block_m == 16:  # measured: long tiles and two stages beat short ones and three by a tenth
         return Launch(block_m, 128, splits, 1024, _warps(block_m), num_stages=2)
     return Launch(block_m, 64, splits, 1024, _warps(block_m), num_stages=4 if block_m < 128 else 3)
@@ -101,13 +102,13 @@ def _work(
 
 
 @triton.jit
-def _pages(page_row_ptr, first_key, high, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+def pages_of(page_row_ptr, first_key, high, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     key_N = first_key + tl.arange(0, BLOCK_N)
     return tl.load(page_row_ptr + key_N // PAGE, mask=key_N < high, other=0)
 
 
 @triton.jit
-def _tile(
+def take_tile(
     q_MD, acc_MD, peak_M, sum_M, page_N, first_key, high,
     k_ptr, v_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
     stride_page, stride_slot, scale_log2,
@@ -120,7 +121,7 @@ def _tile(
     then keeps several tiles in flight.
     """
     key_N = first_key + tl.arange(0, BLOCK_N)
-    next_page_N = _pages(page_row_ptr, first_key + BLOCK_N, high, BLOCK_N, PAGE)
+    next_page_N = pages_of(page_row_ptr, first_key + BLOCK_N, high, BLOCK_N, PAGE)
     column_D = tl.arange(0, BLOCK_D)
     offset_ND = (page_N.to(tl.int64) * stride_page + (key_N % PAGE) * stride_slot)[:, None] + column_D[None, :]
     if MASKED or D != BLOCK_D:  # zeros for what lies outside: a weight of zero would not silence a NaN
@@ -159,7 +160,16 @@ def _tile(
 
 
 @triton.jit
-def _sum_splits(
+def join_part(acc_MD, peak_M, sum_M, part_MD, lse_M):
+    """One more split's output, taken into the running mean. A split in which a row saw nothing changes no bit of it."""
+    new_peak_M = tl.maximum(peak_M, lse_M)
+    anchor_M = tl.where(new_peak_M == -float("inf"), 0.0, new_peak_M)
+    weight_M, decay_M = tl.exp2(lse_M - anchor_M), tl.exp2(peak_M - anchor_M)
+    return acc_MD * decay_M[:, None] + part_MD * weight_M[:, None], new_peak_M, sum_M * decay_M + weight_M
+
+
+@triton.jit
+def sum_splits(
     partial_ptr, lse_ptr, at_work, row_M,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -179,12 +189,7 @@ def _sum_splits(
             lse_M = tl.load(lse_ptr + part_row_M, mask=there, other=-float("inf"), cache_modifier=".cg")
             part_ptrs = partial_ptr + part_row_M[:, None] * BLOCK_D + column_D[None, :]
             part_MD = tl.load(part_ptrs, mask=there, other=0.0, cache_modifier=".cg")
-            new_peak_M = tl.maximum(peak_M, lse_M)
-            anchor_M = tl.where(new_peak_M == -float("inf"), 0.0, new_peak_M)
-            weight_M, decay_M = tl.exp2(lse_M - anchor_M), tl.exp2(peak_M - anchor_M)
-            sum_M = sum_M * decay_M + weight_M
-            acc_MD = acc_MD * decay_M[:, None] + part_MD * weight_M[:, None]
-            peak_M = new_peak_M
+            acc_MD, peak_M, sum_M = join_part(acc_MD, peak_M, sum_M, part_MD, lse_M)
     return acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
 
 
@@ -248,16 +253,16 @@ def _attention_kernel(
     end = tl.minimum(begin + tiles_per_split * BLOCK_N, high)
     middle = tl.maximum(tl.minimum(shared // BLOCK_N * BLOCK_N, end), begin)
     middle = begin + (middle - begin) // BLOCK_N * BLOCK_N
-    page_N = _pages(page_row_ptr, begin, end, BLOCK_N, PAGE)
+    page_N = pages_of(page_row_ptr, begin, end, BLOCK_N, PAGE)
     for first_key in tl.range(begin, middle, BLOCK_N):
-        acc_MD, peak_M, sum_M, page_N = _tile(
+        acc_MD, peak_M, sum_M, page_N = take_tile(
             q_MD, acc_MD, peak_M, sum_M, page_N, first_key, end,
             k_head_ptr, v_head_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
             stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, False,
         )  # fmt: skip
-    page_N = _pages(page_row_ptr, middle, end, BLOCK_N, PAGE)
+    page_N = pages_of(page_row_ptr, middle, end, BLOCK_N, PAGE)
     for first_key in tl.range(middle, end, BLOCK_N):
-        acc_MD, peak_M, sum_M, page_N = _tile(
+        acc_MD, peak_M, sum_M, page_N = take_tile(
             q_MD, acc_MD, peak_M, sum_M, page_N, first_key, end,
             k_head_ptr, v_head_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
             stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, True,
@@ -279,7 +284,7 @@ def _attention_kernel(
             if arrived == at_work - 1:
                 tl.store(counter_ptr + block, 0)  # ready for the next launch
                 base = block.to(tl.int64) * splits * BLOCK_M
-                total_MD = _sum_splits(
+                total_MD = sum_splits(
                     partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M, CHUNK, BLOCK_M, BLOCK_M, BLOCK_D
                 )
                 tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
@@ -311,7 +316,7 @@ def _combine_kernel(
     column_D = tl.arange(0, BLOCK_D)
     block = (request * tl.num_programs(0) + head) * row_blocks + row_block
     base = block.to(tl.int64) * splits * BLOCK_M
-    total_MD = _sum_splits(
+    total_MD = sum_splits(
         partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M % BLOCK_M, CHUNK, BLOCK_M, ROWS, BLOCK_D
     )
     token_M = (query_start + row_M // GROUP).to(tl.int64)
@@ -340,13 +345,13 @@ def paged_attention(
 
     The first call on a device must not be inside a graph capture: it makes the arrival counters (and compiles).
     """
-    _check_strides(q_THd, k_cache, v_cache, page_table_RP, tree_mask_TW)
+    check_strides(q_THd, k_cache, v_cache, page_table_RP, tree_mask_TW)
     (_, page_size, n_kv, d_head), n_requests = k_cache.shape, context_len_R.shape[0]
     group = q_THd.shape[1] // n_kv
-    launch = launch or plan_launch(n_requests, n_kv, group, max_query, _multiprocessors(q_THd.device))
+    launch = launch or plan_launch(n_requests, n_kv, group, max_query, multiprocessors_of(q_THd.device))
     row_blocks = triton.cdiv(max_query * group, launch.block_m)
     blocks = n_requests * n_kv * row_blocks
-    block_d = triton.next_power_of_2(d_head)
+    block_d = max(16, triton.next_power_of_2(d_head))  # what the matrix units take at least
     fused = launch.combine == "fused"
     out = torch.empty_like(q_THd) if out is None else out
     parts = blocks * launch.splits if launch.splits > 1 else 0
@@ -360,27 +365,27 @@ def paged_attention(
     _attention_kernel[(n_kv, row_blocks * launch.splits, n_requests)](
         q_THd, k_cache, v_cache, out, query_start_R1, context_len_R, page_table_RP,
         query_start_R1 if tree_mask_TW is None else tree_mask_TW,
-        partial, lse, _arrival_counters(q_THd.device, blocks if parts and fused else 0),
+        partial, lse, arrival_counters(q_THd.device, blocks if parts and fused else 0),
         scale * 1.4426950408889634, launch.splits, row_blocks,
         q_THd.stride(0), q_THd.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table_RP.stride(0),
-        PAGE=page_size, CHUNK=_in_flight(launch.block_m * block_d), FUSED=fused, **shape,
+        PAGE=page_size, CHUNK=in_flight(launch.block_m * block_d), FUSED=fused, **shape,
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     if parts and not fused:
         _combine_kernel[(n_kv, row_blocks * launch.block_m // 16, n_requests)](
             out, query_start_R1, context_len_R, partial, lse, launch.splits, row_blocks, out.stride(0), out.stride(1),
-            ROWS=16, CHUNK=_in_flight(16 * block_d), **shape, num_warps=4, launch_pdl=pdl,
+            ROWS=16, CHUNK=in_flight(16 * block_d), **shape, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
 
-def _in_flight(elements: int) -> int:
+def in_flight(elements: int) -> int:
     """Parts a program of 128 threads or more may hold while it sums them, in registers the tiles need anyway."""
     return min(8, max(1, 8192 // elements))
 
 
-def _check_strides(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, tree: Tensor | None) -> None:
+def check_strides(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, tree: Tensor | None) -> None:
     if k_cache.stride() != v_cache.stride() or k_cache.shape != v_cache.shape:
         raise ValueError(
             f"key and value caches differ in layout: {tuple(k_cache.shape)} strides {k_cache.stride()}, "
@@ -392,13 +397,13 @@ def _check_strides(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tens
         raise ValueError(f"tree mask has strides {tree.stride()}; expected contiguous words [tokens, words]")
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return MULTIPROCESSORS_OF_NO_GPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _arrival_counters(device: torch.device, blocks: int) -> Tensor:
+def arrival_counters(device: torch.device, blocks: int) -> Tensor:
     """Zeros between launches: each launch resets those it used. Graphs hold this pointer: made once, never replaced."""
     if blocks > COUNTERS:
         raise ValueError(

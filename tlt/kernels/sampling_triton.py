@@ -286,17 +286,22 @@ def sample(
     filtered: bool,
     greedy_below: float,
     weight_units: float,
+    exact: bool = False,
     counters: int = COUNTERS,
     tiles: int | None = None,
     warps: int = 4,
 ) -> None:
-    """What engine.sampler says, in two launches (plain) or some more (filtered). The last three are for benchmarks."""
+    """What engine.sampler says, in two launches (plain) or some more (filtered). The last three are for benchmarks.
+
+    Exact: a row's log-probabilities too are the same bit for bit in any company: the vocabulary is always cut alike,
+    and rows without filters go through the kernel of those with, where their thresholds are −inf.
+    """
     _check(logits_RV, keys + settings + out)
     rows, vocab_size = logits_RV.shape
     if rows == 0:
         return
     row_tiles = triton.cdiv(vocab_size, counters * noise.LANES)
-    tiles = tiles or _tiles(rows * row_tiles)
+    tiles = tiles or (1 if exact else _tiles(rows * row_tiles))
     splits = triton.cdiv(row_tiles, tiles)
     partial_4RS = torch.empty((4, rows, splits), dtype=torch.float32, device=logits_RV.device)
     token_RS = torch.empty((rows, splits), dtype=torch.int32, device=logits_RV.device)
@@ -306,10 +311,12 @@ def sample(
     sums = token_RS  # never read unless filtered
     if filtered:
         sums = _select_sums(logits_RV, settings, digits, greedy_below, weight_units)
+    elif exact:
+        sums = torch.zeros((rows, 2, DIGITS, 16), dtype=torch.int64, device=logits_RV.device)
     _scan[(rows, splits)](
         logits_RV, logits_RV.stride(0), vocab_size, *keys, temperature_R, top_k_R, top_p_R, sums,
         best_RS, token_RS, top_RS, mass_RS, policy_mass_RS,
-        C=counters, TILES=tiles, FILTERED=filtered, SELECT_DIGITS=digits, GREEDY_BELOW=greedy_below,
+        C=counters, TILES=tiles, FILTERED=filtered or exact, SELECT_DIGITS=digits, GREEDY_BELOW=greedy_below,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     _combine[(rows,)](
