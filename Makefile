@@ -10,7 +10,8 @@ TORCH := torch==2.13.0
 .PHONY: quickstart test lint types tests clean
 
 quickstart: $(STAMP)
-	$(BIN)/tlt rollout recipes/quickstart.toml
+	rm -rf runs/quickstart # of the last time
+	$(BIN)/tlt train recipes/quickstart.toml
 
 test: lint types tests
 
@@ -22,7 +23,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # torch goes first and alone, so that nothing installed after it can choose another one.
 $(STAMP): pyproject.toml

@@ -96,12 +96,20 @@ def test_config_prints_what_can_be_read_back(capsys: pytest.CaptureFixture[str],
     assert load_config(recipe(tmp_path, printed)) == load_config(None, ["--sampling.top_k=3"]) != RunConfig()
 
 
-def test_train_checks_its_recipe_and_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+    module = ModuleType("tlt.reinforce")
+    module.train = lambda config, resume, open_fleet: seen.append((config, resume))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tlt.reinforce", module)
+    path = recipe(tmp_path, "[run]\nsteps = 3\n")
+    assert main(["train", path, "--run.seed=7"]) == main(["train", path, "--resume"]) == 0
+    assert seen == [(load_config(path, ["--run.seed=7"]), False), (load_config(path), True)]
+
+
+def test_train_checks_its_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no such recipe" in refused(capsys, "train", str(tmp_path / "none.toml"))
     bad = recipe(tmp_path, "[sampling]\ntemprature = 1\n")
     assert "did you mean sampling.temperature?" in refused(capsys, "train", bad)
-    good = recipe(tmp_path, "[sampling]\ntemperature = 1\n")
-    assert "use `tlt rollout`" in refused(capsys, "train", good)
 
 
 @pytest.mark.parametrize(

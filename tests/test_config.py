@@ -231,8 +231,8 @@ class Reads:
     def follow_assignments(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
-                held = self.sections_held(node.value)
-                self.holders |= {(tail_name(target), key) for target in node.targets for key in held}
+                for target, value in assigned(node):
+                    self.holders |= {(tail_name(target), key) for key in self.sections_held(value)}
 
     def sections_held(self, node: ast.expr) -> set[str]:
         """The sections an expression may hold, by dotted key; "" is the whole configuration."""
@@ -257,6 +257,15 @@ def sections(kind: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from sections(type_, f"{key}.{name}".strip("."))
 
 
+def assigned(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What gets what; `a, b = x, y` is two of them."""
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
 def tail_name(node: ast.AST) -> str:
     """`x` of x and of a.b.x."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
@@ -276,6 +285,7 @@ def test_every_knob_is_read_by_some_module() -> None:
         "class A:\n  params: SamplingParams\ndef f(a): return a.params.top_k",
         "def f(self, config: RunConfig):\n  self.shape = config.sampling\n  return self.shape.top_k",
         "def f(config: RunConfig, given: SamplingParams):\n  x = given or config.sampling\n  return x.top_k",
+        "def f(self, config: RunConfig):\n  self.a, self.b = 1, config\n  return self.b.sampling.top_k",
     ],
 )
 def test_a_read_is_seen(source: str) -> None:
@@ -292,6 +302,7 @@ def test_a_read_is_seen(source: str) -> None:
         "def f(config: RunConfig): config.sampling.top_k = 3",
         "def f(config: RunConfig): return config.sampling",
         "def f(config: RunConfig): return replace(config.sampling, top_k=3)",
+        "def f(config: RunConfig):\n  a, b = config.sampling, 1\n  return b.top_k",
     ],
 )
 def test_what_is_no_read_is_not_taken_for_one(source: str) -> None:

@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 
 from tlt.errors import TltError
 from tlt.recipe import load_config
-from tlt.watch.events import (
-    EventLog,
-    RolloutFinished,
-    RunFinished,
-    RunStarted,
-    UnknownEvent,
-    WarmupStep,
-    read_events,
-    read_run,
-    start_run,
-)
+from tlt.watch.events import RolloutFinished, RunFinished, RunStarted, UnknownEvent, WarmupStep, read_events, read_run
+from tlt.watch.log import EventLog, start_run
 
 EVENTS = (
     RunStarted(verb="rollout", seed=3, version="0"),

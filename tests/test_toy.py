@@ -120,3 +120,11 @@ def test_the_knobs_turn() -> None:
     assert not any(character in str(prompt.content) for prompt in flat for character in "()*")
     capped = ToyTask(ToySettings(median_ops=20, max_ops=5)).sample(0, 100)
     assert max(count_ops(str(prompt.content)) for prompt in capped) == 5
+
+
+def test_a_pool_is_asked_over_and_over() -> None:
+    task = ToyTask(ToySettings(pool=6))
+    asked = [prompt.id for step in range(3) for prompt in task.sample(step, 4)]
+    assert asked[:6] == asked[6:]
+    assert len(set(asked)) == 6
+    assert asked != [prompt.id for step in range(3) for prompt in ToyTask(ToySettings(pool=6), seed=1).sample(step, 4)]

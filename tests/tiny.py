@@ -10,11 +10,14 @@ VOCAB = 40
 EOS = 1
 
 
-def policy(dtype: torch.dtype = torch.float64, *, seed: int = 0, sharpness: float = 25.0) -> Transformer:
-    """A random Llama with opinions: its logits are spread enough that no two batches round to different tokens."""
+def policy(
+    dtype: torch.dtype = torch.float64, *, seed: int = 0, sharpness: float = 25.0, family: str = "llama"
+) -> Transformer:
+    """A random policy with opinions: its logits are spread enough that no two batches round to different tokens."""
     config = ModelConfig.from_hf(
         {
-            "model_type": "llama",
+            "model_type": family,
+            "head_dim": 8,
             "vocab_size": VOCAB,
             "hidden_size": 32,
             "intermediate_size": 48,

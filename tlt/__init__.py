@@ -1,18 +1,21 @@
 """The public names of tlt, each imported when it is first asked for, so that `import tlt` costs nothing."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tlt.config import RunConfig
     from tlt.engine.engine import Engine
+    from tlt.reinforce import train
     from tlt.spec.drafter import Drafter
     from tlt.tasks.task import Task
     from tlt.types import Completion, Rollout, SamplingParams
     from tlt.watch.events import read_run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Completion", "Drafter", "Engine", "Rollout", "RunConfig", "SamplingParams", "Task", "read_run"]
+__all__ = ["Completion", "Drafter", "Engine", "Rollout", "RunConfig", "SamplingParams", "Task", "read_run", "train"]
 
 _HOMES = {
     "Completion": "tlt.types",
@@ -23,6 +26,7 @@ _HOMES = {
     "SamplingParams": "tlt.types",
     "Task": "tlt.tasks.task",
     "read_run": "tlt.watch.events",
+    "train": "tlt.reinforce",
 }
 
 
@@ -34,3 +38,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+class _Package(ModuleType):
+    """`tlt.train` is the function. The sub-package of that name, once imported, would take its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "train":
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -9,12 +9,16 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tlt import __version__
 from tlt.config import RunConfig
-from tlt.errors import ConfigError, TltError
+from tlt.errors import ConfigError, StateLost, TltError
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
+
+if TYPE_CHECKING:
+    from tlt.cluster.ray_fleet import RayFleet
+    from tlt.reinforce import OpenFleet
 
 
 class _Parser(ArgumentParser):
@@ -119,6 +123,10 @@ def _bench(options: Namespace, flags: list[str]) -> None:
     config = _config(options, flags)
     if options.what == "rollout":
         return _bench_rollout(config, options)
+    if options.what == "train":
+        return _bench_train(config, options)
+    if options.what == "fleet":
+        return _bench_fleet(config, options)
     from tlt.bench.options import read_options
 
     wanted = read_options(options)
@@ -134,6 +142,25 @@ def _bench_rollout(config: RunConfig, options: Namespace) -> None:
     from tlt.bench.rollout import bench_rollout
 
     bench_rollout(config, wanted)
+
+
+def _bench_train(config: RunConfig, options: Namespace) -> None:
+    from tlt.bench.options import read_train_options
+
+    wanted = read_train_options(options)
+    from tlt.bench.train import bench_train
+
+    bench_train(config, wanted)
+
+
+def _bench_fleet(config: RunConfig, options: Namespace) -> None:
+    from tlt.bench.options import read_train_options
+
+    wanted = read_train_options(options)
+    ray_fleet = _ray_fleet(config)
+    from tlt.bench.fleet import bench_fleet
+
+    bench_fleet(config, wanted, ray_fleet)
 
 
 def _draft(options: Namespace, flags: list[str]) -> None:
@@ -154,11 +181,49 @@ def _draft(options: Namespace, flags: list[str]) -> None:
 
 
 def _train(options: Namespace, flags: list[str]) -> None:
-    _config(options, flags)
-    raise ConfigError(
-        f"{options.recipe} is valid, but reinforcement learning is not part of this version; "
-        "use `tlt rollout` for rollouts and `tlt warmup` for supervised training"
-    )
+    config = _config(options, flags)
+    from tlt.reinforce import train
+
+    open_fleet, resume = _fleet_of(config), options.resume
+    for restarts_left in reversed(range(config.cluster.restarts + 1)):
+        try:
+            train(config, resume=resume, open_fleet=open_fleet)
+            return
+        except StateLost as error:
+            if not restarts_left:
+                raise
+            print(f"tlt: {error}: going on from the last checkpoint", file=sys.stderr)
+            resume = True
+
+
+def _fleet_of(config: RunConfig) -> "OpenFleet":
+    """One worker in this process, or several on Ray."""
+    if config.cluster.workers == 1 and not config.cluster.address:
+        from tlt.fleet import LocalFleet
+
+        return LocalFleet
+    return _ray_fleet(config)
+
+
+def _ray_fleet(config: RunConfig) -> "type[RayFleet]":
+    try:
+        from tlt.cluster.ray_fleet import RayFleet
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            f"cluster.workers is {config.cluster.workers} and cluster.address {config.cluster.address!r}, which needs "
+            "Ray: install tlt[ray], or leave both out for one worker"
+        ) from None
+    return RayFleet
+
+
+def _report(options: Namespace, flags: list[str]) -> None:
+    if flags:
+        raise ConfigError(f"tlt report takes no settings, found {flags[0].partition('=')[0]}; it tells a run as it was")
+    from tlt.watch.report import report
+
+    print(report(options.run))
 
 
 def _show_config(options: Namespace, flags: list[str]) -> None:
@@ -167,7 +232,7 @@ def _show_config(options: Namespace, flags: list[str]) -> None:
 
 _RECIPE = ("recipe", "a TOML file of knobs")
 _MODEL = ("model", 'a Hugging Face model directory, or "tiny" for the one shipped with tlt')
-_SWITCHES = {"--raw", "--quick", "--full", "--peers", "--no-peers"}  # options without a value
+_SWITCHES = {"--raw", "--resume", "--quick", "--full", "--peers", "--no-peers"}  # options without a value
 _OPTIONAL = {"target"}  # positions that may stay empty
 _OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from")
 
@@ -205,7 +270,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb(
         "measure the rollout engine: against the machine's limit and transformers, or with and without speculation",
         (
-            ("what", "`engine`, or `rollout`: one long-tail rollout with every way to speculate"),
+            ("what", "`engine`; `rollout`: one long-tail rollout; `train`: steps; `fleet`: steps on several workers"),
             _MODEL,
             ("--json", "write the results to this file"),
             ("--prompts", "a JSONL file with a question or prompt column; without one, prompts are made up"),
@@ -214,8 +279,9 @@ VERBS: dict[str, Verb] = {
             ("--sections", "some of floor,start,step,context,natural,identity,logprobs,features,sync,peers"),
             ("--batches", "batch sizes of the step section, as in 1,8,64"),
             ("--cap", "tokens of a natural answer, at most"),
-            ("--groups", "rollout: prompts"),
-            ("--group-size", "rollout: answers to each prompt"),
+            ("--groups", "rollout, train: prompts"),
+            ("--group-size", "rollout, train: answers to each prompt"),
+            ("--steps", "train: steps of reinforcement learning"),
             ("--repeats", "rollout: times every variant is run"),
             ("--budget", "seconds for each peer, and for the context sweep"),
             ("--commit", "the commit that is measured, where git cannot tell"),
@@ -227,6 +293,15 @@ VERBS: dict[str, Verb] = {
         ),
         _bench,
     ),
-    "train": Verb("train a policy with reinforcement learning (not in this version)", (_RECIPE,), _train),
+    "train": Verb(
+        "train a policy with reinforcement learning",
+        (_RECIPE, ("--resume", "go on from the run's newest checkpoint, or begin where there is none yet")),
+        _train,
+    ),
+    "report": Verb(
+        "make a run's report.html from its events: again, while it runs, or after a crash",
+        (("run", "the run's directory, as in runs/quickstart"),),
+        _report,
+    ),
     "config": Verb("list every knob with its value and meaning, as TOML", (_OPTIONAL_RECIPE,), _show_config),
 }

@@ -26,8 +26,12 @@ class RunSettings:
     name: str = "run"  # the run's directory is out/name
     out: str = "runs"  # directory that holds the runs
     seed: int = 0  # of prompts and sampling; the same seed gives the same rollouts
+    steps: int = 100  # steps of reinforcement learning
+    replay_every: int = 0  # steps between two rollouts that are written once more, plainly, to compare; 0: none
 
     def __post_init__(self) -> None:
+        _require(self.steps >= 1, "steps", self.steps, "at least 1")
+        _require(self.replay_every >= 0, "replay_every", self.replay_every, "0 or more")
         _require(bool(re.fullmatch(r"[\w.-]+", self.name)), "name", self.name, "letters, digits, '_', '-' or '.'")
         _require(self.out != "", "out", self.out, "a directory")
         _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
@@ -57,8 +61,10 @@ class ToySettings:
     modulus: int = 10  # numbers are 0 … modulus - 1; 10 keeps each of them one character
     parentheses: float = 0.15  # probability that an operand is an expression in parentheses
     products: float = 0.2  # share of operations that are products
+    pool: int = 0  # different expressions, asked in turn, over and over; 0 never asks the same again
 
     def __post_init__(self) -> None:
+        _require(self.pool >= 0, "pool", self.pool, "0 or more")
         _require(self.median_ops >= 1, "median_ops", self.median_ops, "a number ≥ 1")
         _require(self.spread >= 0, "spread", self.spread, "a number ≥ 0")
         _require(self.max_ops >= 1, "max_ops", self.max_ops, "at least 1")
@@ -68,10 +74,33 @@ class ToySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsSettings:
+    """How hard the steps task is: a lognormal number of steps, carried out line by line in varied words."""
+
+    median_steps: float = 14.0  # median of the number of steps asked for
+    spread: float = 1.2  # standard deviation of its logarithm; 0 makes all answers equally long
+    max_steps: int = 270  # steps at most
+    modulus: int = 100  # numbers are 0 … modulus - 1
+    rules: int = 4  # rules of a prompt, at most; one of them always uses the number of the step
+    products: float = 0.3  # share of rules that multiply
+    largest: int = 19  # number that a rule adds or subtracts, at most
+    variety: float = 1.0  # how much of the phrasing is drawn at random; 0 writes every line in one way
+    chat: bool = True  # ask in the policy's chat template; false asks in plain text
+
+    def __post_init__(self) -> None:
+        _require(self.median_steps >= 1, "median_steps", self.median_steps, "a number ≥ 1")
+        _require(self.spread >= 0, "spread", self.spread, "a number ≥ 0")
+        for name, lowest in (("max_steps", 1), ("modulus", 2), ("rules", 2), ("largest", 2)):
+            _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
+        _require(0 <= self.products <= 1, "products", self.products, "a number in [0, 1]")
+        _require(0 <= self.variety <= 1, "variety", self.variety, "a number in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
 class TaskSettings:
     """What the policy is asked, and how often."""
 
-    name: Literal["toy", "files"] = "toy"  # who asks and judges: the toy task, or a file of prompts and a reward
+    name: Literal["toy", "steps", "files"] = "toy"  # who asks and judges: a built-in task, or a file and a reward
     prompts: int = 64  # prompts per step
     group: int = 1  # answers per prompt
     path: str = ""  # file of prompts, JSONL or parquet; needs name = "files", as all that follows
@@ -87,6 +116,7 @@ class TaskSettings:
     reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number: end, or count
     failed_reward: float = 0.0  # what an answer is given whose reward failed, where failures count
     toy: ToySettings = field(default_factory=ToySettings)
+    steps: StepsSettings = field(default_factory=StepsSettings)
 
     def __post_init__(self) -> None:
         _require(self.prompts >= 1, "prompts", self.prompts, "at least 1")
@@ -111,6 +141,7 @@ class EngineSettings:
     prefill_tokens: int = 8192  # prompt tokens computed per tick, at most: longer prompts are computed in pieces
     admission: Literal["longest", "fifo"] = "longest"  # who enters first: the longest expected, or first come
     graphs: bool = True  # replay captured CUDA graphs (GPU only)
+    exact: bool = False  # same bits in any batch, speculating (in chains) or not; slower, GPU in bfloat16 only
 
     def __post_init__(self) -> None:
         _require(self.rows >= 1, "rows", self.rows, "at least 1")
@@ -125,11 +156,11 @@ class SpecSettings:
     """Speculative decoding: changes the time a rollout takes, never its tokens."""
 
     drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who guesses: nobody, earlier text, a learned drafter
-    path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it
+    path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it; "new" starts from nothing
     chooser: Literal["tuner", "beg-mab"] = "tuner"  # who picks the shape: measured costs, or the bandit of the paper
-    depths: tuple[int, ...] = (2, 4, 8)  # tokens a branch may run ahead
+    depths: tuple[int, ...] = (1, 3, 7, 15)  # tokens a branch may run ahead
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
-    verifies: tuple[int, ...] = (3, 5, 9, 16)  # nodes checked per request, the newest token included
+    verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:
@@ -138,7 +169,7 @@ class SpecSettings:
             _require(bool(values) and min(values) >= lowest, name, values, f"at least one number, each ≥ {lowest}")
         _require(max(self.verifies) <= 128, "verifies", self.verifies, "numbers up to 128")
         learned = self.drafter in ("eagle", "both")
-        _require(bool(self.path) or not learned, "path", self.path, "the directory of a learned drafter")
+        _require(bool(self.path) or not learned, "path", self.path, 'the directory of a learned drafter, or "new"')
         _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")
 
 
@@ -190,6 +221,126 @@ class DraftSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingSettings:
+    """Keeping the learned drafter sharp while the policy learns: on what, how long and when. `draft` says how."""
+
+    frozen: bool = False  # leave the drafter as it is: it costs nothing, and falls behind
+    buffer_mib: int = 1024  # host memory for answers to learn from, in MiB
+    fresh: float = 0.75  # share of a batch from the newest policy's answers; the rest are earlier ones, mostly long
+    tokens: int = 8192  # tokens of a micro-step, at most; a longer answer comes in pieces
+    micro_s: float = 0.2  # seconds a micro-step may take: its tokens adapt; 0 leaves them as they are
+    states: Literal["auto", "recompute", "keep"] = "recompute"  # the policy's: computed again, kept in rollout, cheaper
+    held_out: int = 4096  # tokens of the newest answers to measure on; they are learned from later
+    check: int = 16  # micro-steps between two measurements
+    behind: float = 0.03  # share of its accepted draft tokens a drafter may lose before it is trained again
+    gain: float = 0.01  # share of them it must gain from check to check, or training stops
+    probe: int = 16  # steps at rest after which training is tried anyhow: a new policy may be easier to draft for
+    share: float = 0.05  # of a step's time that training may take where everything else waits for it
+    cold_share: float = 0.25  # the same, as long as a drafter that started from nothing has not found its level
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_mib", "tokens", "held_out", "check", "probe"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("fresh", "behind", "share", "cold_share"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a number in [0, 1]")
+        for name in ("micro_s", "gain"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number ≥ 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """What a run that was stopped goes on from: `tlt train RECIPE --resume`."""
+
+    every: int = 10  # steps between two checkpoints, beside the one at the end; 0: only that one
+    keep: int = 2  # newest checkpoints that are kept
+    buffer: bool = False  # save the drafter's answers to learn from too: it goes on learning at once
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "every", self.every, "0 or more")
+        _require(self.keep >= 1, "keep", self.keep, "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """Who shows the run. All of them read its events; none of them can change it, or end it."""
+
+    console: Literal["auto", "live", "lines", "off"] = "auto"  # progress; auto is live in a terminal, lines elsewhere
+    tensorboard: bool = False  # write TensorBoard files into tensorboard/ in the run's directory
+    wandb: str = ""  # Weights & Biases project to write to; "" writes to none
+    report: bool = True  # write report.html into the run's directory when the run ends
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """The policy's optimizer steps in reinforcement learning."""
+
+    learning_rate: float = 1e-5  # peak of the schedule
+    warmup_steps: int = 0  # steps over which the learning rate rises from 0
+    decay_steps: int = 0  # step at which a cosine has brought it down to a tenth; 0 keeps it constant
+    weight_decay: float = 0.0  # of matrices; vectors are never decayed
+    clip: float = 1.0  # largest norm of the gradient
+    row_tokens: int = 16384  # tokens packed into one forward and backward pass: bounds memory, changes no number
+    minibatches: int = 1  # parts a step's rollouts are cut into, each with its own update of the weights
+    epochs: int = 1  # times a step learns from its rollouts
+    checkpoint_activations: bool = False  # compute each layer again in the backward pass: less memory, more time
+    lora_rank: int = 0  # learn a change of this rank to the matrices and nothing else; 0 learns all weights
+    lora_alpha: float = 0.0  # scale of that change is lora_alpha / lora_rank; 0 takes a scale of 1
+
+    def __post_init__(self) -> None:
+        for name in ("row_tokens", "minibatches", "epochs"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "lora_rank", "lora_alpha"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number > 0")
+        _require(self.clip > 0, "clip", self.clip, "a number > 0")
+        reached = not self.decay_steps or self.decay_steps > self.warmup_steps
+        _require(reached, "decay_steps", self.decay_steps, f"0 or more than warmup_steps, which is {self.warmup_steps}")
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoSettings:
+    """What the policy learns from a group of rollouts: group relative policy optimization and its usual variants."""
+
+    divide_by_std: bool = True  # advantages in standard deviations of the group's rewards
+    leave_one_out: bool = False  # compare a rollout with the others of its group only, not with itself
+    clip_low: float = 0.2  # the ratio to the policy that wrote a token counts down to 1 - clip_low
+    clip_high: float = 0.2  # and up to 1 + clip_high; more than clip_low leaves rare tokens room to grow
+    loss: Literal["token", "sequence"] = "token"  # every token weighs the same, or every answer does
+    kl: float = 0.0  # weight of the divergence from the policy the run started from; 0 needs no copy of it
+    mask_overlong: bool = False  # answers cut off at the length limit teach nothing
+    importance_cap: float = 0.0  # weigh tokens by trainer's over engine's probability, at most this; 0: not at all
+    mismatch_limit: float = 0.5  # stop if trainer and engine differ by more nats per token on average; 0 never does
+
+    def __post_init__(self) -> None:
+        _require(0 < self.clip_low <= 1, "clip_low", self.clip_low, "a number in (0, 1]")
+        for name in ("kl", "importance_cap", "mismatch_limit"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.clip_high > 0, "clip_high", self.clip_high, "a number > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """The workers. Their number changes the time a run takes, and nothing else."""
+
+    workers: int = 1  # processes with an engine and a share of the training each; more than 1 needs Ray
+    address: str = ""  # of a Ray cluster, HOST:PORT or auto; "" starts a Ray of our own where there are several workers
+    cpus_per_worker: float = 1.0  # cores of each worker
+    gpus_per_worker: float = 1.0  # GPUs of each worker, where the policy runs on GPUs; 0.5 lets two share one
+    pin: bool = True  # workers on a CPU keep to cores of their own
+    drafting: bool = True  # workers without requests train the drafter until the rollout is over
+    shard: bool = False  # each learns a part of the policy (FSDP2): less memory; a loss takes all back to a checkpoint
+    restarts: int = 8  # workers that may be lost in a run before it gives up
+    hang_s: float = 600.0  # seconds without any progress after which a worker counts as lost
+
+    def __post_init__(self) -> None:
+        _require(self.workers >= 1, "workers", self.workers, "at least 1")
+        _require(self.cpus_per_worker > 0, "cpus_per_worker", self.cpus_per_worker, "a number > 0")
+        _require(self.gpus_per_worker > 0, "gpus_per_worker", self.gpus_per_worker, "a number > 0")
+        _require(self.restarts >= 0, "restarts", self.restarts, "0 or more")
+        _require(self.hang_s > 0, "hang_s", self.hang_s, "a number > 0")
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """The root: one field per section."""
 
@@ -201,3 +352,9 @@ class RunConfig:
     spec: SpecSettings = field(default_factory=SpecSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     draft: DraftSettings = field(default_factory=DraftSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    grpo: GrpoSettings = field(default_factory=GrpoSettings)
+    drafting: DraftingSettings = field(default_factory=DraftingSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)

@@ -36,3 +36,19 @@ class RequestError(TltError):
 
 class TaskError(TltError):
     """Prompts or rewards are not what a task must give."""
+
+
+class CheckpointError(TltError):
+    """A checkpoint cannot be written or read."""
+
+
+class ReaderError(TltError):
+    """Somebody who shows a run (console, TensorBoard, W&B) cannot go on. The run can."""
+
+
+class ClusterError(TltError):
+    """Workers cannot be had, or too many of them were lost."""
+
+
+class StateLost(ClusterError):
+    """Nobody is left who knows how far the policy had learned: the run goes on from its last checkpoint."""

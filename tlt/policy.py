@@ -23,10 +23,15 @@ class Policy:
 
 def open_policy(settings: ModelSettings) -> Policy:
     """The policy at `settings.path`; "tiny" names the one shipped with tlt."""
-    source = TINY_POLICY if settings.path == "tiny" else Path(settings.path)
+    source = source_of(settings)
     device = device_of(settings.device)
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
     return Policy(model, Tokenizer.load(source), source)
+
+
+def source_of(settings: ModelSettings) -> Path:
+    """The directory of the policy and its tokenizer."""
+    return TINY_POLICY if settings.path == "tiny" else Path(settings.path)
 
 
 def device_of(name: str) -> torch.device:

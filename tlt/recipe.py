@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -45,6 +46,11 @@ def knob_docs() -> dict[str, str]:
     """Dotted key → the comment beside the knob."""
     comments = {home: _comments(home) for home in {knob.home for knob in knobs()}}
     return {knob.key: comments[knob.home].get(knob.key.rpartition(".")[2], "") for knob in knobs()}
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Dotted key → value."""
+    return {knob.key: attrgetter(knob.key)(config) for knob in knobs()}
 
 
 def _comments(section: type[Any]) -> dict[str, str]:

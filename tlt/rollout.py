@@ -5,10 +5,8 @@ Writes the run's directory: config.toml, events.jsonl and rollouts.jsonl (a line
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -19,34 +17,20 @@ from tlt import __version__
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine
 from tlt.engine.request import Request
+from tlt.loop import ask
 from tlt.policy import Policy, open_policy
 from tlt.spec.alarm import Alarm
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.judge import Judge, Verdict
 from tlt.tasks.task import Task
-from tlt.types import Completion, Key, Prompt, Rollout
-from tlt.watch.events import AcceptanceCollapsed, EventLog, RewardsFailed, RolloutFinished, RunFinished, start_run
+from tlt.telling import Lengths, acceptance_collapsed, lengths_of, mean_reward, rewards_failed, rollout_finished
+from tlt.types import Completion, Key, Rollout
+from tlt.watch.events import RunFinished
+from tlt.watch.log import start_run
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _CHECKED = 16  # answers written a second time, in another batch, to compare
 _BARS = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    p50: int
-    p90: int
-    p99: int
-    longest: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Lengths":
-        ordered = sorted(lengths)
-
-        def at(share: float) -> int:
-            return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-        return cls(at(0.5), at(0.9), at(0.99), ordered[-1])
 
 
 def rollout(config: RunConfig) -> None:
@@ -60,49 +44,30 @@ def _roll_out(config: RunConfig, task: Task, judge: Judge) -> None:
     console = Console(highlight=False)
     started = time.perf_counter()
     policy = open_policy(config.model)
-    asked = _requests(config, policy, task)
+    asked = [(one.prompt, request) for one in ask(0, config, task, policy.tokenizer) for request in one.requests]
     with start_run(config, "rollout", __version__) as log:
         answered_from = time.perf_counter()
-        completions = _answer(policy, config, [request for _, request in asked], console, partial(_sound, log))
+        requests = [request for _, request in asked]
+        completions = _answer(policy, config, requests, console, lambda alarm: log.emit(acceptance_collapsed(0, alarm)))
         seconds = time.perf_counter() - answered_from
         answers = [(prompt, completions[request.key]) for prompt, request in asked]
         verdicts = judge.judge(answers)
         rollouts = [Rollout(*answer, verdict.reward) for answer, verdict in zip(answers, verdicts, strict=True)]
-        failures = _report_failures(log, verdicts)
-        lengths = Lengths.of([len(rollout.completion.tokens) for rollout in rollouts])
-        log.emit(
-            RolloutFinished(
-                step=0,
-                n=len(rollouts),
-                mean_reward=_mean_reward(rollouts),
-                length_p50=lengths.p50,
-                length_p90=lengths.p90,
-                length_max=lengths.longest,
-                tokens=sum(len(rollout.completion.tokens) for rollout in rollouts),
-                seconds=seconds,
-            )
-        )
+        failures = rewards_failed(0, verdicts)
+        for failure in failures:
+            log.emit(failure)
+        log.emit(rollout_finished(0, rollouts, seconds))
         directory = Path(config.run.out) / config.run.name
         _write(rollouts, verdicts, directory / ROLLOUTS_FILE)
         log.emit(RunFinished(seconds=time.perf_counter() - started))
-    _tell(console, config, rollouts, lengths, seconds)
-    for kind, count in failures.items():
+    _tell(console, config, rollouts, seconds)
+    for failure in failures:
         console.print(
-            f"{count} rewards failed ({kind}): each counts as {config.task.failed_reward:g}.", style="bold red"
+            f"{failure.count} rewards failed ({failure.kind}): each counts as {config.task.failed_reward:g}.",
+            style="bold red",
         )
-    _tell_identity(console, policy, config, [request for _, request in asked], completions)
+    _tell_identity(console, policy, config, requests, completions)
     console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS_FILE}.")
-
-
-def _requests(config: RunConfig, policy: Policy, task: Task) -> list[tuple[Prompt, Request]]:
-    """`task.group` requests for every prompt, numbered in order."""
-    asked: list[tuple[Prompt, Request]] = []
-    for prompt in task.sample(0, config.task.prompts):
-        tokens = tuple(policy.tokenizer.encode_prompt(prompt.content))
-        for _ in range(config.task.group):
-            key = Key(config.run.seed, len(asked))
-            asked.append((prompt, Request(key, tokens, config.sampling, prompt.id)))
-    return asked
 
 
 def _answer(
@@ -130,33 +95,6 @@ def _answer(
     return done
 
 
-def _sound(log: EventLog, alarm: Alarm) -> None:
-    log.emit(
-        AcceptanceCollapsed(
-            step=0,
-            drafter=alarm.drafter,
-            shape=str(alarm.shape),
-            recent=alarm.recent,
-            usual=alarm.usual,
-            verifies=alarm.verifies,
-        )
-    )
-
-
-def _report_failures(log: EventLog, verdicts: Sequence[Verdict]) -> Counter[str]:
-    """An event for each way in which rewards failed; how many failed in each."""
-    failures = [verdict.failure for verdict in verdicts if verdict.failure]
-    counts = Counter[str](failure.kind for failure in failures)
-    for kind, count in counts.items():
-        first = next(failure for failure in failures if failure.kind == kind)
-        log.emit(RewardsFailed(step=0, kind=kind, count=count, prompt=first.prompt, message=first.message))
-    return counts
-
-
-def _mean_reward(rollouts: Sequence[Rollout]) -> float:
-    return sum(rollout.reward for rollout in rollouts) / len(rollouts)
-
-
 def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path) -> None:
     with file.open("w", encoding="utf-8") as lines:
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
@@ -179,17 +117,17 @@ def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path)
 # ---- telling
 
 
-def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], lengths: Lengths, seconds: float) -> None:
-    tokens = sum(len(rollout.completion.tokens) for rollout in rollouts)
+def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], seconds: float) -> None:
+    lengths = Lengths.of(lengths_of(rollouts))
     table = Table(
         title=f"Rollout of {config.model.path} on {config.task.name}", title_justify="left", show_header=False
     )
     table.add_row("answers", f"{len(rollouts)} ({config.task.prompts} prompts × {config.task.group})")
-    table.add_row("mean reward", f"{_mean_reward(rollouts):.3f}")
+    table.add_row("mean reward", f"{mean_reward(rollouts):.3f}")
     table.add_row(
         "answer length", f"median {lengths.p50}, p90 {lengths.p90}, p99 {lengths.p99}, longest {lengths.longest}"
     )
-    table.add_row("time", f"{seconds:.1f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
+    table.add_row("time", f"{seconds:.1f} s, {lengths.total} tokens, {lengths.total / seconds:.0f} tokens/s")
     table.add_row("still running", f"{_still_running(rollouts)}  over time")
     console.print(table)
     best = next((rollout for rollout in rollouts if rollout.reward > 0), rollouts[0])

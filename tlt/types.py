@@ -101,3 +101,11 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A rollout as the policy learns from it."""
+
+    rollout: Rollout
+    advantage: float  # how much better than its group it did, as GRPO counts it

@@ -145,13 +145,44 @@ class RolloutOptions:
         return replace(scale, **{name: value for name, value in given.items() if value})
 
 
+@dataclass(frozen=True, slots=True)
+class TrainScale:
+    """How much reinforcement learning."""
+
+    steps: int
+    prompts: int  # per step
+    group: int  # answers to each
+    cap: int  # tokens of an answer, at most
+
+
+FULL_TRAIN = TrainScale(steps=20, prompts=32, group=8, cap=1024)
+QUICK_TRAIN = TrainScale(steps=4, prompts=8, group=4, cap=256)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    shape: str | None = None  # widen the policy to this predefined shape
+    json: Path | None = None  # where the results go
+    commit: str | None = None
+    quick: bool | None = None  # None: quick on a CPU
+    steps: int = 0  # these override the scale's
+    groups: int = 0
+    group_size: int = 0
+    cap: int = 0
+
+    def scale(self, on_gpu: bool) -> TrainScale:
+        scale = QUICK_TRAIN if self.quick or (self.quick is None and not on_gpu) else FULL_TRAIN
+        given = {"steps": self.steps, "prompts": self.groups, "group": self.group_size, "cap": self.cap}
+        return replace(scale, **{name: value for name, value in given.items() if value})
+
+
 def read_options(given: Namespace) -> BenchOptions:
     """From the command line's words."""
     if given.what != "engine":
         raise ConfigError(
-            f"nothing called {given.what!r} to measure; expected: tlt bench engine MODEL, or tlt bench rollout MODEL"
+            f"nothing called {given.what!r} to measure; expected: tlt bench engine, rollout or train, and a MODEL"
         )
-    _refuse(given, ("groups", "group_size", "repeats"))
+    _refuse(given, ("groups", "group_size", "repeats", "steps"))
     return BenchOptions(
         sections=_sections(given),
         shape=given.shape,
@@ -168,12 +199,25 @@ def read_options(given: Namespace) -> BenchOptions:
 
 def read_rollout_options(given: Namespace) -> RolloutOptions:
     """From the command line's words."""
-    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers"))
+    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers", "steps"))
     sizes = {name: getattr(given, name) for name in ("groups", "group_size", "cap", "repeats")}
     return RolloutOptions(
         shape=given.shape,
         prompts=_prompts(given),
         raw=given.raw,
+        json=Path(given.json) if given.json else None,
+        commit=given.commit,
+        quick=_either(given.quick, given.full, "--quick", "--full"),
+        **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
+    )
+
+
+def read_train_options(given: Namespace) -> TrainOptions:
+    """From the command line's words."""
+    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers", "repeats", "prompts", "raw"))
+    sizes = {name: getattr(given, name) for name in ("steps", "groups", "group_size", "cap")}
+    return TrainOptions(
+        shape=given.shape,
         json=Path(given.json) if given.json else None,
         commit=given.commit,
         quick=_either(given.quick, given.full, "--quick", "--full"),

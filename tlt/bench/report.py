@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tlt.bench.machine import Machine
-from tlt.bench.options import RolloutScale, Scale
+from tlt.bench.options import RolloutScale, Scale, TrainScale
 from tlt.errors import TltError
 from tlt.model.config import ModelConfig
 
@@ -44,7 +44,12 @@ class Clock:
 
 class Report:
     def __init__(
-        self, machine: Machine, subject: Subject, config: ModelConfig, scale: Scale | RolloutScale, file: Path | None
+        self,
+        machine: Machine,
+        subject: Subject,
+        config: ModelConfig,
+        scale: Scale | RolloutScale | TrainScale,
+        file: Path | None,
     ) -> None:
         self._console = Console(highlight=False)
         if not self._console.is_terminal:

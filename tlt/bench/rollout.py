@@ -18,8 +18,8 @@ from tlt.bench.report import Clock, Report, Subject
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
 from tlt.config import RunConfig
 from tlt.policy import open_policy
-from tlt.rollout import Lengths
 from tlt.spec.shape import Shape
+from tlt.telling import Lengths
 
 _TAIL_SHARE = 0.125  # of the requests: when no more are left, the tail begins
 _LAST = 32  # requests below which the paper speculates

@@ -12,7 +12,7 @@ from functools import partial
 
 from tlt.bench.lab import Lab
 from tlt.engine.request import Request
-from tlt.rollout import Lengths
+from tlt.telling import Lengths
 from tlt.types import Key
 
 

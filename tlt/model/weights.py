@@ -140,18 +140,30 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 def save_policy(model: Transformer, path: Path | str, *, tokenizer_from: Path | str | None = None) -> None:
     """Writes a Hugging Face directory; `tokenizer_from` names the directory whose other files come along untouched."""
+    write_policy(hf_tensors(model), model.config, path, tokenizer_from=tokenizer_from)
+
+
+def write_policy(
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    path: Path | str,
+    *,
+    tokenizer_from: Path | str | None = None,
+) -> None:
+    """As `save_policy`, from the tensors of `hf_tensors` or copies of them."""
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer_from is not None:
         _copy_companions(Path(tokenizer_from), directory)
-    (directory / "config.json").write_text(json.dumps(dict(model.config.source), indent=2) + "\n", encoding="utf-8")
-    write_tensors(hf_tensors(model), directory)
+    (directory / "config.json").write_text(json.dumps(dict(config.source), indent=2) + "\n", encoding="utf-8")
+    host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_tensors(host, directory)
 
 
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
-    """The policy's tensors under Hugging Face's names, on the CPU."""
+    """The policy's own tensors, or parts of them, under Hugging Face's names."""
     ours = dict(model.named_parameters())
-    return {name: place.of(ours).detach().cpu().contiguous() for name, place in places(model.config).items()}
+    return {name: place.of(ours).detach() for name, place in places(model.config).items()}
 
 
 def write_tensors(tensors: Mapping[str, Tensor], directory: Path, shard_bytes: int = SHARD_BYTES) -> None:

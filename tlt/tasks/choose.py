@@ -3,14 +3,24 @@
 from tlt.config import RunConfig
 from tlt.tasks.files import FileTask
 from tlt.tasks.judge import DirectJudge, Judge
+from tlt.tasks.steps import StepsTask
 from tlt.tasks.task import Task
 from tlt.tasks.toy import ToyTask
+
+BUILT_IN = ("toy", "steps")  # tasks that need no file
 
 
 def task_of(config: RunConfig) -> Task:
     if config.task.name == "files":
         return FileTask(config.task, seed=config.run.seed)
-    return ToyTask(config.task.toy, seed=config.run.seed)
+    return built_in(config.task.name, config, config.run.seed)
+
+
+def built_in(name: str, config: RunConfig, seed: int) -> ToyTask | StepsTask:
+    """A task that knows the solutions of its own prompts."""
+    if name == "steps":
+        return StepsTask(config.task.steps, seed=seed)
+    return ToyTask(config.task.toy, seed=seed)
 
 
 def judge_of(task: Task) -> Judge:

@@ -2,7 +2,8 @@
 
 `(3+4)*2-5=` is answered `7*2-5=4-5=9`: arithmetic modulo 10, so every number stays one character. The answer's length
 grows with the square of the number of operations, and that number is lognormal: answers have a long tail.
-Every prompt is a function of (seed, step, index) alone, and the reward is exact.
+Every prompt is a function of (seed, step, index) alone, or of its number in a pool that is asked again and again; the
+reward is exact.
 Knows text; knows nothing of tokens, tensors or the policy.
 """
 
@@ -31,7 +32,10 @@ class ToyTask:
         self.seed = seed
 
     def sample(self, step: int, count: int) -> Sequence[Prompt]:
-        return [self._prompt(step, index) for index in range(count)]
+        pool = self.settings.pool
+        if pool:
+            return [self._prompt(f"pool/{(step * count + index) % pool}") for index in range(count)]
+        return [self._prompt(f"{step}/{index}") for index in range(count)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
         """1.0 if the answer ended by itself, each rewriting has one operation less, and the last one is the result."""
@@ -43,8 +47,8 @@ class ToyTask:
         """The right answer to one of this task's prompts: what supervised warm-up teaches."""
         return solve(_expression_of(prompt), self.settings.modulus)
 
-    def _prompt(self, step: int, index: int) -> Prompt:
-        draw = random.Random(f"toy/{self.seed}/{step}/{index}")
+    def _prompt(self, name: str) -> Prompt:
+        draw = random.Random(f"toy/{self.seed}/{name}")
         expression = write_expression(draw, _draw_ops(draw, self.settings), self.settings)
         result = solve(expression, self.settings.modulus).rpartition("=")[2]
         return Prompt(id=f"toy:{expression}", content=expression + "=", reference=result)

@@ -29,6 +29,7 @@ class FleetRolledOut(Event):
     joins: int  # times that a worker joined others in training the drafter
     join_s: float  # what joining took, all together
     waited_s: float  # for each other's gradients
+    swaps: int  # times that a worker took a better drafter while it wrote
     stop_s: float  # from the last answer until everyone had stopped
 
 

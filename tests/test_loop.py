@@ -1,0 +1,261 @@
+"""The loop: the same step whatever the order, the worker or the drafter; and a policy that learns."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tlt
+from tests.training import LEARNED, numbers, small
+from tlt.errors import ConfigError, TaskError
+from tlt.fleet import LocalFleet
+from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences
+from tlt.policy import TINY_POLICY
+from tlt.tasks.judge import Answer, DirectJudge, Verdict
+from tlt.tasks.judging import Judging
+from tlt.tasks.toy import ToyTask
+from tlt.text import Tokenizer
+from tlt.train.policy import UpdateResult
+from tlt.types import Completion, Experience, Key, Prompt, Timing
+from tlt.watch.events import (
+    DrafterSwapped,
+    DrafterTrained,
+    Event,
+    PhaseStarted,
+    ReplayCompared,
+    RewardsFailed,
+    RunFailed,
+    RunFinished,
+    StepFinished,
+    read_run,
+)
+from tlt.watch.history import events_of, steps_of
+
+TOKENIZER = Tokenizer.load(TINY_POLICY)
+
+
+def completion(key: Key, text: str = "7", version: int = 0) -> Completion:
+    tokens = (*TOKENIZER.encode_text(text), TOKENIZER.eos_id)
+    logprobs = (-0.5,) * len(tokens)
+    return Completion(key, (5,), tokens, text, logprobs, logprobs, "eos", version, Timing(0.0, 0.0))
+
+
+# ---- judging beside the rollout
+
+
+class Watching:
+    """A judge that remembers what it was asked, and fails where it is told to."""
+
+    def __init__(self, fails_on: str = "") -> None:
+        self.asked: list[list[str]] = []
+        self._fails_on = fails_on
+
+    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+        self.asked.append([answer.text for _, answer in answers])
+        if any(answer.text == self._fails_on for _, answer in answers):
+            raise TaskError("the reward raised")
+        return [Verdict(float(answer.text)) for _, answer in answers]
+
+    def __enter__(self) -> "Watching":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+
+def asked(groups: int = 3, size: int = 2) -> list[tuple[Prompt, list[Key]]]:
+    return [(Prompt(str(g), f"{g}="), [Key(0, g * size + i) for i in range(size)]) for g in range(groups)]
+
+
+def test_a_group_is_judged_when_its_last_answer_is_in() -> None:
+    judge = Watching()
+    with Judging(judge, asked()) as judging:
+        for number in (4, 1, 5, 0):
+            judging.hand_in(completion(Key(0, number), str(number)))
+        while not judging.all_in():
+            pass
+        assert judge.asked == [["4", "5"], ["0", "1"]]  # in the order asked, before the rollout is over
+        for number in (2, 3):
+            judging.hand_in(completion(Key(0, number), str(number)))
+        judged = judging.judged()
+    assert [one.group.prompt.id for one in judged] == ["0", "1", "2"]
+    assert [[rollout.reward for rollout in one.group.rollouts] for one in judged] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_reward_that_stops_the_run_stops_it_before_the_rollout_ends() -> None:
+    with Judging(Watching(fails_on="1"), asked()) as judging:
+        for number in (0, 1):
+            judging.hand_in(completion(Key(0, number), str(number)))
+        while not judging.all_in():
+            pass
+        with pytest.raises(TaskError, match="the reward raised"):
+            judging.hand_in(completion(Key(0, 2)))
+
+
+# ---- one step
+
+
+class Scripted:
+    """A fleet by shape: canned answers in any order, and a record of what it was told."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.told: list[tuple[str, object]] = []
+
+    def rollout(self, step: int, requests: Sequence[object]) -> Iterator[Completion]:
+        shuffled = list(requests)
+        self._draw.shuffle(shuffled)
+        for request in shuffled:
+            yield completion(request.key, "7" if request.key.request % 3 else "13")  # type: ignore[attr-defined]
+
+    def report(self) -> RolloutReport:
+        return RolloutReport(verifies=10, accepted=15, saved_s=1.0)
+
+    def draft(self, step: int, until: Callable[[], bool]) -> None:
+        self.told.append(("draft", step))
+
+    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
+        self.told.append(("update", [(e.rollout.completion.key, e.rollout.reward, e.advantage) for e in experiences]))
+        return UpdateResult(0.0, 1.0, 1e-3, 10, 5, 1, 0.0, 0.0, 0.1, 0.0, 0.0, 1.0)
+
+    def publish(self, step: int, version: int) -> None:
+        self.told.append(("publish", version))
+
+    def replay(self, requests: Sequence[object]) -> tuple[list[Completion], float]:
+        return list(Scripted(99).rollout(0, requests)), 2.0
+
+    def snapshot(self) -> Callable[[Path], None]:
+        return lambda directory: None
+
+    def restore(self, directory: Path, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_step_is_the_same_whatever_the_order_of_answers(tmp_path: Path) -> None:
+    config = small(tmp_path, "--task.group=3", "--run.replay_every=2")
+    task, seen = ToyTask(config.task.toy), []
+    for seed in range(3):
+        fleet, events = Scripted(seed), list[Event]()
+        loop = Loop(config, task, TOKENIZER, DirectJudge(task), fleet, events.append)
+        step = loop.step(4)
+        assert step.report.accept_length == 2.5
+        assert [what for what, _ in fleet.told] == ["draft", "update", "publish"]
+        assert fleet.told[2] == ("publish", 5)
+        assert [event.phase for event in events if isinstance(event, PhaseStarted)] == [
+            "rollout",
+            "drafting",
+            "replay",
+            "update",
+        ]
+        assert [event.identical for event in events if isinstance(event, ReplayCompared)] == [True]
+        seen.append(fleet.told)
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_no_key_comes_twice_in_a_run(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    keys = [r.key for step in (0, 1, 70000) for one in ask(step, config, ToyTask(), TOKENIZER) for r in one.requests]
+    assert len(set(keys)) == len(keys) == 3 * 16
+    assert all(-(2**63) <= key.request < 2**63 for key in keys)
+
+
+def test_experiences_hold_each_rollout_with_its_advantage(tmp_path: Path) -> None:
+    with Judging(Watching(), asked(2, 2)) as judging:
+        for number in (3, 0, 1, 2):
+            judging.hand_in(completion(Key(0, number), str(5 if number == 3 else 1)))
+        found = experiences(judging.judged(), small(tmp_path).grpo)
+    assert [e.rollout.completion.key.request for e in found] == [0, 1, 2, 3]
+    assert [round(e.advantage, 3) for e in found] == [0.0, 0.0, -0.707, 0.707]
+
+
+# ---- whole runs
+
+
+def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> None:
+    variants = {"plain": [], "suffix": ["--spec.drafter=suffix"], "learned": [*LEARNED, "--drafting.share=1"]}
+    runs = {
+        name: tlt.train(small(tmp_path, f"--run.name={name}", "--run.steps=3", "--run.replay_every=2", *flags))
+        for name, flags in variants.items()
+    }
+    assert len(numbers(runs["plain"])) == 3
+    assert numbers(runs["plain"]) == numbers(runs["suffix"]) == numbers(runs["learned"])
+    weights = {name: (tmp_path / name / "checkpoints/step_3/policy/model.safetensors").read_bytes() for name in runs}
+    assert (
+        weights["plain"] == weights["suffix"] == weights["learned"] != (TINY_POLICY / "model.safetensors").read_bytes()
+    )
+    assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.5  # it was not simply off
+    assert events_of(runs["learned"], DrafterTrained)
+    assert events_of(runs["learned"], DrafterSwapped)
+    assert all(event.identical for run in runs.values() for event in events_of(run, ReplayCompared))
+
+
+class SamePrompts(ToyTask):
+    """A user's own task. It asks the same in every step, so that few steps suffice to learn it."""
+
+    def sample(self, step: int, count: int) -> Sequence[Prompt]:
+        return super().sample(0, count)
+
+
+def test_reward_rises_and_a_users_task_is_asked(tmp_path: Path) -> None:
+    flags = ["--run.steps=6", "--task.group=16", "--engine.rows=64", "--model.dtype=float32"]
+    config = small(tmp_path, *flags, "--sampling.temperature=1.5")
+    run = tlt.train(config, SamePrompts(config.task.toy, seed=4))
+    rewards = [step.mean_reward for step in steps_of(run)]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.15
+    assert isinstance(run.events[-1].event, RunFinished)
+    times = [(s.rollout_s + s.reward_s + s.update_s + s.drafting_s + s.checkpoint_s, s.step_s) for s in steps_of(run)]
+    assert all(parts <= whole for parts, whole in times)
+
+
+REWARD = """
+def reward(data_source, solution_str, ground_truth, extra_info=None):
+    if ground_truth == "bad":
+        raise ValueError("cannot judge this")
+    return float(len(solution_str))
+"""
+
+
+def test_a_reward_that_fails_ends_the_run_or_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [f'{{"prompt": "{n}+1=", "answer": "{"bad" if n == 2 else n + 1}"}}' for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    files = ["--task.name=files", f"--task.path={tmp_path}/rows.jsonl", f"--task.reward={tmp_path}/reward.py:reward"]
+    flags = [*files, "--run.steps=1", "--sampling.max_tokens=6", "--task.group=2"]
+    with pytest.raises(TaskError, match=r"(?s)raised.*cannot judge this.*the answer begins"):
+        tlt.train(small(tmp_path, "--run.name=stops", *flags))
+    run = read_run(tmp_path / "stops")
+    assert [event.kind for event in events_of(run, RunFailed)] == ["TaskError"]
+    assert not events_of(run, StepFinished)
+    run = tlt.train(small(tmp_path, "--run.name=counts", "--task.reward_errors=count", *flags))
+    assert [(event.kind, event.count) for event in events_of(run, RewardsFailed)] == [("raised", 2)]
+    assert len(steps_of(run)) == 1
+
+
+def test_engine_and_trainer_share_the_policy(tmp_path: Path) -> None:
+    fleet = LocalFleet(small(tmp_path, *LEARNED), lambda event: None)
+    worker = fleet.worker
+    before = {name: weight.data_ptr() for name, weight in worker.policy.model.named_parameters()}
+    held: Fleet = fleet  # satisfies the loop's protocol by its shape
+    held.publish(0, 3)
+    assert worker.engine.version == 3
+    assert {name: weight.data_ptr() for name, weight in worker.policy.model.named_parameters()} == before
+    held.snapshot()(tmp_path / "saved")
+    with torch.no_grad():
+        worker.policy.model.embed.zero_()
+    held.restore(tmp_path / "saved", 3)
+    assert worker.policy.model.embed.abs().max() > 0
+    assert {name: weight.data_ptr() for name, weight in worker.policy.model.named_parameters()} == before
+
+
+def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+    config = small(tmp_path, "--run.steps=1", "--sampling.max_tokens=4")
+    tlt.train(config)
+    with pytest.raises(ConfigError, match="took 1 steps; go on with --resume"):
+        tlt.train(config)
+    assert [
+        step.step for step in steps_of(tlt.train(replace(config, run=replace(config.run, steps=2)), resume=True))
+    ] == [0, 1]

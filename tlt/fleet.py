@@ -1,0 +1,240 @@
+"""Worker: what one processor owns. LocalFleet: one worker, called directly.
+
+What always holds: engine and trainer hold the very same policy tensors, so that an update reaches the engine by its
+version alone and nothing is copied; drafter weights reach the engine between ticks. A worker is a plain object that is
+told what to do: whoever drives it, in this process or another, gets the same answers.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.config import RunConfig
+from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
+from tlt.drafting.trainer import DraftingResult, OnlineDrafter
+from tlt.engine.build import build_engine, chooser_of, learned_drafting
+from tlt.engine.engine import Engine
+from tlt.engine.memory import GIB
+from tlt.engine.request import Request
+from tlt.loop import Emit, RolloutReport
+from tlt.model.transformer import Transformer
+from tlt.model.weights import hf_tensors, load_tensors, read_tensors, write_policy
+from tlt.policy import open_policy
+from tlt.spec.eagle_files import Origin
+from tlt.spec.speculation import SpeculationReport
+from tlt.telling import acceptance_collapsed, drafter_trained
+from tlt.train.checkpoint import HostCopy, load_state, save_state
+from tlt.train.drafter import Average
+from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
+from tlt.types import Completion, Experience, Key
+from tlt.watch.events import DrafterSwapped
+
+_TRAINER_BYTES = 14  # per weight, not taken yet when the engine is built: two moments and two gradients
+_ENGINE_SHARE = 0.4  # of what is free then, for keys and values; the rest is for the activations of training
+_LEAST_KV_GIB = 0.5
+POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Fellows:
+    """The other workers, as the trainers of one see them."""
+
+    rank: int = 0  # of this one: each draws other answers to learn drafting from
+    add_up: SumOverWorkers | None = None
+    average: Average | None = None  # over those who train the drafter together
+    make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
+
+
+ALONE = Fellows()
+
+
+class Worker:
+    """Policy, engine, policy trainer, and whoever keeps the drafter sharp."""
+
+    def __init__(self, config: RunConfig, fellows: Fellows = ALONE) -> None:
+        self.config = config
+        self.policy = open_policy(config.model)
+        reference = open_policy(config.model).model if config.grpo.kl else None
+        make = fellows.make_trainer or partial(self._trainer, fellows)
+        self.trainer = make(self.policy.model, reference)
+        self._chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
+        self._learned = learned_drafting(self.policy, config)
+        self.engine = build_engine(self.policy, self._with_room(), self._chooser, self._learned)
+        self.drafter = self._online_drafter(fellows)
+        self._host = HostCopy()
+        self._prompt_ids: dict[Key, str] = {}  # of requests under way
+
+    def _trainer(self, fellows: Fellows, model: Transformer, reference: Transformer | None) -> PolicyTrainer:
+        train, grpo, sampling = self.config.train, self.config.grpo, self.config.sampling
+        return PolicyTrainer(
+            model, train, grpo, reference=reference, sampling=sampling, sum_over_workers=fellows.add_up
+        )
+
+    def _with_room(self) -> RunConfig:
+        """The engine takes what is free on a GPU if nobody says how much: here the trainer needs some of it, too."""
+        config, model = self.config, self.policy.model
+        if config.engine.kv_gib or not model.embed.is_cuda:
+            return config
+        free, _ = torch.cuda.mem_get_info(model.embed.device)
+        moments = _TRAINER_BYTES * sum(weight.numel() for weight in model.parameters())
+        kv_gib = max(_LEAST_KV_GIB, _ENGINE_SHARE * (free - moments) / GIB)
+        return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
+
+    def _online_drafter(self, fellows: Fellows) -> OnlineDrafter | None:
+        if self._learned is None or self.config.drafting.frozen:
+            return None
+        own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (fellows.rank << 32)))
+        return OnlineDrafter.of(self.policy, self._learned.drafter, own, average=fellows.average)
+
+    # ---- rollout
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+        self._prompt_ids.update((request.key, request.prompt_id) for request in requests)
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle
+
+    def tick(self) -> list[Completion]:
+        """The answers that ended in one tick. The drafter will learn from them."""
+        completions = self.engine.tick()
+        ids = [self._prompt_ids.pop(completion.key) for completion in completions]
+        if self.drafter and completions:
+            self.drafter.learn_from(completions, self.engine.version, ids)
+        return completions
+
+    def finish(self) -> None:
+        """Raises if a request failed."""
+        self.engine.drain()
+
+    def speculation(self) -> SpeculationReport | None:
+        return self.engine.report().speculation
+
+    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+        """Written again by an engine without speculation that shares nothing but the policy."""
+        settings = self._with_room().engine
+        plain = Engine(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
+        plain.measure()  # as the engine was when it was built: graphs are captured outside of the time
+        started = time.perf_counter()
+        plain.submit(requests)
+        return plain.drain(), time.perf_counter() - started
+
+    # ---- learning
+
+    def draft(self, until: Callable[[], bool]) -> DraftingResult | None:
+        """Until told to stop, and beyond it for the share of a step that may be spent on it."""
+        return self.drafter.train(until, extra_s=self.drafter.allowance_s) if self.drafter else None
+
+    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
+        return self.trainer.update(experiences)
+
+    def publish(self, version: int) -> None:
+        """The tensors already hold this version of the policy: whoever has derived something from them is told."""
+        self.engine.load_policy(version)
+        if self._learned:
+            self._learned.policy_changed()
+
+    def swap_drafter(self) -> int | None:
+        """Hands the newest drafter to the engine; its version, if the engine had another."""
+        return self.take_drafter(self.drafter.weights(), self.drafter.version) if self.drafter else None
+
+    def take_drafter(self, weights: Mapping[str, Tensor], version: int) -> int | None:
+        """Hands a drafter to the engine, between ticks; its version, if the engine had another."""
+        if self._learned is None or self._learned.version == version:
+            return None
+        self._learned.load(weights, version)
+        self._chooser.drafter_changed(self._learned.name)
+        return version
+
+    # ---- going on later
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """A copy on the host of policy, optimizer and drafter, to be written whenever there is time."""
+        model, source = self.policy.model, self.policy.source
+        live: dict[str, Any] = {POLICY: hf_tensors(model), OPTIMIZER: self.trainer.state()}
+        if self.drafter:
+            origin = Origin(self.config.model.path, tuple(model.config.source.get("architectures") or ()))
+            live[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
+        copied, wait_for_copies = self._host.take(live)
+
+        def write(directory: Path) -> None:
+            wait_for_copies()
+            write_policy(copied[POLICY], model.config, directory / POLICY, tokenizer_from=source)
+            save_state(copied[OPTIMIZER], directory, OPTIMIZER)
+            if DRAFTER in copied:
+                write_contents(copied[DRAFTER], directory / DRAFTER)
+
+        return write
+
+    def restore(self, directory: Path, version: int) -> None:
+        """In place: the engine keeps its tensors."""
+        load_tensors(self.policy.model, read_tensors(directory / POLICY), origin=str(directory / POLICY))
+        self.trainer.restore(load_state(directory, OPTIMIZER, self.policy.model.embed.device))
+        if self.drafter:
+            read_checkpoint(self.drafter, directory / DRAFTER)
+        self.publish(version)
+        self.swap_drafter()
+
+
+class LocalFleet:
+    """One worker, called directly."""
+
+    def __init__(self, config: RunConfig, emit: Emit) -> None:
+        self.worker = Worker(config)
+        self._emit = emit
+        self._before: SpeculationReport | None = None
+        self._told = 0  # alarms
+
+    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._before = self.worker.speculation()
+        self.worker.submit(requests)
+        while not self.worker.idle:
+            yield from self.worker.tick()
+            self._sound(step)
+        self.worker.finish()
+
+    def _sound(self, step: int) -> None:
+        alarms = self.worker.engine.alarms
+        while self._told < len(alarms):
+            self._emit(acceptance_collapsed(step, alarms[self._told]))
+            self._told += 1
+
+    def report(self) -> RolloutReport:
+        after = self.worker.speculation()
+        if after is None:
+            return RolloutReport()
+        spent = after.since(self._before) if self._before else after
+        return RolloutReport(spent.verifies, spent.accepted, spent.tuner.saved_s if spent.tuner else 0.0)
+
+    def draft(self, step: int, until: Callable[[], bool]) -> None:
+        result = self.worker.draft(until)
+        if result and result.micro_steps:
+            self._emit(drafter_trained(step, result))
+
+    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
+        return self.worker.update(experiences)
+
+    def publish(self, step: int, version: int) -> None:
+        self.worker.publish(version)
+        swapped = self.worker.swap_drafter()
+        if swapped is not None:
+            self._emit(DrafterSwapped(step, swapped))
+
+    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+        return self.worker.replay(requests)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        return self.worker.snapshot()
+
+    def restore(self, directory: Path, version: int) -> None:
+        self.worker.restore(directory, version)
+
+    def close(self) -> None:
+        pass

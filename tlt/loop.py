@@ -1,0 +1,192 @@
+"""One step of reinforcement learning on one page: ask, answer, judge, update, publish; and the fleet it needs.
+
+What always holds: the step is a function of the policy, the seed and the step's number alone. Answers may come in any
+order, from any worker, with any speculation: groups, advantages and the update see them in the order they were asked.
+Knows nothing of engines, processes or devices: a fleet is whoever has these methods.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tlt.config import GrpoSettings, RunConfig
+from tlt.engine.request import Request
+from tlt.tasks.judge import Judge
+from tlt.tasks.judging import Judged, Judging
+from tlt.tasks.task import Task
+from tlt.text import Tokenizer
+from tlt.train.grpo import advantages
+from tlt.train.policy import UpdateResult
+from tlt.types import Completion, Experience, Key, Prompt, Rollout
+from tlt.watch.events import Event, PhaseStarted, ReplayCompared, RolloutProgress
+
+Emit = Callable[[Event], None]
+_PROGRESS_S = 1.0  # between two words about a rollout under way
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """How the last rollout went, over all workers."""
+
+    verifies: int = 0  # of single requests
+    accepted: int = 0  # draft tokens
+    saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify, pooled; 1 where nothing was drafted."""
+        return 1.0 + self.accepted / max(1, self.verifies)
+
+
+class Fleet(Protocol):
+    """All workers, each with an engine, a share of the policy's trainer, and the drafter's."""
+
+    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Every request's answer, once, as it ends. Workers that run dry may train the drafter until the last is in."""
+
+    def report(self) -> RolloutReport:
+        """Of the rollout that has just ended."""
+
+    def draft(self, step: int, until: Callable[[], bool]) -> None:
+        """The rollout is over: trains the drafter while nobody waits, and longer only if it is worth the wait."""
+
+    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
+        """One step of the policy, on all workers."""
+
+    def publish(self, step: int, version: int) -> None:
+        """From now on every engine writes with the updated policy, and drafts with the newest drafter."""
+
+    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+        """The same requests once more without speculation, and the seconds that took."""
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Everything `restore` needs to go on bit by bit, as it is now. What comes back writes it into an empty
+        directory, whenever it is called, from any thread, but before the next snapshot is taken."""
+
+    def restore(self, directory: Path, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt of a step and the requests for its answers."""
+
+    prompt: Prompt
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a step by what it waited for; they do not overlap."""
+
+    rollout: float
+    reward: float  # after the last answer
+    drafting: float  # after the last reward
+    update: float  # and handing the policy to the engines
+    replay: float  # of no use to the step: it is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of one step."""
+
+    number: int
+    judged: tuple[Judged, ...]
+    report: RolloutReport
+    update: UpdateResult
+    times: Times
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """In the order they were asked."""
+        return [rollout for one in self.judged for rollout in one.group.rollouts]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Everything a step needs, given once."""
+
+    config: RunConfig
+    task: Task
+    tokenizer: Tokenizer
+    judge: Judge
+    fleet: Fleet
+    emit: Emit
+
+    def step(self, number: int) -> Step:
+        """From the prompts of step `number` to policy version `number + 1`."""
+        started = time.perf_counter()
+        asked = ask(number, self.config, self.task, self.tokenizer)
+        with Judging(self.judge, [(one.prompt, [request.key for request in one.requests]) for one in asked]) as judging:
+            self._roll_out(number, asked, judging)
+            answered = time.perf_counter()
+            report = self.fleet.report()
+            self.emit(PhaseStarted(number, "drafting"))
+            self.fleet.draft(number, judging.all_in)
+            drafted = time.perf_counter()
+            judged = tuple(judging.judged())
+        rewarded = time.perf_counter()
+        self._replay(number, asked, judged, answered - started)
+        update_started = time.perf_counter()
+        self.emit(PhaseStarted(number, "update"))
+        update = self.fleet.update(experiences(judged, self.config.grpo))
+        self.fleet.publish(number, number + 1)
+        late = judging.last_verdict_s
+        waited = max(0.0, min(late, drafted) - answered)  # for rewards; drafting beside it costs nothing
+        times = Times(
+            rollout=answered - started,
+            reward=waited + rewarded - drafted,
+            drafting=drafted - answered - waited,
+            update=time.perf_counter() - update_started,
+            replay=update_started - rewarded,
+        )
+        return Step(number, judged, report, update, times)
+
+    def _roll_out(self, number: int, asked: Sequence[Asked], judging: Judging) -> None:
+        requests = [request for one in asked for request in one.requests]
+        self.emit(PhaseStarted(number, "rollout"))
+        tokens, told = 0, time.perf_counter()
+        for finished, completion in enumerate(self.fleet.rollout(number, requests), start=1):
+            judging.hand_in(completion)
+            tokens += len(completion.tokens)
+            if time.perf_counter() - told > _PROGRESS_S:
+                told = time.perf_counter()
+                left = len(requests) - finished
+                self.emit(RolloutProgress(number, finished, len(requests), min(left, self.config.engine.rows), tokens))
+
+    def _replay(self, number: int, asked: Sequence[Asked], judged: Sequence[Judged], seconds: float) -> None:
+        """Every so many steps: the same answers written plainly, by the same policy."""
+        every = self.config.run.replay_every
+        if not every or number % every:
+            return
+        self.emit(PhaseStarted(number, "replay"))
+        plain, plain_s = self.fleet.replay([request for one in asked for request in one.requests])
+        written = {completion.key: completion.tokens for completion in plain}
+        answers = [rollout.completion for one in judged for rollout in one.group.rollouts]
+        identical = all(written[answer.key] == answer.tokens for answer in answers)
+        tokens = sum(len(answer.tokens) for answer in answers)
+        self.emit(ReplayCompared(number, tokens, tlt_s=seconds, plain_s=plain_s, identical=identical))
+
+
+def ask(step: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list[Asked]:
+    """The step's prompts with `task.group` requests each. No key is used twice in a run."""
+    asked = []
+    for index, prompt in enumerate(task.sample(step, config.task.prompts)):
+        tokens = tuple(tokenizer.encode_prompt(prompt.content))
+        first = (step << 32) + index * config.task.group
+        keys = [Key(config.run.seed, first + answer) for answer in range(config.task.group)]
+        asked.append(Asked(prompt, tuple(Request(key, tokens, config.sampling, prompt.id) for key in keys)))
+    return asked
+
+
+def experiences(judged: Sequence[Judged], grpo: GrpoSettings) -> list[Experience]:
+    """Every rollout with its advantage over its group, in the order they were asked."""
+    found = []
+    for one in judged:
+        rollouts = one.group.rollouts
+        gains = advantages([rollout.reward for rollout in rollouts], grpo)
+        found += [Experience(rollout, gain) for rollout, gain in zip(rollouts, gains, strict=True)]
+    return found

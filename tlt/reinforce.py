@@ -1,0 +1,220 @@
+"""`tlt train`: a policy learns from its rewards, step after step, and goes on from where it was stopped.
+
+Owns the run: its directory, its checkpoints and the order of things around a step. What always holds: a checkpoint is
+there only when the events of all its steps are, so that a run stopped at any moment and resumed tells each step, and
+tells what the undisturbed run would have told. Nothing random is left to save: prompts are a function of the step,
+tokens of policy, seed and request. What a resumed run has lost is speed for a while: what the tuner has measured, the
+answers the suffix drafter remembers and, unless `checkpoint.buffer` keeps them, those the drafter learns from.
+"""
+
+import fcntl
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tlt import __version__
+from tlt.bench.machine import describe
+from tlt.config import RunConfig
+from tlt.errors import CheckpointError, ConfigError
+from tlt.fleet import LocalFleet
+from tlt.loop import Emit, Fleet, Loop, Step
+from tlt.policy import device_of, source_of
+from tlt.recipe import to_toml
+from tlt.tasks.choose import judge_of, task_of
+from tlt.tasks.judge import Judge
+from tlt.tasks.task import Task
+from tlt.telling import answer_shown, rewards_failed, rollout_finished, step_finished
+from tlt.text import Tokenizer
+from tlt.train.checkpoint import Checkpoints
+from tlt.watch.events import (
+    CONFIG_FILE,
+    CheckpointSaved,
+    MachineDescribed,
+    PhaseStarted,
+    Run,
+    RunFinished,
+    RunResumed,
+    read_run,
+)
+from tlt.watch.log import EventLog
+from tlt.watch.session import Watched
+
+CHECKPOINTS = "checkpoints"
+_LOCK = ".lock"
+_RECORD = "run.json"  # in a checkpoint: what it is
+_FORMAT = 1
+
+OpenFleet = Callable[[RunConfig, Emit], Fleet]
+
+
+def train(
+    config: RunConfig, task: Task | None = None, *, resume: bool = False, open_fleet: OpenFleet = LocalFleet
+) -> Run:
+    """Trains `config.model` on `task` (the configured one, if none is given) and returns what the run has told.
+
+    `resume` goes on from the run's newest checkpoint, or begins where there is none yet.
+    """
+    if config.cluster.workers > 1 and open_fleet is LocalFleet:
+        raise ConfigError(
+            f"cluster.workers is {config.cluster.workers}, and one worker was asked to train; "
+            "give open_fleet = tlt.cluster.ray_fleet.RayFleet, or use the command `tlt train`"
+        )
+    directory = Path(config.run.out) / config.run.name
+    checkpoints = Checkpoints(directory / CHECKPOINTS, config.checkpoint.keep)
+    with ExitStack() as stack:
+        stack.enter_context(_alone_in(directory))
+        newest = _starting_point(checkpoints, resume)
+        task = task or task_of(config)
+        judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
+        log = stack.enter_context(Watched(config, "train", __version__, resumed=resume))
+        if resume:
+            log.emit(RunResumed(newest[0] if newest else 0, str(newest[1]) if newest else ""))
+        _Run(config, checkpoints, log).go(task, judge, newest, open_fleet)
+    return read_run(directory)
+
+
+class _Run:
+    """One process's share of a run: from the start or a checkpoint to the last step."""
+
+    def __init__(self, config: RunConfig, checkpoints: Checkpoints, log: EventLog) -> None:
+        self._config, self._log = config, log
+        self._saver = _Saver(checkpoints, log)
+        self._started = time.perf_counter()
+
+    def go(self, task: Task, judge: Judge, newest: tuple[int, Path] | None, open_fleet: OpenFleet) -> None:
+        self._describe()
+        tokenizer = Tokenizer.load(source_of(self._config.model))
+        fleet = open_fleet(self._config, self._log.emit)
+        try:
+            first = self._restore(fleet, newest)
+            loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
+            for number in range(first, self._config.run.steps):
+                self._step(loop, number)
+            self._saver.wait()
+        finally:
+            self._saver.close()
+            fleet.close()
+        self._log.emit(RunFinished(seconds=time.perf_counter() - self._started))
+
+    def _step(self, loop: Loop, number: int) -> None:
+        started = time.perf_counter()
+        step = loop.step(number)
+        self._tell(step)
+        computed = time.perf_counter()
+        taken = number + 1
+        every, steps = self._config.checkpoint.every, self._config.run.steps
+        fill = self._copy(loop.fleet, taken) if taken == steps or (every and taken % every == 0) else None
+        checkpoint_s = time.perf_counter() - computed
+        step_s = time.perf_counter() - started - step.times.replay
+        self._log.emit(step_finished(step, checkpoint_s=checkpoint_s, step_s=step_s))
+        if fill:  # after the event: whoever resumes from this checkpoint does not compute the step again
+            self._saver.save(taken, fill)
+        self._saver.tell()
+
+    def _tell(self, step: Step) -> None:
+        for failure in rewards_failed(step.number, (verdict for one in step.judged for verdict in one.verdicts)):
+            self._log.emit(failure)
+        self._log.emit(rollout_finished(step.number, step.rollouts, step.times.rollout))
+        self._log.emit(answer_shown(step.number, step.rollouts[0]))
+
+    # ---- checkpoints
+
+    def _copy(self, fleet: Fleet, taken: int) -> Callable[[Path], None]:
+        """Everything as it is now; what comes back writes it."""
+        self._log.emit(PhaseStarted(taken - 1, "checkpoint"))
+        self._saver.wait()  # the last copy's memory is used again
+        write_fleet = fleet.snapshot()
+
+        def fill(directory: Path) -> None:
+            write_fleet(directory)
+            (directory / CONFIG_FILE).write_text(to_toml(self._config), encoding="utf-8")
+            record = {"format": _FORMAT, "steps": taken, "tlt": __version__}
+            (directory / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+        return fill
+
+    def _restore(self, fleet: Fleet, newest: tuple[int, Path] | None) -> int:
+        """The first step to take."""
+        if newest is None:
+            return 0
+        taken, path = newest
+        try:
+            record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is no checkpoint of a run: {error}; remove it and resume again") from error
+        if record.get("format") != _FORMAT:
+            raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of tlt reads {_FORMAT}")
+        fleet.restore(path, taken)
+        return taken
+
+    def _describe(self) -> None:
+        found = describe(device_of(self._config.model.device), None)
+        named = {"python": found.python, "torch": found.torch, "cuda": found.cuda, "triton": found.triton}
+        self._log.emit(
+            MachineDescribed(
+                device=found.device,
+                device_memory_gib=found.device_memory_gib,
+                cpu=found.cpu,
+                cores=found.cores,
+                versions={**named, "tlt": found.tlt},
+                commit=found.commit,
+                command=found.command,
+            )
+        )
+
+
+class _Saver:
+    """Writes checkpoints while the run goes on, one at a time. One that failed is told at the next call."""
+
+    def __init__(self, checkpoints: Checkpoints, log: EventLog) -> None:
+        self._checkpoints, self._log = checkpoints, log
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[CheckpointSaved] | None = None
+
+    def save(self, step: int, fill: Callable[[Path], None]) -> None:
+        self.wait()
+        self._pending = self._thread.submit(self._write, step, fill)
+
+    def _write(self, step: int, fill: Callable[[Path], None]) -> CheckpointSaved:
+        started = time.perf_counter()
+        path = self._checkpoints.write(step, fill)
+        return CheckpointSaved(step, str(path), time.perf_counter() - started)
+
+    def tell(self) -> None:
+        """Of the last one, if it is done by now."""
+        if self._pending and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending:
+            self._log.emit(pending.result())
+
+    def close(self) -> None:
+        """What is being written is written to its end."""
+        self._thread.shutdown()
+
+
+def _starting_point(checkpoints: Checkpoints, resume: bool) -> tuple[int, Path] | None:
+    newest = checkpoints.newest()
+    if newest and not resume:
+        raise ConfigError(
+            f"{checkpoints.directory} holds a run that took {newest[0]} steps; go on with --resume, "
+            "give this run another run.name, or remove the directory"
+        )
+    return newest
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Two runs in one directory would write over each other. The lock goes with the process, however it ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is training in {directory}; give this run another run.name") from None
+        yield

@@ -1,0 +1,151 @@
+"""What a step tells: the events made from its rollouts, verdicts and alarms. Numbers in, records out."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from tlt.drafting.trainer import DraftingResult
+from tlt.loop import Step
+from tlt.spec.alarm import Alarm
+from tlt.tasks.judge import Verdict
+from tlt.types import Rollout
+from tlt.watch.events import (
+    MOST_LENGTHS,
+    AcceptanceCollapsed,
+    AnswerShown,
+    DrafterTrained,
+    RewardsFailed,
+    RolloutFinished,
+    StepFinished,
+)
+
+_SHOWN = 600  # characters of either end of a text that is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of answers, in tokens."""
+
+    mean: float
+    p50: int
+    p90: int
+    p99: int
+    longest: int
+    total: int
+
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> "Lengths":
+        ordered = sorted(lengths)
+
+        def at(share: float) -> int:
+            return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+        return cls(fmean(ordered), at(0.5), at(0.9), at(0.99), ordered[-1], sum(ordered))
+
+
+def lengths_of(rollouts: Iterable[Rollout]) -> list[int]:
+    return [len(rollout.completion.tokens) for rollout in rollouts]
+
+
+def mean_reward(rollouts: Sequence[Rollout]) -> float:
+    return fmean(rollout.reward for rollout in rollouts)
+
+
+def rollout_finished(step: int, rollouts: Sequence[Rollout], seconds: float) -> RolloutFinished:
+    lengths = Lengths.of(lengths_of(rollouts))
+    shown = rollouts[:: -(-len(rollouts) // MOST_LENGTHS)]  # evenly chosen
+    return RolloutFinished(
+        step=step,
+        n=len(rollouts),
+        mean_reward=mean_reward(rollouts),
+        length_p50=lengths.p50,
+        length_p90=lengths.p90,
+        length_max=lengths.longest,
+        tokens=lengths.total,
+        seconds=seconds,
+        lengths=tuple(len(rollout.completion.tokens) for rollout in shown),
+    )
+
+
+def answer_shown(step: int, rollout: Rollout) -> AnswerShown:
+    content = rollout.prompt.content
+    return AnswerShown(
+        step=step,
+        prompt=rollout.prompt.id,
+        question=_shortened(content if isinstance(content, str) else content[-1].content),
+        answer=_shortened(rollout.completion.text),
+        reward=rollout.reward,
+        tokens=len(rollout.completion.tokens),
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} […] {text[-_SHOWN:]}"
+
+
+def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFinished:
+    rollouts = step.rollouts
+    lengths, rewards, update = Lengths.of(lengths_of(rollouts)), [rollout.reward for rollout in rollouts], step.update
+    return StepFinished(
+        step=step.number,
+        policy_version=step.number + 1,
+        mean_reward=fmean(rewards),
+        reward_std=pstdev(rewards),
+        length_mean=lengths.mean,
+        length_p50=lengths.p50,
+        length_p90=lengths.p90,
+        length_max=lengths.longest,
+        truncated=fmean(rollout.completion.finish_reason == "length" for rollout in rollouts),
+        tokens=lengths.total,
+        accept_length=step.report.accept_length,
+        loss=update.loss,
+        grad_norm=update.grad_norm,
+        kl=update.kl,
+        clipped=update.clipped,
+        mismatch_mean=update.mismatch_mean,
+        mismatch_max=update.mismatch_max,
+        learning_rate=update.learning_rate,
+        rollout_s=step.times.rollout,
+        reward_s=step.times.reward,
+        update_s=step.times.update,
+        drafting_s=step.times.drafting,
+        checkpoint_s=checkpoint_s,
+        step_s=step_s,
+        saved_s=step.report.saved_s,
+    )
+
+
+def rewards_failed(step: int, verdicts: Iterable[Verdict]) -> list[RewardsFailed]:
+    """An event for each way in which rewards failed, with the first that did."""
+    failures = [verdict.failure for verdict in verdicts if verdict.failure]
+    counts = Counter(failure.kind for failure in failures)
+    first = {failure.kind: failure for failure in reversed(failures)}
+    return [
+        RewardsFailed(step=step, kind=kind, count=count, prompt=first[kind].prompt, message=first[kind].message)
+        for kind, count in counts.items()
+    ]
+
+
+def acceptance_collapsed(step: int, alarm: Alarm) -> AcceptanceCollapsed:
+    return AcceptanceCollapsed(
+        step=step,
+        drafter=alarm.drafter,
+        shape=str(alarm.shape),
+        recent=alarm.recent,
+        usual=alarm.usual,
+        verifies=alarm.verifies,
+    )
+
+
+def drafter_trained(step: int, result: DraftingResult) -> DrafterTrained:
+    return DrafterTrained(
+        step=step,
+        version=result.version,
+        micro_steps=result.micro_steps,
+        tokens=result.tokens,
+        loss_before=result.before.loss,
+        loss_after=result.after.loss,
+        seconds=result.seconds,
+        reason=f"{result.began}, then {result.ended}" + (f": {result.alarm}" if result.alarm else ""),
+    )

@@ -1,0 +1,212 @@
+"""Checkpoints: directories `step_N`, each whole or not there at all.
+
+What always holds: a checkpoint is written aside, forced to disk, and only then renamed, so that whatever stops a run,
+and when, a name `step_N` stands for everything that was to be saved. What is half written is never read, and swept away
+by the next one. Older checkpoints are removed after a newer one is safe, never before.
+Knows nothing of what is in them: a state is tensors and plain values, nested as their owner likes.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt.errors import CheckpointError
+
+_NAME = re.compile(r"step_(\d+)")
+_ASIDE = re.compile(r"\.step_\d+\.(writing|replaced)")
+
+
+class Checkpoints:
+    """The checkpoints of one run, of which the newest `keep` stay."""
+
+    def __init__(self, directory: Path | str, keep: int = 2) -> None:
+        self.directory = Path(directory)
+        self._keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps there are checkpoints of, oldest first."""
+        try:
+            names = [entry.name for entry in self.directory.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}; expected a directory") from error
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def newest(self) -> tuple[int, Path] | None:
+        """The last step that was saved, and where; None if none was."""
+        steps = self.steps()
+        return (steps[-1], self.path(steps[-1])) if steps else None
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step_{step}"
+
+    def write(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """A checkpoint with what `fill` writes into the directory it is given; or CheckpointError, and nothing new."""
+        target, aside = self.path(step), self.directory / f".step_{step}.writing"
+        try:
+            self._sweep()
+            aside.mkdir(parents=True)
+            fill(aside)
+            _force_to_disk(aside)
+            self._put_in_place(aside, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(self._complaint(target, error)) from error
+        self._prune()
+        return target
+
+    def _put_in_place(self, aside: Path, target: Path) -> None:
+        replaced = self.directory / f".{target.name}.replaced"
+        if target.exists():  # a name cannot be given to two directories
+            target.rename(replaced)
+        aside.rename(target)
+        _force_directory(self.directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """What an earlier run left half done goes."""
+        if self.directory.is_dir():
+            for entry in self.directory.iterdir():
+                if _ASIDE.fullmatch(entry.name):
+                    shutil.rmtree(entry)
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            path, going = self.path(step), self.directory / f".step_{step}.replaced"
+            with suppress(OSError):  # a checkpoint too many harms nobody
+                path.rename(going)  # at once: nobody shall find it half removed
+                shutil.rmtree(going)
+
+    def _complaint(self, target: Path, error: OSError | SafetensorError) -> str:
+        what = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        cure = "make room on the disk" if full else "see that the directory can be written to"
+        left = self.newest()
+        still = f"the last one, {left[1]}, is intact" if left else "there was none before it"
+        return f"the checkpoint {target} cannot be written: {what}; {still}. {cure}, then go on with --resume"
+
+
+# ---- forcing to disk
+
+
+def _force_to_disk(directory: Path) -> None:
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _force(Path(folder) / name, os.O_RDONLY)
+        _force_directory(Path(folder))
+
+
+def _force_directory(directory: Path) -> None:
+    _force(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _force(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- states
+
+_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"  # marks of what JSON has no word for
+
+
+def save_state(state: Mapping[str, Any], directory: Path, name: str) -> None:
+    """Writes a state as `name`.json and, for its tensors, `name`.safetensors: bit by bit what `load_state` gives back.
+
+    A state is made of dictionaries, lists, tuples, tensors, numbers, texts and None.
+    """
+    tensors: dict[str, Tensor] = {}
+    words = _without_tensors(state, tensors)
+    (directory / f"{name}.json").write_text(json.dumps(words) + "\n", encoding="utf-8")
+    save_file(tensors, directory / f"{name}.safetensors")
+
+
+def load_state(directory: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
+    try:
+        words = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+        with safe_open(directory / f"{name}.safetensors", framework="pt", device=str(device)) as file:
+            state: dict[str, Any] = _with_tensors(words, file.get_tensor)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{directory / name} cannot be read: {error}; resume from another checkpoint") from error
+    return state
+
+
+def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        key = str(len(tensors))
+        tensors[key] = value.detach().cpu().contiguous()
+        return {_TENSOR: key}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _without_tensors(part, tensors) for key, part in value.items()}
+        return {_ITEMS: [[key, _without_tensors(part, tensors)] for key, part in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_without_tensors(part, tensors) for part in value]}
+    if isinstance(value, list):
+        return [_without_tensors(part, tensors) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a state holds a {type(value).__name__}; expected tensors and plain values")
+
+
+def _with_tensors(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_with_tensors(part, tensor) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensor(value[_TENSOR])
+    if _TUPLE in value:
+        return tuple(_with_tensors(part, tensor) for part in value[_TUPLE])
+    if _ITEMS in value:
+        return {key: _with_tensors(part, tensor) for key, part in value[_ITEMS]}
+    return {key: _with_tensors(part, tensor) for key, part in value.items()}
+
+
+# ---- copies to write from while the originals change
+
+
+class HostCopy:
+    """Copies of states in host memory, which is used again for the next one: memory a device can write to is dear."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        """The state with every tensor copied, and a call that waits until the copies are there.
+
+        A device is not waited for here: it copies in the order of its work, before anything that comes after.
+        """
+        copied: dict[str, Any] = self._copied(state, "")
+        arrived = torch.cuda.Event() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        if arrived is None:
+            return copied, lambda: None
+        arrived.record()
+        return copied, arrived.synchronize
+
+    def _copied(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            place = self._memory.get(name)
+            if place is None or place.shape != value.shape or place.dtype != value.dtype:
+                place = self._memory[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            return place.copy_(value.detach(), non_blocking=True)
+        if isinstance(value, Mapping):
+            return {key: self._copied(part, f"{name}.{key}") for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copied(part, f"{name}.{index}") for index, part in enumerate(value))
+        return value

@@ -1,0 +1,113 @@
+"""The policy trainer in shards (FSDP2): each worker holds a part of the weights it learns and of what Adam remembers.
+
+What always holds: N workers give the numbers of one up to the rounding of sums; the engine's weights are another, whole
+copy, and change only in `publish`, which gathers the shards. What is saved is whole, and read back into any number of
+shards. All workers make every call together, and as many passes as the one with the most rows.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tlt.config import RunConfig
+from tlt.errors import ConfigError
+from tlt.model.transformer import Transformer
+from tlt.train.policy import PolicyTrainer, SumOverWorkers
+
+
+class ShardedTrainer(PolicyTrainer):
+    """Learns in shards of a copy of `whole`, which `publish` brings up to date."""
+
+    def __init__(
+        self,
+        whole: Transformer,
+        config: RunConfig,
+        mesh: DeviceMesh,
+        *,
+        reference: Transformer | None,
+        add_up: SumOverWorkers,
+    ) -> None:
+        if config.train.lora_rank:
+            raise ConfigError(
+                f"train.lora_rank is {config.train.lora_rank} and cluster.shard is on; adapters are small: learn them "
+                "with cluster.shard = false"
+            )
+        self._whole, self._mesh, self._add_up = whole, mesh, add_up
+        super().__init__(
+            sharded(whole, mesh),
+            config.train,
+            config.grpo,
+            reference=reference,
+            sampling=config.sampling,
+            sum_over_workers=self._sum_plain,
+            passes=self._most_passes,
+        )
+
+    def _sum_plain(self, tensors: Sequence[Tensor]) -> None:
+        """Shards have been summed on the way back already."""
+        self._add_up([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+
+    def _most_passes(self, own: int) -> int:
+        passes = torch.zeros(self._mesh.size(), dtype=torch.int64, device=self._whole.embed.device)
+        passes[self._mesh.get_rank()] = own
+        self._add_up([passes])
+        return int(passes.max())
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The engine's weights become those that were learned."""
+        for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
+            whole.copy_(_gathered(shards))
+
+    def state(self) -> dict[str, Any]:
+        """Whole, in host memory."""
+        return {key: _each(value, _gathered_on_host) for key, value in super().state().items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
+            shards.copy_(self._cut(whole))
+        super().restore({key: _each(value, self._cut) for key, value in state.items()})
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        tensor = tensor.detach().to(self._whole.embed.device)
+        return distribute_tensor(tensor, self._mesh, [Shard(0)], src_data_rank=None)
+
+
+def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """A copy whose layers are gathered when they are computed. Gradients are summed over the workers, in float32."""
+    shards = copy.deepcopy(model).requires_grad_(True)
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(model.embed.dtype, torch.float32))
+    for module in (*shards.blocks, shards):
+        # the outermost stays whole until its gradients are there: the head is read after the forward pass
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=module is not shards)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+    return shards
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _gathered_on_host(tensor: Tensor) -> Tensor:
+    return _gathered(tensor.detach()).to("cpu", copy=True)
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _each(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_each(part, change) for part in value)
+    return value
