@@ -20,14 +20,27 @@ ROOT = Path(tlt.__file__).parents[1]
 
 # From the ground up. A name covers what is below it, unless a longer name says otherwise.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "words": ("tlt.types", "tlt.errors", "tlt.recipe", "tlt.config", "tlt.tasks.task", "tlt.watch.events"),
+    "words": (
+        "tlt.types",
+        "tlt.errors",
+        "tlt.recipe",
+        "tlt.config",
+        "tlt.tasks.task",
+        "tlt.watch.event",
+        "tlt.watch.events",
+        "tlt.watch.workers",
+        "tlt.watch.history",
+        "tlt.watch.log",
+    ),
     "kernels": ("tlt.kernels",),
     "model": ("tlt.model",),
-    "parts": ("tlt.train", "tlt.spec", "tlt.text", "tlt.tasks", "tlt.policy"),
+    "parts": ("tlt.train", "tlt.spec", "tlt.text", "tlt.tasks", "tlt.policy", "tlt.watch"),
     "machines": ("tlt.engine", "tlt.drafting", "tlt.sync"),
     "house": (
         "tlt.loop",
         "tlt.fleet",
+        "tlt.reinforce",
+        "tlt.telling",
         "tlt.sim",
         "tlt.generate",
         "tlt.rollout",
@@ -51,11 +64,20 @@ PLAIN = {
     "tlt.spec.shape",
     "tlt.spec.suffix",
     "tlt.spec.tuner",
+    "tlt.drafting.cadence",
     "tlt.drafting.idle",
+    "tlt.cluster.dispatch",
+    "tlt.cluster.timeline",
     "tlt.sim",
     "tlt.bench.options",
+    "tlt.watch.metrics",
+    "tlt.watch.summary",
+    "tlt.watch.plot",
+    "tlt.watch.figures",
+    "tlt.watch.report",
 }
-BORDERS = {"tlt.cli", "tlt.tasks.judge_child"}  # may catch everything: to report it to a person, or to the run
+# may catch everything: to report it to a person, or to the run
+BORDERS = {"tlt.cli", "tlt.tasks.judge_child", "tlt.watch.readers"}
 LONGEST_FUNCTION, LONGEST_FILE = 60, 420  # lines
 LONGEST_KERNEL = 100  # a Triton kernel: one program, whose stages share tiles held in registers
 
@@ -324,10 +346,16 @@ SURFACE = {
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "
     "task: tlt.config.TaskSettings = <factory>, sampling: tlt.types.SamplingParams = <factory>, "
     "engine: tlt.config.EngineSettings = <factory>, spec: tlt.config.SpecSettings = <factory>, "
-    "warmup: tlt.config.WarmupSettings = <factory>, draft: tlt.config.DraftSettings = <factory>) -> None",
+    "warmup: tlt.config.WarmupSettings = <factory>, draft: tlt.config.DraftSettings = <factory>, "
+    "train: tlt.config.TrainSettings = <factory>, grpo: tlt.config.GrpoSettings = <factory>, "
+    "drafting: tlt.config.DraftingSettings = <factory>, checkpoint: tlt.config.CheckpointSettings = <factory>, "
+    "watch: tlt.config.WatchSettings = <factory>, cluster: tlt.config.ClusterSettings = <factory>) -> None",
     "SamplingParams": "(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, max_tokens: int = 256, "
     "stop: tuple[str, ...] = (), ignore_eos: bool = False) -> None",
     "read_run": "(directory: str | pathlib.Path) -> tlt.watch.events.Run",
+    "train": "(config: tlt.config.RunConfig, task: tlt.tasks.task.Task | None = None, *, resume: bool = False, "
+    "open_fleet: Callable[[tlt.config.RunConfig, Callable[[tlt.watch.event.Event], None]], tlt.loop.Fleet] = "
+    "<class 'tlt.fleet.LocalFleet'>) -> tlt.watch.events.Run",
 }
 
 

@@ -39,12 +39,11 @@ class GraphPool(Generic[T]):
         return key in self._graphs
 
     def capture(self, key: Hashable, function: Callable[[], T]) -> None:
-        """Runs the function twice to compile and settle it, then records it. It must have no effect while captured."""
+        """Runs the function once to compile and settle it, then records it. It must have no effect while captured."""
         started = time.perf_counter()
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            function()
             function()
         torch.cuda.current_stream(self._device).wait_stream(side)
         torch.cuda.synchronize(self._device)
