@@ -1,0 +1,212 @@
+"""Many workers do what one does: the same tokens, rewards and policy, whoever trains the drafter, whoever dies."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="several workers need Ray: install tlt[ray]")
+
+import ray
+
+from tests.fleets import CONFIG, Letters, TinyHost, open_tiny, wait_for_everyone, with_workers
+from tests.tiny import letters
+from tlt.cluster.ray_fleet import RayFleet
+from tlt.config import RunConfig
+from tlt.errors import StateLost
+from tlt.fleet import LocalFleet
+from tlt.loop import Fleet, Loop
+from tlt.tasks.judge import DirectJudge
+from tlt.watch.events import DrafterTrained, Event
+from tlt.watch.workers import FleetPublished, FleetRolledOut, WorkerLost, WorkerReturned, WorkerSpans
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@dataclass
+class Story:
+    """What a run told."""
+
+    tokens: list[dict[Any, tuple[int, ...]]] = field(default_factory=list)  # by step and key
+    rewards: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def run(config: RunConfig, fleet: Fleet, story: Story, steps: int = STEPS) -> Story:
+    task = Letters()
+    loop = Loop(config, task, letters(), DirectJudge(task), fleet, story.events.append)
+    for number in range(steps):
+        step = loop.step(number)
+        rollouts = [rollout for one in step.judged for rollout in one.group.rollouts]
+        story.tokens.append({rollout.completion.key: rollout.completion.tokens for rollout in rollouts})
+        story.rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
+        story.losses.append(step.update.loss)
+        story.norms.append(step.update.grad_norm)
+    return story
+
+
+@pytest.fixture(scope="module")
+def alone() -> Story:
+    """The undisturbed run of one worker in this process."""
+    patch = pytest.MonkeyPatch()
+    with patch.context():
+        patch.setattr("tlt.fleet.open_policy", open_tiny)
+        story = Story()
+        return run(CONFIG, LocalFleet(CONFIG, story.events.append), story)
+
+
+def same(story: Story, alone: Story) -> None:
+    assert story.tokens == alone.tokens
+    assert story.rewards == alone.rewards
+    assert story.losses == pytest.approx(alone.losses, rel=1e-9, abs=1e-12)
+    assert story.norms == pytest.approx(alone.norms, rel=1e-9)
+
+
+class Crowd:
+    """One fleet for many stories: each begins from the first policy."""
+
+    def __init__(self, workers: int) -> None:
+        self.config = with_workers(workers)
+        self.story = Story()
+        self.fleet = RayFleet(self.config, lambda event: self.story.events.append(event), host=TinyHost)
+        self._first = self.actor(0).state.remote()
+        ray.get(self._first)
+
+    def actor(self, rank: int) -> Any:
+        return self.fleet._crew.members[self.fleet._crew.ranks[rank]].actor
+
+    def begin(self) -> None:
+        wait_for_everyone(self.fleet, self.config.cluster.workers)
+        self.story = Story()
+        self.fleet._crew.losses = 0
+        for rank in range(self.config.cluster.workers):
+            actor = self.actor(rank)
+            ray.get([actor.take.remote(self._first), actor.dawdle.remote(0.0), actor.arm.remote("")])
+
+    def dawdle(self, rank: int) -> None:
+        ray.get(self.actor(rank).dawdle.remote(0.02))
+
+    def arm(self, rank: int, *trap: Any) -> None:
+        ray.get(self.actor(rank).arm.remote(*trap))
+
+    def run(self, steps: int = STEPS) -> Story:
+        return run(self.config, self.fleet, self.story, steps)
+
+    def prints(self) -> list[int]:
+        return list(self.fleet._crew.ask_all("fingerprint").answers.values())
+
+
+@pytest.fixture(scope="module")
+def everyone(cluster: None) -> Iterator[Crowd]:
+    crowd = Crowd(3)
+    yield crowd
+    crowd.fleet.close()
+
+
+@pytest.fixture
+def crowd(everyone: Crowd) -> Crowd:
+    everyone.begin()
+    return everyone
+
+
+def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
+    crowd.dawdle(1)
+    story = crowd.run()
+    same(story, alone)
+    prints = crowd.prints()
+    assert len(prints) == 3
+    assert len(set(prints)) == 1  # one version of policy and drafter
+    assert not story.of(WorkerLost)
+    published = story.of(FleetPublished)
+    assert [event.version for event in published] == [1, 2]
+    assert len({event.fingerprint for event in published}) == STEPS
+    names = {span[0] for event in story.of(WorkerSpans) for span in event.spans}
+    assert {"rolling", "drafting", "updating", "publishing"} <= names
+    assert story.of(DrafterTrained)
+    rolled = story.of(FleetRolledOut)
+    assert [event.step for event in rolled] == list(range(STEPS))
+    assert sum(event.joins for event in rolled) > 0  # two were dry, and trained the drafter together
+    assert sum(event.swaps for event in rolled) > 0  # and the third took what they had learned while it wrote
+    used = sum(event.drafting_s for event in rolled), sum(event.idle_s for event in rolled)
+    assert used[0] > used[1]  # the benchmark measures how much more
+
+
+def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
+    story = crowd.run(1)
+    before = len(story.of(DrafterTrained))
+    deadline = time.monotonic() + 3.0
+    crowd.fleet.draft(0, lambda: time.monotonic() > deadline)
+    trained = story.of(DrafterTrained)[before:]
+    assert sum(event.micro_steps for event in trained) > 0
+    crowd.fleet.publish(0, 1)
+    assert len(set(crowd.prints())) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trap", "phase"),
+    [
+        ((0,), ("rollout", 10), "rollout"),
+        ((0, 2), ("leading", 3), "rollout"),
+        ((0, 2), ("following", 2), "rollout"),
+        ((2,), ("update",), "update"),
+        ((0,), ("after the update",), "update"),
+        ((2,), ("publish",), "publish"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) and isinstance(value[0], str) else "",
+)
+def test_a_worker_that_is_killed_changes_nothing(
+    crowd: Crowd, alone: Story, ranks: tuple[int, ...], trap: tuple[Any, ...], phase: str
+) -> None:
+    crowd.dawdle(1)
+    for rank in ranks:
+        crowd.arm(rank, *trap)
+    story = crowd.run()
+    same(story, alone)
+    lost = story.of(WorkerLost)
+    assert lost
+    assert {event.phase for event in lost} == {phase}
+    wait_for_everyone(crowd.fleet, 3)
+    assert {event.worker for event in story.of(WorkerReturned)} == {event.worker for event in lost}
+    assert len(set(crowd.prints())) == 1  # who returned is as those who stayed
+    if trap[0] == "rollout":
+        assert lost[0].requests > 0
+
+
+def test_a_worker_that_hangs_is_lost_too(crowd: Crowd, alone: Story) -> None:
+    crowd.fleet._crew._config = with_workers(3, hang_s=3.0)
+    crowd.arm(0, "rollout", 5, signal.SIGSTOP)
+    story = crowd.run(1)
+    assert story.tokens == alone.tokens[:1]
+    assert [event.reason for event in story.of(WorkerLost)] == ["hung during rollout: no progress for 3 s"]
+
+
+def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyone: Crowd) -> None:
+    wait_for_everyone(everyone.fleet, 3)  # or its successors would take our place
+    config, story = with_workers(2, shard=True, cpus_per_worker=0.1), Story()
+    fleet = RayFleet(config, story.events.append, host=TinyHost)
+    try:
+        same(run(config, fleet, story), alone)
+        prints = fleet._crew.ask_all("fingerprint").answers.values()
+        assert len(set(prints)) == 1
+        ray.get(fleet._crew.members[fleet._crew.ranks[1]].actor.arm.remote("publish"))
+        with pytest.raises(StateLost, match="its part of the policy"):
+            run(config, fleet, Story(), steps=1)
+    finally:
+        fleet.close()

@@ -1,0 +1,306 @@
+"""Idle workers: however badly messages travel, everyone ends ready, nobody too early, and old words change nothing."""
+
+import random
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt.drafting.idle import Coordinator, HandOut, Order, Report, Rounds, Seat, State
+from tlt.errors import TltError
+
+LEGAL = {
+    State.READY: {State.BUSY, State.IDLE},  # the next epoch
+    State.BUSY: {State.IDLE},
+    State.IDLE: {State.DRAFTING, State.BUSY, State.READY},
+    State.DRAFTING: {State.READY, State.BUSY, State.IDLE},
+}
+
+
+class World:
+    """A coordinator, seats, and a bad network: messages are dropped, doubled, late and out of order."""
+
+    def __init__(self, workers: int, rng: random.Random) -> None:
+        self.rng = rng
+        self.coordinator = Coordinator(range(workers))
+        self.seats = {worker: Seat(worker) for worker in range(workers)}
+        self.next_worker = workers
+        self.open: dict[int, set[int]] = {worker: set() for worker in range(workers)}  # requests at each worker
+        self.done: dict[int, set[int]] = {worker: set() for worker in range(workers)}  # answered by it this epoch
+        self.handed: dict[int, dict[int, set[int]]] = {}  # the requests of every hand-out, to send again
+        self.queue: list[set[int]] = []
+        self.answered: set[int] = set()  # in the coordinator's books
+        self.asked: set[int] = set()
+        self.flying: list[tuple[object, frozenset[int]]] = []
+        self.said: list[tuple[object, frozenset[int]]] = []  # everything ever sent
+        self.states = dict.fromkeys(range(workers), State.READY)
+
+    # ---- what may happen
+
+    def begin(self, requests: int, group: int) -> None:
+        self.coordinator.begin(drafting=True)
+        first = len(self.asked)
+        numbers = list(range(first, first + requests))
+        self.asked |= set(numbers)
+        self.queue = [set(numbers[at : at + group]) for at in range(0, requests, group)]
+        self.handed = {worker: {} for worker in self.seats}
+        self.done = {worker: set() for worker in self.seats}
+
+    def hand_out(self) -> None:
+        if self.queue:
+            worker, requests = self.rng.choice(list(self.seats)), self.queue.pop()
+            hand_out = self.coordinator.hand(worker, len(requests))
+            self.handed[worker][hand_out.number] = requests
+            self.send(hand_out, requests)
+
+    def answer(self) -> None:
+        writing = [worker for worker in self.seats if self.open[worker]]
+        if writing:
+            worker = self.rng.choice(writing)
+            self.done[worker].add(self.open[worker].pop())
+            self.seats[worker].answered()
+
+    def report(self) -> None:
+        worker = self.rng.choice(list(self.seats))
+        self.send(self.seats[worker].report(), self.done[worker])
+
+    def order(self) -> None:
+        if not self.queue and self.answered == self.asked:
+            self.coordinator.close()
+        for order in self.coordinator.orders():
+            self.send(order, frozenset())
+        for worker, outs in self.handed.items():  # what has not been taken comes again
+            for number, requests in outs.items():
+                if worker in self.seats and self.coordinator.state(worker) is State.BUSY and self.rng.random() < 0.3:
+                    self.send(HandOut(self.coordinator.epoch, worker, number, len(requests)), requests)
+
+    def deliver(self) -> None:
+        if self.flying:
+            self.arrive(*self.flying.pop(self.rng.randrange(len(self.flying))))
+
+    def lose(self) -> None:
+        if self.flying:
+            self.flying.pop(self.rng.randrange(len(self.flying)))
+
+    def repeat(self) -> None:
+        if self.said:
+            self.arrive(*self.rng.choice(self.said))
+
+    def kill(self) -> None:
+        if len(self.seats) > 1 and not self.coordinator.stopped:
+            worker = self.rng.choice(list(self.seats))
+            del self.seats[worker], self.states[worker]
+            left = set().union(*self.handed.pop(worker).values(), set()) - self.answered
+            if left:
+                self.queue.append(left)
+            self.coordinator.lost(worker)
+
+    def come(self) -> None:
+        if not self.coordinator.stopped and len(self.seats) < 4:
+            worker, self.next_worker = self.next_worker, self.next_worker + 1
+            self.seats[worker], self.states[worker] = Seat(worker), State.READY
+            self.open[worker], self.done[worker], self.handed[worker] = set(), set(), {}
+            self.coordinator.came(worker)
+
+    # ---- the network
+
+    def send(self, message: object, requests: set[int] | frozenset[int]) -> None:
+        self.flying.append((message, frozenset(requests)))
+        self.said.append((message, frozenset(requests)))
+
+    def arrive(self, message: object, requests: frozenset[int]) -> None:
+        if isinstance(message, Report):
+            if message.worker in self.seats and message.epoch == self.coordinator.epoch:
+                self.answered |= requests
+            self.coordinator.hear(message)
+        elif isinstance(message, HandOut) and message.worker in self.seats:
+            if self.seats[message.worker].take(message):
+                self.open[message.worker] |= requests
+        elif isinstance(message, Order) and message.worker in self.seats:
+            self.seats[message.worker].hear(message)
+
+    # ---- what always holds
+
+    def check(self) -> None:
+        everything = self.answered == self.asked and not self.queue
+        for worker, seat in self.seats.items():
+            before, now = self.states[worker], seat.state
+            assert now == before or now in LEGAL[before], f"{before} → {now}"
+            self.states[worker] = now
+            if now is not State.BUSY:
+                assert not self.open[worker]
+            if seat.epoch == self.coordinator.epoch and now is State.READY:
+                assert everything, "told to stop while an answer was being written"
+        assert not self.coordinator.stopped or everything
+
+    def settle(self, limit: int = 400) -> None:
+        """Everybody keeps saying how things are, and nothing is lost any more."""
+        for _ in range(limit):
+            while self.queue:
+                self.hand_out()
+            self.order()
+            for worker, seat in self.seats.items():
+                for number, requests in self.handed[worker].items():
+                    self.send(HandOut(self.coordinator.epoch, worker, number, len(requests)), requests)
+                while self.open[worker]:
+                    self.done[worker].add(self.open[worker].pop())
+                    seat.answered()
+                self.send(seat.report(), self.done[worker])
+            while self.flying:
+                self.arrive(*self.flying.pop(0))
+                self.check()
+            if self.coordinator.all_ready:
+                return
+        raise AssertionError(f"not everyone is ready: {self.states}")
+
+
+NOISE = ("hand_out", "answer", "report", "order", "deliver", "deliver", "deliver", "lose", "repeat", "kill", "come")
+
+
+@given(workers=st.integers(1, 4), seed=st.integers(0, 2**32), steps=st.integers(0, 120))
+def test_any_network_ends_ready_and_never_too_early(workers: int, seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    world = World(workers, rng)
+    for _ in range(3):  # old epochs' messages are still about in later ones
+        world.begin(requests=rng.randrange(0, 9), group=rng.randrange(1, 4))
+        for _ in range(steps):
+            getattr(world, rng.choice(NOISE))()
+            world.check()
+        world.settle()
+        assert {seat.epoch for seat in world.seats.values()} == {world.coordinator.epoch}
+
+
+@given(seed=st.integers(0, 2**32))
+def test_what_was_said_before_changes_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(3, rng)
+    world.begin(requests=6, group=2)
+    for _ in range(60):
+        getattr(world, rng.choice(("hand_out", "answer", "report", "order")))()
+        while world.flying:
+            world.arrive(*world.flying.pop(0))
+
+    def everything() -> object:
+        seats = {worker: (seat.state, seat.epoch, seat.group) for worker, seat in world.seats.items()}
+        return seats, deepcopy(world.open), world.coordinator.orders(), world.coordinator.group
+
+    before = everything()
+    for message, requests in rng.sample(world.said, len(world.said)):
+        world.arrive(message, requests)
+    assert everything() == before
+
+
+# ---- the story, told once
+
+
+def settled(coordinator: Coordinator, seats: list[Seat]) -> list[State]:
+    for _ in range(4):
+        for seat in seats:
+            coordinator.hear(seat.report())
+        for order in coordinator.orders():
+            seats[order.worker].hear(order)
+    return [seat.state for seat in seats]
+
+
+def test_dry_workers_draft_until_the_last_answer() -> None:
+    coordinator, seats = Coordinator(range(3)), [Seat(worker) for worker in range(3)]
+    coordinator.begin(drafting=True)
+    for seat in seats[1:]:
+        assert seat.take(coordinator.hand(seat.worker, 1))
+    assert settled(coordinator, seats) == [State.DRAFTING, State.BUSY, State.BUSY]
+    seats[2].answered()
+    assert settled(coordinator, seats) == [State.DRAFTING, State.BUSY, State.DRAFTING]
+    assert seats[2].group == (0, 2)  # who was there first leads
+    recalled = coordinator.hand(0, 2)  # somebody died, say
+    assert seats[0].take(recalled)
+    assert seats[0].state is State.BUSY
+    assert settled(coordinator, seats) == [State.BUSY, State.BUSY, State.DRAFTING]
+    seats[0].answered(2)
+    assert settled(coordinator, seats)[0] is State.DRAFTING
+    assert coordinator.group == (2, 0)
+    seats[1].answered()
+    coordinator.close()
+    assert settled(coordinator, seats) == [State.READY] * 3
+    assert coordinator.all_ready
+
+
+def test_a_late_stop_of_an_old_epoch_is_ignored() -> None:
+    coordinator, seats = Coordinator(range(1)), [Seat(0)]
+    coordinator.begin(drafting=True)
+    coordinator.close()
+    settled(coordinator, seats)
+    (stop,) = coordinator.orders()
+    assert stop.stop
+    coordinator.begin(drafting=True)
+    seats[0].take(coordinator.hand(0, 1))
+    seats[0].hear(replace(stop, serial=10**6))
+    assert seats[0].state is State.BUSY
+
+
+def test_nobody_drafts_where_it_is_not_wanted() -> None:
+    coordinator, seats = Coordinator(range(2)), [Seat(0), Seat(1)]
+    coordinator.begin(drafting=False)
+    assert settled(coordinator, seats) == [State.IDLE, State.IDLE]
+
+
+def test_drafting_can_be_held() -> None:
+    coordinator, seats = Coordinator(range(2)), [Seat(0), Seat(1)]
+    coordinator.begin(drafting=True)
+    assert settled(coordinator, seats) == [State.DRAFTING, State.DRAFTING]
+    coordinator.hold()
+    assert settled(coordinator, seats) == [State.IDLE, State.IDLE]
+
+
+def test_without_workers_there_is_no_fleet() -> None:
+    coordinator = Coordinator(range(1))
+    with pytest.raises(TltError, match="no worker is left"):
+        coordinator.lost(0)
+
+
+# ---- micro-steps
+
+
+def test_a_gradient_counts_once_and_in_its_own_micro_step() -> None:
+    rounds = Rounds()
+    assert rounds.join(0) == 1
+    rounds.advance()
+    assert rounds.join(5) == 2  # comes in the middle of a micro-step: takes part in the next
+    assert rounds.join(5) == 2
+    assert not rounds.give(5, 1)
+    assert rounds.give(0, 1)
+    assert not rounds.give(0, 1)
+    assert rounds.complete
+    rounds.advance()
+    assert not rounds.give(5, 1)  # late
+    assert rounds.give(5, 2)
+    assert not rounds.complete
+    rounds.keep([5])  # the other one died
+    assert rounds.complete
+    assert rounds.contributors == (5,)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_micro_step_waits_for_exactly_those_who_take_part(seed: int) -> None:
+    rng = random.Random(seed)
+    rounds = Rounds()
+    present: dict[int, int] = {}  # member → the first micro-step it takes part in
+    for _ in range(60):
+        member = rng.randrange(4)
+        match rng.randrange(4):
+            case 0:
+                present.setdefault(member, rounds.join(member))
+            case 1:
+                present.pop(member, None)
+                rounds.keep(present)
+            case 2:
+                fits = present.get(member, 10**9) <= rounds.step
+                new = member not in rounds.contributors
+                assert rounds.give(member, rounds.step) == (fits and new)
+                assert not rounds.give(member, rounds.step - 1)
+            case _:
+                if rounds.complete:
+                    waited_for = {member for member, since in present.items() if since <= rounds.step}
+                    assert waited_for <= set(rounds.contributors)
+                    rounds.advance()

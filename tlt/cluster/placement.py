@@ -1,0 +1,166 @@
+"""Where workers run: a Ray of our own on this machine, or a cluster that is there already.
+
+What always holds: whatever makes a fleet impossible (nobody at the address, too few processors, other versions on a
+node) is said before any policy is loaded, with what was found and what to change. Knows nothing of what workers do.
+"""
+
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from tlt import __version__
+from tlt.config import ClusterSettings
+from tlt.errors import ClusterError
+
+_REACH_S = 5.0  # seconds to wait for somebody at an address; Ray itself would wait for minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a machine each worker is given."""
+
+    cpus: float
+    gpus: float  # 0 for a worker on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A worker's place among those on its machine."""
+
+    number: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a process runs in: workers must agree with the driver, or their numbers will not."""
+
+    host: str
+    pid: int
+    node: str  # Ray's name of the machine
+    address: str  # of the machine, as the others reach it
+    python: str
+    torch: str
+    tlt: str
+
+    @classmethod
+    def here(cls) -> "Environment":
+        context = ray.get_runtime_context()
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            node=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            python=platform.python_version(),
+            torch=torch.__version__.partition("+")[0],  # a driver without a GPU has another build of the same
+            tlt=__version__,
+        )
+
+
+def connect(settings: ClusterSettings) -> bool:
+    """Starts a local Ray, or joins the one at `cluster.address`. Whether it is ours, to be shut down at the end."""
+    if ray.is_initialized():
+        return False
+    if not settings.address:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray of our own reports to nobody
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
+        return True
+    if settings.address != "auto":
+        _reach(settings.address)
+    try:
+        ray.init(address=settings.address, log_to_driver=False, logging_level="error")
+    except ConnectionError as error:
+        raise ClusterError(
+            f"cluster.address is {settings.address!r} but no Ray answers there; start one with `ray start --head`, "
+            "or leave cluster.address out for a Ray of our own"
+        ) from error
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise
+        raise ClusterError(
+            f"the cluster at {settings.address} runs other versions than this driver: {error}"
+        ) from error
+    return False
+
+
+def _reach(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(
+            f"cluster.address is {address!r}; expected auto or HOST:PORT, as `ray start --head` prints it"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"nobody answers at cluster.address {address} ({error}); check that the head node runs, and that its port "
+            "can be reached from here"
+        ) from error
+
+
+def share_of(settings: ClusterSettings, device: str) -> Share:
+    """`device` is what the policy was configured for; auto takes GPUs if the cluster has any."""
+    has_gpus = any(node["Resources"].get("GPU", 0) for node in _nodes())
+    on_gpu = device.startswith("cuda") or (device == "auto" and has_gpus)
+    return Share(settings.cpus_per_worker, settings.gpus_per_worker if on_gpu else 0.0)
+
+
+def check_room(workers: int, share: Share) -> None:
+    """Raises ClusterError where so many workers do not fit on the nodes there are."""
+    nodes = [(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)) for node in _nodes()]
+    by_cpu = [_fits(cpus, share.cpus, workers) for cpus, _ in nodes]
+    by_gpu = [_fits(gpus, share.gpus, workers) for _, gpus in nodes]
+    room = sum(map(min, by_cpu, by_gpu))
+    if room >= workers:
+        return
+    scarce_gpus = sum(by_gpu) < workers
+    kind, each, knob = ("GPUs", share.gpus, "gpus") if scarce_gpus else ("CPUs", share.cpus, "cpus")
+    found = sum(gpus if scarce_gpus else cpus for cpus, gpus in nodes)
+    raise ClusterError(
+        f"cluster.workers is {workers} with {each:g} {kind} each, but the {len(nodes)} node(s) of the cluster have "
+        f"{found:g} {kind}, room for {room}; lower cluster.workers or cluster.{knob}_per_worker, or add nodes"
+    )
+
+
+def _fits(there: float, each: float, at_most: int) -> int:
+    return at_most if not each else int(there / each + 1e-9)
+
+
+def _nodes() -> list[dict[str, dict[str, float]]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def check_versions(driver: Environment, workers: Sequence[Environment]) -> None:
+    """Raises ClusterError where a worker's Python, torch or tlt is not the driver's."""
+    for worker in workers:
+        for name in ("python", "torch", "tlt"):
+            ours, theirs = getattr(driver, name), getattr(worker, name)
+            same = ours.split(".")[:2] == theirs.split(".")[:2] if name == "python" else ours == theirs
+            if not same:
+                raise ClusterError(
+                    f"node {worker.host} has {name} {theirs}, the driver has {ours}; install the same version on every "
+                    "node: other versions compute other numbers"
+                )
+
+
+def cores_of(lane: Lane, cpus: float) -> tuple[int, ...]:
+    """The cores of this machine that a worker keeps to; none if there are not enough for all to have their own."""
+    each = int(cpus)
+    cores = sorted(os.sched_getaffinity(0))
+    if each < 1 or each != cpus or each * lane.of > len(cores):
+        return ()
+    return tuple(cores[lane.number * each : (lane.number + 1) * each])
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Every thread of this process keeps to these cores."""
+    if cores:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cores)

@@ -1,0 +1,330 @@
+"""RayFleet: many workers on one machine or several, behind the same methods as one.
+
+What always holds: every answer is given once, whichever worker wrote it and however many were lost on the way; after
+`publish` all workers hold the same policy and the same drafter, bit by bit. Workers whose requests are answered train
+the drafter until the last answer is in, and nobody waits for them longer than a micro-step. A worker that is lost is
+replaced between two phases of a step, from the state of one that is not. Knows nothing of tasks and rewards.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from tlt.bench.fleet import Slowdown
+from tlt.cluster.crew import Crew, Outcome
+from tlt.cluster.dispatch import Dispatch, deal
+from tlt.cluster.epoch import Epoch
+from tlt.cluster.host import Host
+from tlt.cluster.messages import Published, RollReport
+from tlt.cluster.placement import check_room, connect, share_of
+from tlt.cluster.timeline import seconds_of
+from tlt.cluster.transfer import read_files, write_files
+from tlt.config import RunConfig
+from tlt.drafting.idle import Coordinator
+from tlt.engine.request import Request
+from tlt.errors import CheckpointError, ClusterError, ConfigError, StateLost
+from tlt.loop import Emit, RolloutReport
+from tlt.telling import drafter_trained
+from tlt.train.policy import UpdateResult
+from tlt.types import Completion, Experience
+from tlt.watch.events import DrafterSwapped
+from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
+
+
+class RayFleet:
+    """`host` is what an actor is made of."""
+
+    def __init__(self, config: RunConfig, emit: Emit, *, host: type[Host] = Host) -> None:
+        self._config, self._emit = config, emit
+        self._step, self._phase = 0, "start"
+        self._desk = Coordinator(())
+        self._dispatch = Dispatch(config.engine.rows)
+        self._reports: dict[int, RollReport] = {}
+        self._rollout_s = 0.0
+        self._whole, self._meetings = False, 0  # a ring of all; rings that were tried
+        self._ours = connect(config.cluster)
+        try:
+            self._share = share_of(config.cluster, config.model.device)
+            check_room(config.cluster.workers, self._share)
+            if config.cluster.shard and 0 < self._share.gpus < 1:
+                raise ConfigError(
+                    f"cluster.shard needs whole GPUs, and cluster.gpus_per_worker is {self._share.gpus:g}; set it to 1"
+                )
+            device = "cuda" if self._share.gpus else "cpu"
+            theirs = replace(config, model=replace(config.model, device=device))
+            self._crew = Crew(theirs, self._share, host, self._lost, self._waits)
+            for seat in self._crew.hire(range(config.cluster.workers)):
+                self._desk.came(seat)
+            self._form_ring()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _drafts(self) -> bool:
+        return self._config.cluster.drafting and not self._config.drafting.frozen
+
+    # ---- rollout
+
+    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._step = step
+        self._heal("rollout")
+        started = time.perf_counter()
+        self._dispatch.begin(requests, self._crew.members)
+        epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, step)
+        epoch.begin(drafting=self._drafts)
+        yield from epoch.answers()
+        answered = time.perf_counter()
+        self._reports = epoch.end()
+        self._rollout_s = answered - started
+        self._tell_rollout(time.perf_counter() - answered)
+
+    def report(self) -> RolloutReport:
+        reports = self._reports.values()
+        last = max(reports, key=lambda report: seconds_of(report.spans, "rolling"), default=None)
+        return RolloutReport(
+            verifies=sum(report.verifies for report in reports),
+            accepted=sum(report.accepted for report in reports),
+            saved_s=last.saved_s if last else 0.0,  # the others' savings were saved from waiting
+        )
+
+    def draft(self, step: int, until: Callable[[], bool]) -> None:
+        """Together, while rewards are judged. Idle workers have had their turn: nobody is kept waiting for more."""
+        if until() or not self._drafts:
+            return
+        self._phase = "drafting"
+        epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, step)
+        self._dispatch.begin((), self._crew.members)
+        epoch.begin(drafting=True)
+        epoch.draft(until)
+        self._tell_drafting(epoch.end())
+
+    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+        self._phase = "replay"
+        seats = list(self._crew.members)
+        self._dispatch.begin(requests, seats)
+        shares: dict[int, list[Request]] = {seat: [] for seat in seats}
+        while (handed := self._dispatch.next(crowded=True)) is not None:
+            shares[handed[0]] += handed[1]
+        started = time.perf_counter()
+        calls = {seat: self._crew.members[seat].actor.replay.remote(share) for seat, share in shares.items()}
+        outcome = self._crew.ask(calls, "replay")
+        missing = [request for seat in outcome.lost for request in shares[seat]]
+        found = [completion for part in outcome.answers.values() for completion in part]
+        if missing:
+            found += self.replay(missing)[0]
+        return found, time.perf_counter() - started
+
+    def slowdown(self, requests: Sequence[Request]) -> Slowdown:
+        """How long the first worker takes for these requests, plainly, with the others idle and with them training."""
+        writer, *others = list(self._crew.members)
+        members = self._crew.members
+        alone_s, alone_cpu_s = self._crew.one(writer, "timed_replay", requests)
+        training = [members[seat].actor.draft_for.remote(alone_s * 1.5) for seat in others]
+        time.sleep(0.2 * alone_s)  # until they are at it
+        beside_s, beside_cpu_s = self._crew.one(writer, "timed_replay", requests)
+        return Slowdown(alone_s, beside_s, alone_cpu_s, beside_cpu_s, sum(ray.get(training)))
+
+    # ---- learning
+
+    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
+        """A worker that is lost on the way costs the time of an update: it is made again with the same numbers."""
+        while True:
+            self._heal("update")
+            seats = list(self._crew.members)
+            shares = deal(experiences, len(seats), self._config.train.minibatches)
+            members = self._crew.members
+            calls = {s: members[s].actor.update.remote(share) for s, share in zip(seats, shares, strict=True)}
+            outcome = self._crew.ask(calls, "update")
+            self._whole = self._whole and not outcome.lost and not outcome.parted
+            if outcome.answers:
+                self._align(outcome)
+                return _merged(list(outcome.answers.values()))
+
+    def _align(self, outcome: Outcome) -> None:
+        """Those who were left alone in the last moment take over what those who were done have."""
+        self._copy_state(next(iter(outcome.answers)), outcome.parted)
+
+    def publish(self, step: int, version: int) -> None:
+        started = time.perf_counter()
+        while True:
+            self._heal("publish")
+            calls = self._publishing(version)
+            outcome = self._crew.ask(calls, "publish")
+            if not outcome.lost:
+                break
+        published: list[Published] = list(outcome.answers.values())
+        fingerprints = {one.fingerprint for one in published}
+        if len(fingerprints) > 1:
+            raise ClusterError(
+                f"after step {step} the workers hold {len(fingerprints)} different policies or drafters; this should "
+                "not happen: go on with --resume, and report it with the versions and devices of the nodes"
+            )
+        swapped = max((one.swapped for one in published if one.swapped is not None), default=None)
+        if swapped is not None:
+            self._emit(DrafterSwapped(step, swapped))
+        self._emit(FleetPublished(step, version, fingerprints.pop(), time.perf_counter() - started))
+        self._tell_other_spans(step)
+
+    def _publishing(self, version: int) -> dict[int, Any]:
+        """The drafter that learned most goes to everyone who holds another."""
+        stamps = {seat: stamp for seat, stamp in self._crew.ask_all("stamp").answers.items() if stamp}
+        best = max(stamps, key=lambda seat: stamps[seat], default=None)
+        behind = {seat for seat in stamps if best is not None and stamps[seat] != stamps[best]}
+        newest = self._crew.keep(best, "drafter_state") if best is not None and behind else None
+        return {
+            seat: member.actor.publish.remote(version, newest if seat in behind else None)
+            for seat, member in self._crew.members.items()
+        }
+
+    # ---- going on later
+
+    def snapshot(self) -> Callable[[Path], None]:
+        self._phase = "checkpoint"
+        seat = min(self._crew.members, key=lambda seat: (not self._crew.on_this_machine(seat), seat))
+        keepers = list(self._crew.members) if self._config.cluster.shard else [seat]
+        calls = {one: self._crew.members[one].actor.snapshot.remote(one == seat) for one in keepers}
+        if self._crew.ask(calls, "checkpoint").lost:
+            self._heal("checkpoint")
+            return self.snapshot()
+        return partial(_write, self._crew.members[seat].actor, self._crew.on_this_machine(seat))
+
+    def restore(self, directory: Path, version: int) -> None:
+        files = None
+        calls = {}
+        for seat, member in self._crew.members.items():
+            if self._crew.on_this_machine(seat):
+                calls[seat] = member.actor.restore.remote(directory.absolute(), version)
+            else:
+                files = files or ray.put(read_files(directory))
+                calls[seat] = member.actor.restore_files.remote(files, version)
+        if self._crew.ask(calls, "restore").lost:
+            raise ClusterError("a worker was lost while it read the checkpoint; go on with --resume")
+
+    def close(self) -> None:
+        if hasattr(self, "_crew"):
+            self._crew.dismiss()
+        if self._ours:
+            ray.shutdown()
+
+    # ---- the lost and their successors
+
+    def _heal(self, phase: str) -> None:
+        """All who are there have one state, and one ring. A successor of a lost one takes part as soon as it is there:
+        nobody waits for it, and if the cluster has no room for one (its machine is gone), it comes when there is."""
+        self._phase = phase
+        if self._config.cluster.shard and self._crew.losses:
+            raise StateLost("a worker was lost, and its part of the policy with it; go on with --resume")
+        self._crew.apply(self._crew.wanting)
+        donor = next(iter(self._crew.members))
+        arrived = self._crew.arrivals()
+        if arrived:
+            self._whole = False
+            self._copy_state(donor, arrived)
+        for seat in arrived:
+            if seat in self._crew.members:
+                self._desk.came(seat)
+                member = self._crew.members[seat]
+                seconds = time.monotonic() - member.asked
+                self._emit(WorkerReturned(self._step, member.rank, member.environment.host, seconds))
+        if not self._whole:
+            self._form_ring()
+
+    def _copy_state(self, donor: int, seats: Sequence[int]) -> None:
+        there = [seat for seat in seats if seat in self._crew.members]
+        state = self._crew.keep(donor, "state") if there else None
+        if state is not None:
+            self._crew.ask({seat: self._crew.members[seat].actor.take.remote(state) for seat in there}, "copying")
+        elif there:
+            raise StateLost("the worker whose state was to be copied was lost too; go on with --resume")
+
+    def _form_ring(self) -> None:
+        while not self._whole:
+            members = self._crew.members
+            seats = sorted(members, key=lambda seat: members[seat].rank)
+            self._meetings += 1
+            meeting = self._crew.one(seats[0], "meeting", f"ring-{self._meetings}")
+            if meeting is None:
+                continue
+            calls = {s: members[s].actor.join.remote(meeting, i, len(seats)) for i, s in enumerate(seats)}
+            outcome = self._crew.ask(calls, "meeting")
+            self._whole = not outcome.lost and not outcome.parted
+            if self._config.cluster.shard and not self._whole:
+                raise StateLost("a worker was lost before its shard was cut; go on with --resume")
+
+    def _lost(self, rank: int, reason: str) -> None:
+        """Told by the crew, whenever it happens."""
+        self._whole = False
+        gone = [seat for seat in self._desk.workers if seat not in self._crew.members]
+        requests = sum(self._dispatch.lost(seat) for seat in gone)
+        for seat in gone if self._crew.members else ():
+            self._desk.lost(seat)
+        self._emit(WorkerLost(self._step, rank, self._phase, reason, requests))
+
+    def _waits(self, phase: str, ranks: Sequence[int], seconds: float) -> None:
+        self._emit(FleetWaits(self._step, phase, tuple(ranks), seconds))
+
+    # ---- telling
+
+    def _tell_rollout(self, stop_s: float) -> None:
+        spans = [span for report in self._reports.values() for span in report.spans]
+        workers, rolling_s = len(self._reports), seconds_of(spans, "rolling")
+        self._emit(
+            FleetRolledOut(
+                step=self._step,
+                workers=workers,
+                seconds=self._rollout_s,
+                rolling_s=rolling_s,
+                idle_s=seconds_of(spans, "idle"),
+                drafting_s=seconds_of(spans, "drafting"),
+                straggler_share=max(0.0, 1 - rolling_s / max(1e-9, workers * self._rollout_s)),
+                joins=sum(report.joins for report in self._reports.values()),
+                join_s=sum(report.join_s for report in self._reports.values()),
+                waited_s=sum(report.waited_s for report in self._reports.values()),
+                swaps=sum(report.swaps for report in self._reports.values()),
+                stop_s=stop_s,
+            )
+        )
+        self._tell_drafting(self._reports)
+
+    def _tell_drafting(self, reports: dict[int, RollReport]) -> None:
+        for seat, report in reports.items():
+            self._tell_span(self._step, seat, report.spans)
+            for result in report.drafted:
+                self._emit(drafter_trained(self._step, result))
+
+    def _tell_other_spans(self, step: int) -> None:
+        for seat, spans in self._crew.ask_all("spans").answers.items():
+            self._tell_span(step, seat, spans)
+
+    def _tell_span(self, step: int, seat: int, spans: Sequence[Any]) -> None:
+        if seat in self._crew.members and spans:
+            member = self._crew.members[seat]
+            told = tuple((span.name, span.start, span.seconds) for span in spans)
+            self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
+
+
+def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
+    """Means are over all workers already; what was counted here and there is added up."""
+    return replace(
+        results[0],
+        tokens=sum(result.tokens for result in results),
+        answer_tokens=sum(result.answer_tokens for result in results),
+        mismatch_max=max(result.mismatch_max for result in results),
+    )
+
+
+def _write(actor: Any, same_machine: bool, directory: Path) -> None:
+    try:
+        if same_machine:
+            ray.get(actor.write.remote(directory.absolute()))
+        else:
+            write_files(ray.get(actor.written.remote()), directory)
+    except RayError as error:
+        raise CheckpointError("the worker that wrote the checkpoint was lost; the one before it is intact") from error

@@ -1,0 +1,41 @@
+"""A worker's time: what it did when, and what that makes of a rollout."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a worker's time."""
+
+    name: str  # rolling, idle, drafting, updating, publishing
+    start: float  # seconds since 1970
+    seconds: float
+
+
+class Timeline:
+    """What a worker did when."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._name = ""
+        self._since = 0.0
+
+    def enter(self, name: str) -> None:
+        if name != self._name:
+            self.end()
+            self._name, self._since = name, time.time()
+
+    def end(self) -> None:
+        if self._name:
+            self._spans.append(Span(self._name, self._since, time.time() - self._since))
+        self._name = ""
+
+    def take(self) -> tuple[Span, ...]:
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+
+def seconds_of(spans: Iterable[Span], name: str) -> float:
+    return sum(span.seconds for span in spans if span.name == name)

@@ -1,0 +1,50 @@
+"""What of a worker travels: states as copies in host memory, directories as their files, weights as a fingerprint."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Files = dict[str, NDArray[np.uint8]]  # contents by path
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def on_host(value: Any) -> Any:
+    """A copy with every tensor in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: on_host(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_host(part) for part in value)
+    return value
+
+
+@torch.no_grad()
+def fingerprint(tensors: Sequence[Tensor]) -> int:
+    """A number that differs where any bit does, almost surely. Computed where the tensors are, read once."""
+    sums = []
+    for tensor in tensors:
+        words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+        sums += [words[:: 2 * skip + 1].sum(dtype=torch.int64) for skip in range(3)]  # also tells where a bit is
+    total = 0
+    for value in torch.stack(sums).tolist():
+        total = (total * 1_000_003 + value) % (2**61 - 1)
+    return total
+
+
+def read_files(directory: Path) -> Files:
+    """A directory as it can be sent."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): np.fromfile(path, dtype=np.uint8) for path in paths}
+
+
+def write_files(files: Files, directory: Path) -> None:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content.tofile(path)
