@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from tlt.config import (
     TaskSettings,
     TrainSettings,
 )
-from tlt.policy import Policy
+from tlt.policy import TINY_POLICY, Policy
 from tlt.types import Completion, Prompt, SamplingParams
 
 CONFIG = RunConfig(
@@ -44,7 +43,7 @@ CONFIG = RunConfig(
 
 
 def open_tiny(_: object = None) -> Policy:
-    return Policy(policy(torch.float64, sharpness=4.0), letters(), Path("tiny"))
+    return Policy(policy(torch.float64, sharpness=4.0), letters(), TINY_POLICY)  # whose tokenizer is saved with it
 
 
 def use_the_tiny_policy() -> None:

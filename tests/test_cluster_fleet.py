@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,10 +50,10 @@ class Story:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def run(config: RunConfig, fleet: Fleet, story: Story, steps: int = STEPS) -> Story:
+def run(config: RunConfig, fleet: Fleet, story: Story, steps: int = STEPS, first: int = 0) -> Story:
     task = Letters()
     loop = Loop(config, task, letters(), DirectJudge(task), fleet, story.events.append)
-    for number in range(steps):
+    for number in range(first, steps):
         step = loop.step(number)
         rollouts = [rollout for one in step.judged for rollout in one.group.rollouts]
         story.tokens.append({rollout.completion.key: rollout.completion.tokens for rollout in rollouts})
@@ -157,6 +158,20 @@ def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
     assert sum(event.micro_steps for event in trained) > 0
     crowd.fleet.publish(0, 1)
     assert len(set(crowd.prints())) == 1
+
+
+@pytest.mark.parametrize("same_machine", [True, False])
+def test_a_checkpoint_is_gone_on_from(
+    crowd: Crowd, alone: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
+) -> None:
+    monkeypatch.setattr(crowd.fleet._crew, "on_this_machine", lambda seat: same_machine)
+    crowd.run(1)
+    crowd.fleet.snapshot()(tmp_path)
+    run(crowd.config, crowd.fleet, Story(), 2, first=1)  # what is to be forgotten
+    crowd.fleet.restore(tmp_path, 1)
+    again = run(crowd.config, crowd.fleet, Story(), 2, first=1)
+    assert again.tokens == alone.tokens[1:2]
+    assert again.losses == pytest.approx(alone.losses[1:2], rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(
