@@ -50,3 +50,10 @@ def test_a_drafter_that_is_not_there_is_an_error() -> None:
     config = RunConfig(spec=SpecSettings(drafter="eagle", path="nosuch"))
     with pytest.raises(ModelError, match="nosuch"):
         build_engine(open_policy(config.model), config)
+
+
+def test_settings_that_allow_no_tree_are_refused() -> None:
+    with pytest.raises(ConfigError, match="allow no tree"):
+        shapes_of(SpecSettings(drafter="suffix", depths=(3,), widths=(1,), verifies=(16,)))
+    with pytest.raises(ConfigError, match="widths is"):
+        SpecSettings(widths=(32,))

@@ -6,6 +6,7 @@ import torch
 from tlt.kernels import pruning
 from tlt.kernels.pruning import Pruned
 from tlt.kernels.states import keep_states
+from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import Draft, merge
 from tlt.spec.tree import Trees, own_bits
 
@@ -101,3 +102,20 @@ def test_states_are_kept_alike_in_one_launch() -> None:
     assert torch.equal(kept[0][0], kept[1][0])
     assert torch.equal(kept[0][1], kept[1][1])
     assert kept[0][1][1, 7] == 14
+
+
+def test_a_node_whose_parent_is_gone_hangs_on_nothing() -> None:
+    """Scores that are no numbers put children before their parents; such a child must not be taken for a root's."""
+    token, parent, score = growth(1, 4, 3, seed=5)
+    score[:, 8:] = float("nan")
+    trees = pruned(pruning.prune, (token, parent, score), torch.tensor([True]), 4, 3, 4)
+    kept = trees.parent_RQ[0, 1:] >= 0
+    assert all(trees.depth_RQ[0, 1:][kept] == 1), "only true children of the root hang on it"
+
+
+def test_prompt_states_hold_no_more_than_they_count() -> None:
+    kept = PromptStates(4, torch.zeros((0, 8)))
+    kept.add(tuple(range(10)), 0, torch.ones((10, 8)))
+    states = kept.states(tuple(range(10)))
+    assert len(states) == 4
+    assert states.untyped_storage().nbytes() == states.nbytes

@@ -11,6 +11,7 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
+from tlt.errors import RequestError
 from tlt.model.attention import PackedLayout
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness
@@ -25,9 +26,12 @@ from tlt.types import Key, SamplingParams
 PARAMS = [SamplingParams(max_tokens=40), SamplingParams(temperature=0.0, max_tokens=30)]
 
 
-def drafting(window: int = 16, rows: int = 16) -> LearnedDrafting:
-    drafter = Eagle(EagleConfig.of_policy(MODEL.config, window=window), dtype=torch.float64)
-    drafter.init_weights(3)
+def drafting(window: int = 16, rows: int = 16, unnamed: int | None = None) -> LearnedDrafting:
+    """A drafter that has learned nothing; it never names the token `unnamed`."""
+    named = [token for token in range(MODEL.config.vocab) if token != unnamed]
+    config = EagleConfig.of_policy(MODEL.config, window=window, draft_vocab=len(named))
+    drafter = Eagle(config, dtype=torch.float64)
+    drafter.init_weights(3, torch.tensor(named) if config.reduced else None)
     return LearnedDrafting(drafter, MODEL, rows)
 
 
@@ -181,5 +185,41 @@ def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
     assert tokens_of({completion.key: completion for completion in done}) == plain(batch)
     assert learned.version == 1
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), learned.drafter.parameters(), strict=True))
+    everything = dict(other.named_parameters())
     with pytest.raises(ValueError, match="no such tensor"):
-        learned.load({"nonsense": torch.zeros(1)}, version=2)
+        learned.load({**everything, "nonsense": torch.zeros(1)}, version=2)
+    with pytest.raises(ValueError, match="missing"):
+        learned.load({"fc": everything["fc"]}, version=2)
+    assert learned.version == 1
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_request_without_a_distribution_fails_alone(seed: int) -> None:
+    """Its nonsense reaches the drafter's rows before anybody has read that it failed: nobody else's tokens change."""
+    batch = requests(8, params=PARAMS, seed=seed)
+    poisoned = 0  # token that the policy cannot go on from
+    with torch.no_grad():
+        healthy = MODEL.embed[poisoned].clone()
+        MODEL.embed[poisoned] = float("nan")
+    try:
+        found = []
+        for learned in (None, drafting(unnamed=poisoned)):
+            shape = shape_of(3, 4, 4)
+            engine = (
+                engine_with(learned, lambda batch: shape if batch else Shape(), rows=4)  # noqa: B023
+                if learned
+                else Engine(MODEL, letters(), EngineSettings(rows=4))
+            )
+            engine.submit(batch)
+            done, failed = {}, ""
+            while not engine.idle:
+                done.update((one.key, list(one.tokens)) for one in engine.tick())
+            try:
+                engine.drain()
+            except RequestError as error:
+                failed = str(error).split(".")[0]
+            found.append((done, failed.count("request")))
+        assert found[0] == found[1]
+    finally:
+        with torch.no_grad():
+            MODEL.embed[poisoned] = healthy

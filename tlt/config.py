@@ -168,6 +168,7 @@ class SpecSettings:
             values = getattr(self, name)
             _require(bool(values) and min(values) >= lowest, name, values, f"at least one number, each ≥ {lowest}")
         _require(max(self.verifies) <= 128, "verifies", self.verifies, "numbers up to 128")
+        _require(max(self.widths) <= 16, "widths", self.widths, "numbers up to 16")
         learned = self.drafter in ("eagle", "both")
         _require(bool(self.path) or not learned, "path", self.path, 'the directory of a learned drafter, or "new"')
         _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")

@@ -9,6 +9,7 @@ from tlt.config import RunConfig, SpecSettings
 from tlt.engine.engine import Engine
 from tlt.engine.exact import chains_only
 from tlt.engine.graphs import bucket, buckets
+from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.costs import CostTable, Measured, TickCosts
@@ -55,7 +56,13 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
         "eagle": [("eagle",)],
         "both": [("suffix",), ("eagle",), ("eagle", "suffix")],
     }
-    return candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies)
+    found = candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies)
+    if spec.drafter != "none" and all(shape.off for shape in found):
+        raise ConfigError(
+            f"spec.depths {spec.depths}, widths {spec.widths} and verifies {spec.verifies} allow no tree: a tree of n "
+            "nodes needs a depth below n and about depth × width of n or more"
+        )
+    return found
 
 
 def chooser_of(spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False) -> TunerPolicy:

@@ -190,8 +190,8 @@ class Engine:
 
         What the device can draft for the tick after this one is launched before this one's tokens are waited for.
         """
-        begun_s = time.perf_counter()
         completions = self._land()
+        begun_s = time.perf_counter()
         if not self._scheduler.running:
             return completions + self._plain_tick()  # those to draft for have just ended
         if self._read_s is None:

@@ -40,6 +40,7 @@ class GraphPool(Generic[T]):
 
     def capture(self, key: Hashable, function: Callable[[], T]) -> None:
         """Runs the function once to compile and settle it, then records it. It must have no effect while captured."""
+        torch.cuda.synchronize(self._device)  # what was launched before is not the capture's
         started = time.perf_counter()
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))

@@ -35,7 +35,7 @@ def prune(
     score_RL = score_RL[:, :grown] - LEVEL_COST * level_L
     order_RL = score_RL.sort(dim=1, descending=True, stable=True).indices
     node_Rk = order_RL[:, :kept].sort(dim=1).values
-    place_RL = node_Rk.new_zeros((rows, grown))
+    place_RL = node_Rk.new_full((rows, grown), -1)  # whose parent is gone (scores that are none) hangs on nothing
     place_RL.scatter_(1, node_Rk, torch.arange(1, kept + 1, device=ready_R.device).expand(rows, -1))
     parent_Rk = parent_RL.gather(1, node_Rk)
     moved_Rk = torch.where(parent_Rk < 0, 0, place_RL.gather(1, parent_Rk.clamp(min=0)))

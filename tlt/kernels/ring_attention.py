@@ -36,9 +36,10 @@ def attend(
         scores, seen = torch.cat((scores, near), dim=-1), torch.cat((seen, seen_RQN), dim=2)
     hidden = torch.finfo(scores.dtype).min
     weights = scores.masked_fill(~seen[:, None, None], hidden).softmax(-1).flatten(2, 3)
-    out = torch.matmul(weights[..., :W], v_RKWd[:, :, :W])
+    unseen = ~seen.any(dim=1)[:, None, :, None]  # a weight of zero would not silence a NaN
+    out = torch.matmul(weights[..., :W], v_RKWd[:, :, :W].masked_fill(unseen[:, :, :W], 0.0))
     if beside is not None:
-        out = out + torch.matmul(weights[..., W:], v_RKNd)
+        out = out + torch.matmul(weights[..., W:], v_RKNd.masked_fill(unseen[:, :, W:], 0.0))
     return out.view(R, K, H // K, Q, d).permute(0, 3, 1, 2, 4).reshape(R, Q, H, d)
 
 

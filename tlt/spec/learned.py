@@ -94,6 +94,7 @@ class LearnedDrafting:
         self._stage: Stage | None = None
         self._view: RowView | None = None
         self._behind = 0  # positions some row may not have been taken in yet
+        self._took_in = False  # many at once, since somebody asked
         self._ticks = 0
         self._planted: _Trees | None = None
         self._prompts = PromptStates(window, self._states_RWF[0, :0])
@@ -108,9 +109,12 @@ class LearnedDrafting:
 
     @torch.no_grad()
     def policy_changed(self) -> None:
-        """States of the old policy are of no use, and its head moved: what names a reduced vocabulary is copied afresh,
-        where graphs look for it."""
+        """States of the old policy are of no use, and its head moved."""
         self._prompts.clear()
+        self._copy_head()
+
+    def _copy_head(self) -> None:
+        """What names a reduced vocabulary is copied afresh, where graphs look for it."""
         if self._head_vD is not self._policy.head_weight and self.drafter.own_head_vD is None:
             self.drafter.head_rows(self._policy.head_weight, out=self._head_vD)
 
@@ -121,6 +125,9 @@ class LearnedDrafting:
         if version == self.version:
             return
         own = dict(self.drafter.named_parameters()) | dict(self.drafter.named_buffers())
+        missing = dict(self.drafter.named_parameters()).keys() - weights.keys()
+        if missing:
+            raise ValueError(f"drafter tensors {sorted(missing)} are missing; expected all of {sorted(own)}")
         for name, value in weights.items():
             if name not in own or own[name].shape != value.shape:
                 found = tuple(value.shape)
@@ -133,7 +140,7 @@ class LearnedDrafting:
         self._ready_R.zero_()
         self._behind = self._window
         self._planted = None
-        self.policy_changed()
+        self._copy_head()
 
     # ---- the drafters' protocol
 
@@ -148,6 +155,13 @@ class LearnedDrafting:
         """After plain ticks: takes in what they wrote, as far back as the window reaches."""
         if self._behind > self._deepest + 1:
             self._take_in(len(keys))
+            if self._row.is_cuda:  # rare: its time must not count as this tick's
+                torch.cuda.current_stream(self._row.device).synchronize()
+
+    def took_in(self) -> bool:
+        """Whether it caught up since this was last asked: a tick in between says nothing of what ticks cost."""
+        took, self._took_in = self._took_in, False
+        return took
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         trees = self.plant(keys, shape)
@@ -170,7 +184,8 @@ class LearnedDrafting:
         self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
     ) -> None:
         slot_RS = torch.where(kept_RS, position_RS % self._window, self._window)
-        keep_states(self._states_RWF, self._tokens_RW, taps, source_RS, slot_RS, token_RS)
+        # a row without a distribution drew −1; until it is taken out, it goes on with a token there is
+        keep_states(self._states_RWF, self._tokens_RW, taps, source_RS, slot_RS, token_RS.clamp(min=0))
 
     @torch.no_grad()
     def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
@@ -298,7 +313,7 @@ class LearnedDrafting:
         stage, rows, most = self._staged(), self._staged().padded(count), _TAKEN_IN[-1]
         for _ in range(math.ceil(min(self._behind, self._window) / most)):
             stage.play([(("extend", rows, most), lambda: self._extend(rows, most))])
-        self._behind = 0
+        self._behind, self._took_in = 0, True
 
     def _extend(self, rows: int, most: int) -> None:
         """Runs the drafter over the next positions that have become certain, at most so many of each row."""

@@ -30,7 +30,7 @@ class PromptStates:
         if start > useful and len(before) == start - useful:
             states_SF = torch.cat((before, states_SF))
         else:
-            states_SF = states_SF[max(0, useful - start) :]
+            states_SF = states_SF[max(0, useful - start) :].clone()  # a view would keep all of them alive
         self._kept[prefix] = states_SF
         self._bytes += states_SF.nbytes
         while self._bytes > _MOST_BYTES and len(self._kept) > 1:

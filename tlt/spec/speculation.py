@@ -183,6 +183,7 @@ class Speculating:
         self._proposed: _Proposed | None = None  # of the tick under way
         self._drafts_s: list[float] = []  # of the tick under way: what each drafter took on the host …
         self._caught_up_s = 0.0  # … and what they spent catching up before
+        self._odd = False  # whether some of the tick's time on the device was catching up
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
@@ -235,6 +236,7 @@ class Speculating:
         self._catch_up(drafters, keys, answers, shape)
         started = time.perf_counter()
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
+        self._odd = self._learned is not None and self._learned.took_in()
         if planted is not None:
             self._proposed = _Proposed(keys, planted=planted)
             self._drafts_s = [time.perf_counter() - started]
@@ -265,6 +267,8 @@ class Speculating:
     ) -> None:
         started = time.perf_counter()
         walks = self._walks(shape, emitted)
+        if self._odd:
+            seconds = None
         if seconds is not None:
             seconds += time.perf_counter() - started - self._caught_up_s
         once_s += self._caught_up_s
