@@ -100,7 +100,7 @@ class BenchOptions:
     budget_s: float = 0.0
 
     def scale(self, on_gpu: bool) -> Scale:
-        scale = QUICK if self.quick or (self.quick is None and not on_gpu) else FULL
+        scale = QUICK if _quick(self.quick, on_gpu) else FULL
         cap = self.cap or scale.cap
         return replace(
             scale,
@@ -140,9 +140,8 @@ class RolloutOptions:
     repeats: int = 0
 
     def scale(self, on_gpu: bool) -> RolloutScale:
-        scale = QUICK_ROLLOUT if self.quick or (self.quick is None and not on_gpu) else FULL_ROLLOUT
         given = {name: getattr(self, name) for name in ("groups", "group_size", "cap", "repeats")}
-        return replace(scale, **{name: value for name, value in given.items() if value})
+        return replace(QUICK_ROLLOUT if _quick(self.quick, on_gpu) else FULL_ROLLOUT, **_told(given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +170,18 @@ class TrainOptions:
     cap: int = 0
 
     def scale(self, on_gpu: bool) -> TrainScale:
-        scale = QUICK_TRAIN if self.quick or (self.quick is None and not on_gpu) else FULL_TRAIN
         given = {"steps": self.steps, "prompts": self.groups, "group": self.group_size, "cap": self.cap}
-        return replace(scale, **{name: value for name, value in given.items() if value})
+        return replace(QUICK_TRAIN if _quick(self.quick, on_gpu) else FULL_TRAIN, **_told(given))
+
+
+def _quick(asked: bool | None, on_gpu: bool) -> bool:
+    """As asked; unasked, quick on a CPU."""
+    return not on_gpu if asked is None else asked
+
+
+def _told(sizes: dict[str, int]) -> dict[str, int]:
+    """Those that were given; 0 leaves the scale's."""
+    return {name: size for name, size in sizes.items() if size}
 
 
 def read_options(given: Namespace) -> BenchOptions:

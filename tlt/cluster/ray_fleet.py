@@ -8,6 +8,7 @@ replaced between two phases of a step, from the state of one that is not. Knows 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,8 @@ class RayFleet:
         self._rollout_s = 0.0
         self._whole, self._meetings = False, 0  # a ring of all; rings that were tried
         self._ours = connect(config.cluster)
-        try:
+        with ExitStack() as undo:  # whatever goes wrong here, nothing of ours stays behind
+            undo.callback(self.close)
             self._share = share_of(config.cluster, config.model.device)
             check_room(config.cluster.workers, self._share)
             if config.cluster.shard and 0 < self._share.gpus < 1:
@@ -62,9 +64,7 @@ class RayFleet:
             for seat in self._crew.hire(range(config.cluster.workers)):
                 self._desk.came(seat)
             self._form_ring()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def _drafts(self) -> bool:

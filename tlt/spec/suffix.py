@@ -48,7 +48,7 @@ class _Fork(dict[int, "_Fork | int"]):
         self.recent = recent  # the newest places below, the newest last
 
 
-class _Library:
+class _Archive:
     """The texts of one prompt and their index. A text opens with max_match tokens that are only context."""
 
     def __init__(self, max_match: int) -> None:
@@ -230,11 +230,11 @@ class _Proposal:
 
 @dataclass(slots=True)
 class _Request:
-    """A running answer. Its text is in its prompt's library under its number."""
+    """A running answer. Its text is in its prompt's archive under its number."""
 
     number: int
     prompt_id: str
-    library: _Library
+    archive: _Archive
     tokens: list[int]
     proposal: _Proposal | None = None
 
@@ -250,7 +250,7 @@ class SuffixDrafter:
         self.memory_tokens, self.min_match, self.max_match = memory_tokens, min_match, max_match
         self.tokens = 0  # held, over all texts
         self._requests: dict[Key, _Request] = {}
-        self._libraries: dict[str, _Library] = {}
+        self._archives: dict[str, _Archive] = {}
         self._history: OrderedDict[int, str] = OrderedDict()  # numbers of texts nobody needs → prompt; oldest first
         self._numbers = 0
         self._rates = _HitRates(max_match + _DEEPEST)
@@ -259,11 +259,11 @@ class SuffixDrafter:
         """A request starts. Its prompt is read now; its answer comes by `extend`."""
         if key in self._requests:
             raise RequestError(f"{key} is running already; expected a new key, or end() of the first request before")
-        library = self._libraries.setdefault(prompt_id, _Library(self.max_match))
-        library.running += 1
-        self._keep_prompt(library, prompt_id, list(prompt))
-        number = self._shelve(library, prompt[-self.max_match :], ())
-        self._requests[key] = _Request(number, prompt_id, library, library.texts[number])
+        archive = self._archives.setdefault(prompt_id, _Archive(self.max_match))
+        archive.running += 1
+        self._keep_prompt(archive, prompt_id, list(prompt))
+        number = self._shelve(archive, prompt[-self.max_match :], ())
+        self._requests[key] = _Request(number, prompt_id, archive, archive.texts[number])
         self._evict()
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
@@ -271,10 +271,10 @@ class SuffixDrafter:
         request = self._request(key)
         if request.proposal is not None and not request.proposal.follow(tokens, self._rates):
             request.proposal = None
-        text, library, number = request.tokens, request.library, request.number
+        text, archive, number = request.tokens, request.archive, request.number
         for token in tokens:
             text.append(token)
-            library.insert(number, text, len(text) - 1)
+            archive.insert(number, text, len(text) - 1)
         self.tokens += len(tokens)
         if self.tokens > self.memory_tokens:
             self._evict()
@@ -284,17 +284,17 @@ class SuffixDrafter:
         request = self._request(key)
         del self._requests[key]
         self._history[request.number] = request.prompt_id
-        library = request.library
-        library.running -= 1
-        if not library.running:
-            self._history[library.prompt_number] = request.prompt_id
+        archive = request.archive
+        archive.running -= 1
+        if not archive.running:
+            self._history[archive.prompt_number] = request.prompt_id
         self._evict()
 
     def forget(self, prompt_id: str) -> None:
         """Drops the history of a prompt. Requests that are running keep what they wrote, and the prompt."""
-        library = self._libraries.get(prompt_id)
-        if library is not None:
-            for number in [number for number in library.texts if number in self._history]:
+        archive = self._archives.get(prompt_id)
+        if archive is not None:
+            for number in [number for number in archive.texts if number in self._history]:
                 self._drop(number)
 
     def propose(self, key: Key, depth: int, width: int, budget: int) -> Draft:
@@ -306,7 +306,7 @@ class SuffixDrafter:
         request.proposal = None
         if min(depth, width, budget) < 1:
             return EMPTY
-        lines = request.library.lines(request.tokens, self.min_match, min(depth, _DEEPEST))
+        lines = request.archive.lines(request.tokens, self.min_match, min(depth, _DEEPEST))
         if not lines:
             return EMPTY
         request.proposal = self._grow(lines, width, budget)
@@ -314,7 +314,7 @@ class SuffixDrafter:
 
     def entries(self) -> int:
         """Everything the index holds, to watch that it is bounded. Walks all of it: not for the critical path."""
-        return sum(library.entries() for library in self._libraries.values())
+        return sum(archive.entries() for archive in self._archives.values())
 
     # ---- drafting
 
@@ -382,26 +382,26 @@ class SuffixDrafter:
             raise RequestError(f"{key} is not running here; expected a key that begin() was given and end() was not")
         return request
 
-    def _shelve(self, library: _Library, context: Sequence[int], tokens: Sequence[int]) -> int:
+    def _shelve(self, archive: _Archive, context: Sequence[int], tokens: Sequence[int]) -> int:
         """A new text, with what stands before it; returns its number."""
         number = self._numbers
         self._numbers += 1
         nothing = [-1 - number] * (self.max_match - len(context))  # before a beginning: agrees with no other text
-        library.texts[number] = text = [*nothing, *context, *tokens]
+        archive.texts[number] = text = [*nothing, *context, *tokens]
         for end in range(self.max_match, len(text)):
-            library.insert(number, text, end)
+            archive.insert(number, text, end)
         self.tokens += len(text)
         return number
 
-    def _keep_prompt(self, library: _Library, prompt_id: str, prompt: list[int]) -> None:
-        """The prompt is in its library, once, and in use."""
-        known = library.texts.get(library.prompt_number)
+    def _keep_prompt(self, archive: _Archive, prompt_id: str, prompt: list[int]) -> None:
+        """The prompt is in its archive, once, and in use."""
+        known = archive.texts.get(archive.prompt_number)
         if known is not None:
             if known[self.max_match :] == prompt:
-                self._history.pop(library.prompt_number, None)
+                self._history.pop(archive.prompt_number, None)
                 return
-            self._history[library.prompt_number] = prompt_id  # rendered anew: the old one is history
-        library.prompt_number = self._shelve(library, (), prompt)
+            self._history[archive.prompt_number] = prompt_id  # rendered anew: the old one is history
+        archive.prompt_number = self._shelve(archive, (), prompt)
 
     def _evict(self) -> None:
         while self.tokens > self.memory_tokens and self._history:
@@ -409,9 +409,9 @@ class SuffixDrafter:
 
     def _drop(self, number: int) -> None:
         prompt_id = self._history.pop(number)
-        library = self._libraries[prompt_id]
-        self.tokens -= len(library.texts[number])
-        if len(library.texts) > 1:
-            library.remove(number)
+        archive = self._archives[prompt_id]
+        self.tokens -= len(archive.texts[number])
+        if len(archive.texts) > 1:
+            archive.remove(number)
         else:
-            del self._libraries[prompt_id]
+            del self._archives[prompt_id]

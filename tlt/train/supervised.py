@@ -23,6 +23,7 @@ from tlt.errors import TaskError, TltError
 from tlt.model.attention import PackedLayout
 from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
+from tlt.tasks.files import messages_of
 from tlt.text import Tokenizer
 from tlt.train.logprobs import cross_entropy
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
@@ -227,7 +228,7 @@ def _parse_pair(line: str, origin: str) -> Pair:
         return _chat_pair(record["messages"], origin)
     prompt = record[_column(record, _PROMPT_COLUMNS, origin)]
     answer = record[_column(record, _ANSWER_COLUMNS, origin)]
-    content = prompt if isinstance(prompt, str) else _messages(prompt, origin)
+    content = prompt if isinstance(prompt, str) else messages_of(prompt, origin)
     if not isinstance(answer, str):
         raise TaskError(f"{origin}: the answer is {answer!r}; expected text")
     return Pair(content, answer, origin)
@@ -242,17 +243,7 @@ def _column(record: Mapping[str, Any], names: Sequence[str], origin: str) -> str
 
 
 def _chat_pair(value: Any, origin: str) -> Pair:
-    messages = _messages(value, origin)
+    messages = messages_of(value, origin)
     if len(messages) < 2 or messages[-1].role != "assistant":
         raise TaskError(f"{origin}: expected at least two messages, the last one the assistant's: it is the answer")
     return Pair(messages[:-1], messages[-1].content, origin)
-
-
-def _messages(value: Any, origin: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise TaskError(f"{origin}: the prompt is {value!r}; expected text or a list of messages")
-    for item in value:
-        texts = isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("role", "content"))
-        if not texts:
-            raise TaskError(f"{origin}: a message is {item!r}; expected an object with text `role` and `content`")
-    return tuple(Message(item["role"], item["content"]) for item in value)
