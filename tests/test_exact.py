@@ -121,6 +121,18 @@ def test_a_query_is_the_same_alone_in_chains_in_pieces_and_in_company(window: in
     assert torch.equal(attend(newest(batch, pieces), window), whole)
 
 
+@pytest.mark.parametrize("programs", [1, 2])
+def test_a_draft_that_is_no_number_harms_those_behind_it_alone(programs: int, small_parts: None) -> None:
+    batch = make_batch([(5, 135)], n_kv=2, group=3, d_head=64, dtype=DTYPE)
+    before = attend(batch, programs=programs)
+    page = int(batch.page_table[0, 132 // PAGE])
+    batch.k_cache[page, 132 % PAGE] = float("nan")
+    batch.v_cache[page, 132 % PAGE] = float("nan")
+    after = attend(batch, programs=programs)
+    assert torch.equal(after[:2], before[:2])
+    assert after[2:].isnan().all()
+
+
 def test_the_usual_attention_would_not_pass() -> None:
     """Cut by what else there is to do, a context is summed in another order."""
     batch = make_batch([(1, 300)], n_kv=1, group=2, d_head=64, dtype=DTYPE)

@@ -1,8 +1,9 @@
 """Attention over a paged KV cache, in torch: what a CPU runs, and the reference of `attention_triton`.
 
 Owns reading and writing the cache of one layer. Always holds: nothing outside a request's context reaches its output,
-not even a NaN; requests of context 0 give zeros. Knows pages and slots as numbers only: who owns them is the page
-book's matter.
+not even a NaN; nor does a query whose key is NaN reach those of its request that do not see it: a draft the policy can
+make nothing of fails nobody. Requests of context 0 give zeros. Knows pages and slots as numbers only: who owns them is
+the page book's matter.
 
 Legend: T query tokens of all requests, one after the other; R requests; P pages a request may have; Q queries per
 request; L context; H query heads, K key heads; d head width, h half of it; W words of 32 bits; N = (H + 2K)·d;
@@ -168,6 +169,10 @@ def _attend(
     k_RKLd = _gather(k_cache, slots_RL, "k")
     v_RKLd = _gather(v_cache, slots_RL, "v")
     visible_RQL = _visible(in_context_RL, query_len_R, context_len_R, n_queries, tree_RQW, window)
+    lost_RKL = _without_number(k_RKLd, context_len_R, n_queries) if n_queries > 1 else None
+    if lost_RKL is not None:  # a mask is added, and a weight of zero multiplied: neither silences a NaN
+        k_RKLd.masked_fill_(lost_RKL.unsqueeze(3), 0)
+        v_RKLd.masked_fill_(lost_RKL.unsqueeze(3), 0)
     bias_RQL = torch.where(visible_RQL, q_RQHd.new_zeros(()), -math.inf)
     # rows are (query, head of the group): every key head is read once for all of them
     group = n_heads // n_kv
@@ -178,8 +183,23 @@ def _attend(
     )
     bias_R1mL = bias_RQL.unsqueeze(2).expand(-1, -1, group, -1).reshape(n_requests, 1, n_queries * group, longest)
     rows_RKmd = scaled_dot_product_attention(rows_RKmd, k_RKLd, v_RKLd, attn_mask=bias_R1mL, scale=scale)
+    if lost_RKL is not None:
+        sees_RKQ = (visible_RQL.unsqueeze(1) & lost_RKL.unsqueeze(2)).any(3)
+        rows_RKmd = rows_RKmd.masked_fill(sees_RKQ.repeat_interleave(group, dim=2).unsqueeze(3), math.nan)
     rows_RQHd = rows_RKmd.view(n_requests, n_kv, n_queries, group, d_head).transpose(1, 2).reshape(q_RQHd.shape)
     return rows_RQHd.masked_fill(context_len_R.eq(0).view(-1, 1, 1, 1), 0)
+
+
+def _without_number(k_RKLd: Tensor, context_len_R: Tensor, n_queries: int) -> Tensor | None:
+    """`[R, K, L]`: which of the queries' own keys are NaN; None if none is. Those before them everybody sees."""
+    from_end_RQ = context_len_R[:, None] - 1 - torch.arange(n_queries, device=k_RKLd.device)
+    index_RKQ = from_end_RQ.clamp(min=0)[:, None].expand(-1, k_RKLd.shape[1], -1)
+    own_RKQd = k_RKLd.gather(2, index_RKQ.unsqueeze(3).expand(-1, -1, -1, k_RKLd.shape[3]).long())
+    lost_RKQ = own_RKQd.isnan().any(3)
+    if not bool(lost_RKQ.any()):
+        return None
+    lost_RKL = torch.zeros(k_RKLd.shape[:3], dtype=torch.bool, device=k_RKLd.device)
+    return lost_RKL.scatter_(2, index_RKQ.long(), lost_RKQ)
 
 
 def _slots(in_context_RL: Tensor, page_table_RP: Tensor, page_size: int) -> Tensor:

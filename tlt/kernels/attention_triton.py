@@ -53,8 +53,8 @@ def plan_launch(n_requests: int, n_kv: int, group: int, max_query: int, multipro
         return Launch(block_m, 64, min(triton.cdiv(wanted, programs), 32), 64, _warps(block_m), num_stages=3)
     most = 2 if programs >= 4 * multiprocessors else 4  # programs with nothing to do cost time too
     splits = max(1, min(most, 8192 * 16 // (programs * block_m)))
-    if block_m == 16:  # measured: long tiles and two stages beat short ones and three by a tenth
-        return Launch(block_m, 128, splits, 1024, _warps(block_m), num_stages=2)
+    if block_m == 16:  # measured: small programs, of which many fit on the chip at once, hide each other's waiting
+        return Launch(block_m, 64, splits, 1024, num_warps=2, num_stages=2)
     return Launch(block_m, 64, splits, 1024, _warps(block_m), num_stages=4 if block_m < 128 else 3)
 
 
@@ -113,12 +113,12 @@ def take_tile(
     k_ptr, v_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
     stride_page, stride_slot, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, taken into the running softmax (in base 2); and the pages of the next tile.
 
     Looked up a tile ahead, they let the loads of keys and values depend on no load of their own iteration: the compiler
-    then keeps several tiles in flight.
+    then keeps several tiles in flight. SPARE: a key that is NaN harms only those who see it.
     """
     key_N = first_key + tl.arange(0, BLOCK_N)
     next_page_N = pages_of(page_row_ptr, first_key + BLOCK_N, high, BLOCK_N, PAGE)
@@ -131,6 +131,8 @@ def take_tile(
     else:
         k_ND = tl.load(k_ptr + offset_ND)
         v_ND = tl.load(v_ptr + offset_ND)
+    if SPARE:  # its score is NaN to those who see it; to the others its value must not be, whatever its weight
+        v_ND = tl.where(k_ND == k_ND, v_ND, 0.0)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
     if MASKED:
         if TREE_WORDS > 0:
@@ -258,14 +260,14 @@ def _attention_kernel(
         acc_MD, peak_M, sum_M, page_N = take_tile(
             q_MD, acc_MD, peak_M, sum_M, page_N, first_key, end,
             k_head_ptr, v_head_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
-            stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, False,
+            stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, False, False,
         )  # fmt: skip
     page_N = pages_of(page_row_ptr, middle, end, BLOCK_N, PAGE)
     for first_key in tl.range(middle, end, BLOCK_N):
         acc_MD, peak_M, sum_M, page_N = take_tile(
             q_MD, acc_MD, peak_M, sum_M, page_N, first_key, end,
             k_head_ptr, v_head_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
-            stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, True,
+            stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, True, TREE_WORDS > 0,
         )  # fmt: skip
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]

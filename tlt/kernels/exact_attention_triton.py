@@ -109,7 +109,7 @@ def _exact_attention_kernel(
             acc_MD, peak_M, sum_M, page_N = take_tile(
                 q_MD, acc_MD, peak_M, sum_M, page_N, first_key, end,
                 k_head_ptr, v_head_ptr, page_row_ptr, query_M, query_M, row_ok_M, query_M, first_position + query_M,
-                first_position, stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, 0, WINDOW, True,
+                first_position, stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, 0, WINDOW, True, True,
             )  # fmt: skip
         part_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
         lse_M = tl.where(sum_M == 0.0, -float("inf"), peak_M + tl.log2(sum_M))
