@@ -62,13 +62,11 @@ TABLE: dict[tuple[int, int, bool, int], Config | None] = {
     (49152, 3840, False, 32): Config(
         32, 128, 64, 1, 4, 5, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
     ),
-    (5120, 3840, False, 64): Config(
-        64, 64, 128, 1, 4, 6, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
-    ),
-    (3840, 3072, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, late=True),
+    (5120, 3840, False, 64): Config(64, 64, 128, 1, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
+    (3840, 3072, False, 64): None,
     (15360, 3840, True, 64): Config(64, 128, 64, 1, 4, 4, prefetch=0, swap=True, tma=True, tma_x=True, apart=True),
-    (3840, 15360, False, 64): Config(64, 64, 128, 2, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, late=True),
-    (49152, 3840, False, 64): Config(64, 128, 64, 1, 4, 7, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
+    (3840, 15360, False, 64): Config(64, 64, 128, 2, 8, 5, prefetch=256, swap=True),
+    (49152, 3840, False, 64): Config(64, 128, 64, 1, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
     (5120, 3840, False, 128): None,
     (3840, 3072, False, 128): None,
     (15360, 3840, True, 128): Config(128, 64, 64, 1, 4, 3, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
