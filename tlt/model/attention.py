@@ -64,8 +64,13 @@ class Layout(Protocol):
         """Whether a token's bits must not depend on the other tokens of the forward but for those it sees."""
         ...
 
-    def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
-        """Attention over a row of fused projections: [T, N] → [T, query heads × width]."""
+    def attend(
+        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms, read_next: Tensor | None = None
+    ) -> Tensor:
+        """Attention over a row of fused projections: [T, N] → [T, query heads × width].
+
+        `read_next` are the weights read after it: a hint, for who can fetch them meanwhile.
+        """
         ...
 
 
@@ -116,7 +121,9 @@ class PackedLayout:
     def exact(self) -> bool:
         return False
 
-    def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
+    def attend(
+        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms, read_next: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self._queries_keys_values(qkv_TN, heads, rotary, norms)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return self._attend_flash(q, k, v, heads).flatten(1)
@@ -181,26 +188,29 @@ class PagedLayout:
     tree_mask_TW: Tensor | None = None  # int32 bits: which queries of its own request a node sees; None = causal
     exact: bool = False  # on a GPU in bfloat16; has no tree mask
 
-    def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
+    def attend(
+        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms, read_next: Tensor | None = None
+    ) -> Tensor:
         kernels = kernels_for(qkv_TN.device)
         k_cache, v_cache = self.cache.k[heads.layer], self.cache.v[heads.layer]
-        new = (qkv_TN, self.positions_T, self.slots_T, rotary.cos_PR, rotary.sin_PR, k_cache, v_cache)
-        turn: dict[str, Any] = {"rotary": heads.rotary, "q_norm": norms.query_d, "k_norm": norms.key_d, "pdl": True}
-        turn["norm_eps"] = heads.norm_eps
-        held = (self.query_start_R1, self.context_R, self.pages_RP)
-        how: dict[str, Any] = {"scale": heads.scale, "sliding_window": heads.window}
-        if qkv_TN.is_cuda and self.max_query == 1 and self.tree_mask_TW is None and not self.exact:
-            from tlt.kernels.decode_attention_triton import decode_attention
-
-            return decode_attention(*new, *held, heads.query, **(turn | how)).flatten(1)
-        q_THd = kernels.rope_and_write(*new, heads.query, heads.kv, heads.dim, **turn)
-        where = (q_THd, k_cache, v_cache, *held)
-        how |= {"max_query": self.max_query, "pdl": True}
+        q_THd = kernels.rope_and_write(
+            *(qkv_TN, self.positions_T, self.slots_T, rotary.cos_PR, rotary.sin_PR, k_cache, v_cache),
+            *(heads.query, heads.kv, heads.dim),
+            rotary=heads.rotary,
+            q_norm=norms.query_d,
+            k_norm=norms.key_d,
+            norm_eps=heads.norm_eps,
+            pdl=True,
+        )
+        where = (q_THd, k_cache, v_cache, self.query_start_R1, self.context_R, self.pages_RP)
+        how: dict[str, Any] = {"max_query": self.max_query, "scale": heads.scale, "sliding_window": heads.window}
         if self.exact and q_THd.is_cuda:
             from tlt.kernels.exact_attention_triton import paged_attention
 
-            return paged_attention(*where, **how).flatten(1)
-        attended: Tensor = kernels.paged_attention(*where, **how, tree_mask_TW=self.tree_mask_TW)
+            return paged_attention(*where, **how, pdl=True).flatten(1)
+        attended: Tensor = kernels.paged_attention(
+            *where, **how, tree_mask_TW=self.tree_mask_TW, pdl=True, read_next=read_next
+        )
         return attended.flatten(1)
 
 
