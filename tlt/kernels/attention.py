@@ -96,7 +96,6 @@ def paged_attention(
     out: Tensor | None = None,
     sliding_window: int = 0,
     pdl: bool = False,
-    read_next: Tensor | None = None,
 ) -> Tensor:
     """Attention of each request's queries over its own context, the queries being the context's last tokens, in order.
 
@@ -105,7 +104,7 @@ def paged_attention(
     the j-th query of its request: set it for t itself and its ancestors. A window lets a query at position p see
     the keys of positions above p - window; in a tree a node's position counts its ancestors, and the window must be
     wider than the tree is deep. Tokens no request owns, and those of requests of context 0, give zeros.
-    `pdl` and `read_next` are launch hints for the GPU and change nothing here.
+    `pdl` is a launch hint for the GPU and changes nothing here.
     """
     result_THd = torch.empty_like(q_THd) if out is None else out
     n_requests, n_tokens = context_len_R.shape[0], q_THd.shape[0]

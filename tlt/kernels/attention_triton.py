@@ -7,8 +7,6 @@ Danger: two attention calls must not run at once on one device, since they share
 Legend: as in `attention`, and in kernels M rows of a tile, (query, head of the group) pairs; N keys of a tile; D width.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,6 @@ from tlt.kernels.cache_triton import copy_kv, rope_and_write, start
 
 __all__ = ["Launch", "copy_kv", "paged_attention", "plan_launch", "rope_and_write"]
 
-_PIECE = 512  # bytes that one instruction fetches into the chip's cache
 COUNTERS = 1 << 18  # (request, key head, row block) triples of one launch
 MULTIPROCESSORS_OF_NO_GPU = 2  # what the interpreter plans for
 _counters: dict[torch.device, Tensor] = {}
@@ -62,28 +59,6 @@ def _work(
     tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
     at_work = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
     return low, high, shared, tiles_per_split, at_work
-
-
-@triton.jit
-def _fetch_meanwhile(next_ptr, pieces, last_piece, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    """Start moving this program's share of what is read next to L2, while others wait for the rest of this kernel.
-
-    Shares are of `pieces` pieces; one instruction per thread and piece, nothing to wait for.
-    """
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    for first in tl.range(0, pieces, THREADS):
-        own = first + tl.arange(0, THREADS)
-        piece = program * pieces + own
-        address = next_ptr.to(tl.int64, bitcast=True) + piece.to(tl.int64) * PIECE
-        tl.inline_asm_elementwise(
-            "{ .reg .pred some; setp.gt.s32 some, $2, 0; "
-            "@some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [address, tl.where((own < pieces) & (piece < last_piece), PIECE, 0)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -180,15 +155,14 @@ def sum_splits(
     return acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
 
 
-@triton.jit(do_not_specialize=["splits", "row_blocks", "pieces", "last_piece"])
+@triton.jit(do_not_specialize=["splits", "row_blocks"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, context_len_ptr, page_table_ptr, tree_ptr,
-    partial_ptr, lse_ptr, counter_ptr, next_ptr, pieces, last_piece, scale_log2, splits, row_blocks,
+    partial_ptr, lse_ptr, counter_ptr, scale_log2, splits, row_blocks,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_page, stride_slot, stride_head, stride_table,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, CHUNK: tl.constexpr,
     TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
-    PIECE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, (split, row block), request): its rows over its share of the context.
 
@@ -208,8 +182,6 @@ def _attention_kernel(
         query_len, context_len, first_row, splits, GROUP, BLOCK_M, BLOCK_N, MIN_TILES, TREE_WORDS, WINDOW
     )
     if split >= at_work:
-        if PIECE > 0:
-            _fetch_meanwhile(next_ptr, pieces, last_piece, PIECE, THREADS)
         return
 
     row_M = tl.arange(0, BLOCK_M)
@@ -258,8 +230,6 @@ def _attention_kernel(
             stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, True, TREE_WORDS > 0,
         )  # fmt: skip
 
-    if PIECE > 0:
-        _fetch_meanwhile(next_ptr, pieces, last_piece, PIECE, THREADS)
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
     out_ptrs = out_ptr + (token_M * stride_ot + head_M * stride_oh)[:, None] + column_D[None, :]
     if at_work == 1:
@@ -332,11 +302,9 @@ def paged_attention(
     sliding_window: int = 0,
     pdl: bool = False,
     launch: Launch | None = None,
-    read_next: Tensor | None = None,
 ) -> Tensor:
     """As `attention.paged_attention`, except that tokens no request owns are left as they are in `out`.
 
-    `read_next`: weights that the next kernel reads, fetched into the chip's cache meanwhile.
     The first call on a device must not be inside a graph capture: it makes the arrival counters (and compiles).
     """
     check_strides(q_THd, k_cache, v_cache, page_table_RP, tree_mask_TW)
@@ -356,19 +324,14 @@ def paged_attention(
         "MIN_TILES": max(1, launch.min_split // launch.block_n),
         "TREE_WORDS": 0 if tree_mask_TW is None else tree_mask_TW.shape[1], "WINDOW": sliding_window, "PDL": pdl,
     }  # fmt: skip
-    grid = (n_kv, row_blocks * launch.splits, n_requests)
-    fetched = read_next is not None and read_next.is_contiguous()
-    last_piece = read_next.nbytes // _PIECE if read_next is not None and fetched else 0
-    _attention_kernel[grid](
+    _attention_kernel[(n_kv, row_blocks * launch.splits, n_requests)](
         q_THd, k_cache, v_cache, out, query_start_R1, context_len_R, page_table_RP,
         query_start_R1 if tree_mask_TW is None else tree_mask_TW,
         partial, lse, arrival_counters(q_THd.device, blocks if parts and fused else 0),
-        read_next if fetched else q_THd, triton.cdiv(last_piece, math.prod(grid)), last_piece,
         scale * 1.4426950408889634, launch.splits, row_blocks,
         q_THd.stride(0), q_THd.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table_RP.stride(0),
         PAGE=page_size, CHUNK=in_flight(launch.block_m * block_d), FUSED=fused, **shape,
-        PIECE=_PIECE if fetched else 0, THREADS=32 * launch.num_warps,
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     if parts and not fused:

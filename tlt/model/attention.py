@@ -64,13 +64,8 @@ class Layout(Protocol):
         """Whether a token's bits must not depend on the other tokens of the forward but for those it sees."""
         ...
 
-    def attend(
-        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms, read_next: Tensor | None = None
-    ) -> Tensor:
-        """Attention over a row of fused projections: [T, N] → [T, query heads × width].
-
-        `read_next` are the weights read after it: a hint, for who can fetch them meanwhile.
-        """
+    def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
+        """Attention over a row of fused projections: [T, N] → [T, query heads × width]."""
         ...
 
 
@@ -121,9 +116,7 @@ class PackedLayout:
     def exact(self) -> bool:
         return False
 
-    def attend(
-        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms, read_next: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
         q, k, v = self._queries_keys_values(qkv_TN, heads, rotary, norms)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return self._attend_flash(q, k, v, heads).flatten(1)
@@ -188,9 +181,7 @@ class PagedLayout:
     tree_mask_TW: Tensor | None = None  # int32 bits: which queries of its own request a node sees; None = causal
     exact: bool = False  # on a GPU in bfloat16; has no tree mask
 
-    def attend(
-        self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms, read_next: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
         kernels = kernels_for(qkv_TN.device)
         k_cache, v_cache = self.cache.k[heads.layer], self.cache.v[heads.layer]
         q_THd = kernels.rope_and_write(
@@ -208,9 +199,7 @@ class PagedLayout:
             from tlt.kernels.exact_attention_triton import paged_attention
 
             return paged_attention(*where, **how, pdl=True).flatten(1)
-        attended: Tensor = kernels.paged_attention(
-            *where, **how, tree_mask_TW=self.tree_mask_TW, pdl=True, read_next=read_next
-        )
+        attended: Tensor = kernels.paged_attention(*where, **how, tree_mask_TW=self.tree_mask_TW, pdl=True)
         return attended.flatten(1)
 
 

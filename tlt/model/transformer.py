@@ -66,7 +66,7 @@ class Block(nn.Module):
         """`next_norm`: the weight of the norm that reads the result, if that is known."""
         exact = layout.exact
         qkv_TN = linear(x, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps, exact=exact)
-        attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm), read_next=self.o)
+        attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm))
         x = add_linear(attended, self.o, bias=self.o_bias, residual=x, next_norm=self.mlp_norm, exact=exact)
         gated = linear(
             *(x, self.gate_up),
