@@ -76,6 +76,8 @@ def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
     speculating.verified(CHAIN, [[7, 8, 9], [4]], seconds=10.0, once_s=3.0)  # a capture took 3 seconds more
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
     speculating.verified(CHAIN, [[7, 5]], seconds=None)
+    assert len(tuner.outcomes) == 1  # the newest is looked into when somebody asks
+    assert speculating.foresee(1) == CHAIN
     first, second = tuner.outcomes
     assert (first.seconds, first.once_s, list(first.drafts_s)) == (5.0, 8.0, [2.0])
     assert second.seconds is None
@@ -139,6 +141,7 @@ def test_a_tick_with_prefill_in_it_tells_no_time() -> None:
     engine.tick()
     engine.submit([Request(Key(9, 9), tuple(range(2, 30)), PARAMS)])
     engine.tick()
+    engine.report()  # the last tick is looked into when somebody asks
     alone, with_prefill = tuner.outcomes[-2:]
     assert alone.seconds is not None
     assert with_prefill.seconds is None

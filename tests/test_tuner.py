@@ -5,6 +5,7 @@ Where a bound is asserted, something that must break it is shown to: a fixed sha
 
 import math
 import random
+from collections.abc import Iterator
 from statistics import mean
 
 import pytest
@@ -13,7 +14,7 @@ from tests.tuning import LEARNED, MODEL_FREE, Curve, Fixed, World, costs, pad, p
 from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_nodes, together, track
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
-from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, TickCosts, never_falling
+from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, Measured, TickCosts, never_falling
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.tuner import Outcome, Tuner, TunerPolicy, TunerSettings, candidates
 
@@ -232,6 +233,22 @@ def test_drafters_that_complement_each_other_get_credit_once_they_ran_together()
     assert here.length(both) > 1.1 * apart
 
 
+def test_a_verification_measured_far_too_dear_is_found_out() -> None:
+    """A machine that was busy for a moment when it was timed must not keep a shape out for ever."""
+    here, shape = TickCosts(CostTable(), pad, learned=(LEARNED,)), Shape((MODEL_FREE,), 4, 1, 8)
+    for cost in (Measured(POLICY, 8, 0.010), Measured(POLICY, 64, 0.100)):
+        here.know(cost)
+    before = here.seconds(shape, 8)
+    for _ in range(3):
+        here.observe(shape, 8, 0.020, [1e-5])
+        here.observe(OFF, 8, 0.010)
+    after = here.seconds(shape, 8)
+    assert before is not None
+    assert after is not None
+    assert after < 0.3 * before
+    assert here.seconds(OFF, 8) == pytest.approx(0.010, rel=0.1)
+
+
 # ---- the alarm
 
 
@@ -249,6 +266,46 @@ def test_the_alarm_fires_on_a_collapse_only(usual: int, then: int, fires: bool) 
         assert (alarms[0].drafter, alarms[0].shape) == (LEARNED, shape)
         assert alarms[0].verifies >= 64
         assert alarms[0].recent < alarms[0].usual <= 1 + usual
+
+
+def answers(chance: random.Random, rows: int, count: int, kept: float = 1.0) -> Iterator[list[Walked]]:
+    """Ticks of `rows` answers at a time. Answers differ: some repeat themselves, and are foreseen, some are all new;
+    and there are stretches with more of these, or of those. `kept`: share of what is accepted that still is."""
+    running: list[tuple[int, float, int]] = []  # number, chance of each token, verifies left
+    level = 0.7
+    for number in range(count):
+        level = chance.choice((0.6, 0.8)) if number % 12 == 0 else level
+        known = min(0.99, max(0.05, chance.gauss(level, 0.25)))
+        running.append((number, known * kept, chance.choice((3, 10, 60))))
+        while len(running) == rows:
+            yield [
+                Walked(accepted, (Track((1,) * accepted, 1),), request=("answer", kept, number))
+                for number, known, _ in running
+                for accepted in [next((n for n in range(15) if chance.random() > known), 15)]
+            ]
+            running = [(number, known, left - 1) for number, known, left in running if left > 1]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_answers_that_differ_are_no_collapse_and_a_collapse_among_them_is(rows: int) -> None:
+    shape = learned(15, 1, 16)
+    for seed in range(10):
+        chance, watch = random.Random(seed), CollapseWatch(LEARNED)
+        assert all(watch.see(shape, walks) is None for walks in answers(chance, rows, 400))
+        told = [alarm for walks in answers(chance, rows, 100, kept=0.05) if (alarm := watch.see(shape, walks))]
+        assert told
+        assert told[0].recent < 0.5 * told[0].usual
+        assert told[0].verifies >= 64
+
+
+def test_one_odd_answer_is_no_collapse() -> None:
+    """However long it is: its verifies say all the same thing."""
+    watch, shape = CollapseWatch(LEARNED), learned(4, 1, 5)
+    for number in range(100):
+        assert watch.see(shape, [Walked(4, (Track((1,) * 4, 1),), request=number)] * 4) is None
+    assert all(watch.see(shape, [Walked(0, (Track((), 1),), request="odd")]) is None for _ in range(500))
+    refused = [[Walked(0, (Track((), 1),), request=f"refused {number}")] * 4 for number in range(40)]
+    assert any(watch.see(shape, walks) for walks in refused)
 
 
 def test_another_shape_is_no_collapse() -> None:

@@ -67,7 +67,7 @@ class Rows:
         if plan.entries:
             self._enter(plan)
         if plan.grown:
-            row, column, page = (self._send(part, torch.int64) for part in zip(*plan.grown, strict=True))
+            row, column, page = self._send(list(zip(*plan.grown, strict=True)), torch.int64)
             self._pages[row, column] = page.int()
         self.set_count(len(plan.stays))
 

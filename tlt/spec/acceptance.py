@@ -11,7 +11,7 @@ Several drafters in one tree count as one whose rank is the best of theirs, each
 least what the best of them would give alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -34,6 +34,7 @@ class Walked:
 
     accepted: int  # draft tokens the policy walked through; the verify emitted one more
     tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
+    request: Hashable = None  # which one; None: nobody says, and it is taken for one of its own
 
 
 def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:

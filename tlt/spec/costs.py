@@ -84,6 +84,7 @@ _KNOWN_TICKS = 32  # that a correction rests on at most, so that a change is fol
 _BOUNDARY = 16  # ticks after a switch in which the new shape is compared with the one before
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
+_TOO_DEAR = 0.7  # a whole tick at this share of what the policy's part was to cost is no chance: that cost was wrong
 _LEAST_DRAFT_S = 20e-6  # of a tick that drafts: something to correct where the table knows of nothing
 
 
@@ -135,7 +136,15 @@ class TickCosts:
         if self._since > _BOUNDARY:
             self._see_drift(seconds, self.seconds(shape, batch) or seconds)
         else:
-            self._factor(shape).see((seconds / self._drift - policy) / self._draft(shape, batch))
+            self._see_drafting(shape, batch, seconds / self._drift, policy)
+
+    def _see_drafting(self, shape: Shape, batch: int, seconds: float, policy: float) -> None:
+        """What drafting takes beyond the table; or, where all of it took much less than the policy's run alone was
+        foreseen to take, that this was foreseen too dear: whoever believed it would not use the shape again."""
+        if seconds < _TOO_DEAR * policy:
+            self._table.record(POLICY, self.pad(batch * shape.verify), seconds)
+        else:
+            self._factor(shape).see((seconds - policy) / self._draft(shape, batch))
 
     def _observe_plain(self, size: int, seconds: float) -> None:
         """The first ticks of a size that nobody measured tell what it costs; later ones, how all costs drift."""

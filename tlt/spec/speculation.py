@@ -181,15 +181,18 @@ class Speculating:
         self.keeper: Keeper = learned or NoKeeper()
         self.deepest, self.widest = deepest, widest
         self._proposed: _Proposed | None = None  # of the tick under way
-        self._drafts_s: list[float] = []  # of the tick under way: what each drafter took on the host …
-        self._caught_up_s = 0.0  # … and what they spent catching up before
-        self._odd = False  # whether some of the tick's time on the device was catching up
+        self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._once_s = 0.0
-        self.alarms: list[Alarm] = []
+        self._alarms: list[Alarm] = []
+
+    @property
+    def alarms(self) -> Sequence[Alarm]:
+        self._learn()
+        return self._alarms
 
     def policy_changed(self) -> None:
         if self._learned is not None:
@@ -200,6 +203,7 @@ class Speculating:
         if self._learned is None:
             raise ValueError(f"drafters are {sorted(self._drafters)}; expected a learned one to load weights into")
         if version != self._learned.version:
+            self._learn()
             self._learned.load(weights, version)
             self._tuner.drafter_changed(self._learned.name)
 
@@ -217,6 +221,7 @@ class Speculating:
         return shape
 
     def foresee(self, running: int) -> Shape:
+        self._learn()
         return self._tuner.choose(running) if running else OFF
 
     def chosen(self, running: int, shape: Shape) -> None:
@@ -233,21 +238,20 @@ class Speculating:
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
         drafters = [self._drafters[name] for name in shape.drafters]
-        self._catch_up(drafters, keys, answers, shape)
+        caught_up_s = self._catch_up(drafters, keys, answers, shape)
         started = time.perf_counter()
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
-        self._odd = self._learned is not None and self._learned.took_in()
+        odd = self._learned is not None and self._learned.took_in()
         if planted is not None:
-            self._proposed = _Proposed(keys, planted=planted)
-            self._drafts_s = [time.perf_counter() - started]
+            self._proposed = _Proposed(keys, [time.perf_counter() - started], caught_up_s, odd, planted=planted)
             return None
-        columns, self._drafts_s = [], []
+        columns, drafts_s = [], []
         for drafter in drafters:
             started = time.perf_counter()
             columns.append(drafter.propose(keys, answers, shape))
-            self._drafts_s.append(time.perf_counter() - started)
+            drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
-        self._proposed = _Proposed(keys, parts)
+        self._proposed = _Proposed(keys, drafts_s, caught_up_s, odd, parts)
         return [_joined(row, shape.verify - 1) for row in parts]
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
@@ -256,49 +260,55 @@ class Speculating:
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
-    ) -> None:
+    ) -> float:
         started = time.perf_counter()
         for drafter in drafters:
             drafter.catch_up(keys, answers, shape)
-        self._caught_up_s = time.perf_counter() - started
+        return time.perf_counter() - started
 
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
-        started = time.perf_counter()
-        walks = self._walks(shape, emitted)
-        if self._odd:
-            seconds = None
-        if seconds is not None:
-            seconds += time.perf_counter() - started - self._caught_up_s
-        once_s += self._caught_up_s
-        self._count(walks, once_s)
-        self.alarms += self._tuner.observe(Outcome(shape, len(walks), walks, seconds, once_s, self._drafts_s))
-
-    def _walks(self, shape: Shape, emitted: Sequence[Sequence[int]]) -> list[Walked]:
-        """All rows' accepted tokens; a sample of them is looked into, for that takes the host a while."""
+        self._learn()
         proposed, self._proposed = self._proposed, None
         assert proposed is not None
-        stride = -(-len(emitted) // _LOOKED_INTO)
+        self._lesson = _Lesson(shape, proposed, emitted, seconds, once_s)
+
+    def _learn(self) -> None:
+        """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
+        lesson, self._lesson = self._lesson, None
+        if lesson is None:
+            return
+        walks, proposed = self._walks(lesson), lesson.proposed
+        seconds = None if proposed.odd or lesson.seconds is None else lesson.seconds - proposed.caught_up_s
+        once_s = lesson.once_s + proposed.caught_up_s
+        self._verifies += len(walks)
+        self._accepted += sum(walked.accepted for walked in walks)
+        self._drafting_s += sum(proposed.drafts_s)
+        self._once_s += once_s
+        outcome = Outcome(lesson.shape, len(walks), walks, seconds, once_s, proposed.drafts_s)
+        self._alarms += self._tuner.observe(outcome)
+
+    def _walks(self, lesson: "_Lesson") -> list[Walked]:
+        """All rows' accepted tokens; a sample of them is looked into, for that takes the host a while."""
+        proposed, shape = lesson.proposed, lesson.shape
+        stride = -(-len(lesson.emitted) // _LOOKED_INTO)
         offset = self._verifies % stride
         return [
             Walked(
                 len(tokens) - 1,
                 tuple(track(draft, tokens, shape) for draft in proposed.of(row)) if row % stride == offset else (),
+                proposed.keys[row],
             )
-            for row, tokens in enumerate(emitted)
+            for row, tokens in enumerate(lesson.emitted)
         ]
 
-    def _count(self, walks: Sequence[Walked], once_s: float) -> None:
-        self._verifies += len(walks)
-        self._accepted += sum(walked.accepted for walked in walks)
-        self._drafting_s += sum(self._drafts_s)
-        self._once_s += once_s
-
     def decoded(self, running: int, seconds: float) -> None:
+        self._learn()
         self._tuner.observe(Outcome(OFF, running, (), seconds))
 
     def report(self) -> SpeculationReport:
+        self._learn()
         return SpeculationReport(
             ticks={**self._ticks, **{(running, OFF): ticks for running, ticks in self._plain.items()}},
             switches=self._switches,
@@ -306,7 +316,7 @@ class Speculating:
             accepted=self._accepted,
             drafting_s=self._drafting_s,
             once_s=self._once_s,
-            alarms=tuple(self.alarms),
+            alarms=tuple(self._alarms),
             tuner=self._tuner.report(),
         )
 
@@ -316,11 +326,25 @@ class _Proposed:
     """The drafts of a tick, row by row, one per drafter."""
 
     keys: Sequence[Key]
+    drafts_s: list[float]  # what each drafter took on the host …
+    caught_up_s: float  # … and what they spent catching up before
+    odd: bool  # whether some of the tick's time on the device was catching up
     parts: Sequence[tuple[Draft, ...]] = ()
     planted: Planted | None = None  # instead of the parts: one drafter's, on the device
 
     def of(self, row: int) -> tuple[Draft, ...]:
         return (self.planted.draft(self.keys[row]),) if self.planted else self.parts[row]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """A verified tick that nobody has looked into yet: tokens, and seconds if it did nothing else."""
+
+    shape: Shape
+    proposed: _Proposed
+    emitted: Sequence[Sequence[int]]
+    seconds: float | None
+    once_s: float
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:
