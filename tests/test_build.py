@@ -6,16 +6,17 @@ import pytest
 
 from tests.test_speculation import tokens_of
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import build_engine, shapes_of
+from tlt.engine.build import build_engine, chooser_of, shapes_of
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError
 from tlt.policy import open_policy
-from tlt.spec.shape import OFF
+from tlt.spec.bandit import Bandit
+from tlt.spec.shape import OFF, Shape
 from tlt.tasks.choose import task_of
 from tlt.types import Key, SamplingParams
 
 
-@pytest.mark.parametrize("chooser", ["tuner", "beg-mab"])
+@pytest.mark.parametrize("chooser", ["tuner", "beg-mab", "fixed"])
 def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(chooser: str) -> None:
     config = RunConfig(sampling=SamplingParams(max_tokens=160))
     policy, task = open_policy(config.model), task_of(config)
@@ -46,6 +47,12 @@ def test_nobody_guesses_unless_asked() -> None:
         SpecSettings(drafter="eagle")
 
 
+def test_one_shape_is_the_deepest_chain_in_every_tick() -> None:
+    spec = SpecSettings(drafter="both", path="x", chooser="fixed")
+    chooser = chooser_of(spec, rows=8)
+    assert {chooser.choose(batch) for batch in (1, 8)} == {Shape(("eagle",), depth=15, width=1, verify=16)}
+
+
 def test_a_drafter_that_is_not_there_is_an_error() -> None:
     config = RunConfig(spec=SpecSettings(drafter="eagle", path="nosuch"))
     with pytest.raises(ModelError, match="nosuch"):
@@ -57,3 +64,11 @@ def test_settings_that_allow_no_tree_are_refused() -> None:
         shapes_of(SpecSettings(drafter="suffix", depths=(3,), widths=(1,), verifies=(16,)))
     with pytest.raises(ConfigError, match="widths is"):
         SpecSettings(widths=(32,))
+
+
+def test_more_sizes_than_the_bandit_has_ranges_for_are_refused() -> None:
+    sizes, more = tuple(range(2, 8)), tuple(range(2, 9))
+    spec = SpecSettings(drafter="suffix", chooser="beg-mab", depths=(1,), widths=tuple(range(1, 8)), verifies=sizes)
+    assert isinstance(chooser_of(spec, 64), Bandit)
+    with pytest.raises(ConfigError, match="verifies has 7 sizes"):
+        chooser_of(replace(spec, verifies=more), 64)

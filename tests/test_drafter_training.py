@@ -369,7 +369,7 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     [
         (["draft", "improve", "tiny"], "tlt draft knows train and export, not 'improve'"),
         (["draft", "train", "tiny", "--out", "x"], "tlt draft train needs --prompts"),
-        (["draft", "train", "tiny", "--prompts", "toy"], "tlt draft train needs --out"),
+        (["draft", "train", "tiny", "--prompts", "toy", "--out", __file__], "is a file; expected a directory"),
         (["draft", "export", "x"], "tlt draft export needs TARGET"),
         (["draft", "export", "nowhere", "x"], "no drafter at nowhere"),
         (["draft", "export", "nowhere", "x", "--format", "gguf"], "--format is 'gguf'; expected flat or speculators"),
@@ -380,3 +380,10 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
     assert main(arguments) in (1, 2)
     assert expected in capsys.readouterr().err
+
+
+def test_a_drafter_is_saved_beside_you_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[str] = []
+    monkeypatch.setattr("tlt.draft.draft_train", lambda config, prompts, out: saved.append(out))
+    assert main(["draft", "train", "models/smollm2/", "--prompts", "toy"]) == 0
+    assert saved == ["smollm2-drafter"]

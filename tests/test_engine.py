@@ -1,6 +1,7 @@
 """The engine answers every request once, with the tokens plain decoding gives, whatever the batch, pages and order."""
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,12 +12,16 @@ from hypothesis import strategies as st
 
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.config import EngineSettings
+from tlt.engine.admission import ADMISSIONS, Admission
 from tlt.engine.engine import Engine
+from tlt.engine.pages import PageBook
 from tlt.engine.request import Request
 from tlt.engine.sampler import SamplingRows, sample
-from tlt.errors import RequestError
+from tlt.engine.scheduler import Progress, Scheduler
+from tlt.errors import ConfigError, RequestError
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
+from tlt.recipe import load_config
 from tlt.types import Completion, Key, SamplingParams
 
 MODEL = policy()
@@ -220,6 +225,14 @@ def test_sampling_settings_that_mean_nothing_are_refused() -> None:
             SamplingParams(**bad)  # type: ignore[arg-type]
 
 
+def test_penalties_are_refused_by_name() -> None:
+    """What depends on the text so far is not offered: a draft tree's branches would each have a text of their own."""
+    with pytest.raises(TypeError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1.1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"unknown key sampling\.repetition_penalty"):
+        load_config(flags=["--sampling.repetition_penalty", "1.1"])
+
+
 def test_nan_logits_fail_their_request_alone() -> None:
     model = policy()
     poisoned = 7
@@ -321,3 +334,43 @@ def test_every_admission_answers_all_and_longest_goes_first() -> None:
     waiting = [r for r in batch if r.key.request % 3]
     ranked = [r.prompt_id for r in sorted(waiting, key=order.rank)]
     assert [name for name, _ in itertools.groupby(ranked)] == ["prompt 1", "prompt 2", "prompt 0"]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_longest_first_ends_a_rollout_sooner(seed: int) -> None:
+    """The scheduler alone, with lengths made up: a second epoch over prompts whose answers are known to differ."""
+    dice = random.Random(seed)
+    typical = [dice.lognormvariate(3.5, 1.0) for _ in range(32)]
+    answers = [(prompt, max(1, int(typical[prompt] * dice.lognormvariate(0, 0.3)))) for prompt in [*range(32)] * 8]
+    ticks = {}
+    for name, admission in ADMISSIONS.items():
+        order = admission()
+        for prompt, length in reversed(answers):  # another epoch's, not the very same
+            order.finished(numbered(prompt, prompt), int(length * dice.uniform(0.7, 1.4)))
+        ticks[name] = ticks_of_a_rollout(order, answers, rows=48)
+    longest = max(length for _, length in answers)
+    least = max(longest, sum(length for _, length in answers) / 48)
+    assert ticks["longest"] < 1.1 * least
+    assert ticks["longest"] < 0.95 * ticks["fifo"]
+
+
+def numbered(number: int, prompt: int) -> Request:
+    return Request(Key(0, number), (2 + prompt, 3, 4), SamplingParams(max_tokens=5000), f"prompt {prompt}")
+
+
+def ticks_of_a_rollout(admission: Admission, answers: Sequence[tuple[int, int]], rows: int) -> int:
+    scheduler = Scheduler(PageBook(10**5), 16, rows, 10**5, admission)
+    lengths = {}
+    for number, (prompt, length) in enumerate(answers):
+        progress = Progress(numbered(number, prompt), number, 0.0)
+        lengths[progress.request.key] = length
+        scheduler.submit(progress)
+    ticks, left = 0, len(answers)
+    while left:
+        ticks += 1
+        for stay in scheduler.plan().stays:
+            stay.progress.tokens.append(5)
+            if len(stay.progress.tokens) == lengths[stay.progress.request.key]:
+                scheduler.finish(stay)
+                left -= 1
+    return ticks

@@ -1,5 +1,7 @@
 """The learned drafter in the engine: states reach it in place, its drafts help, and the tokens never change."""
 
+import random
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -11,11 +13,13 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
+from tlt.engine.runner import Runner
+from tlt.engine.scheduler import Chunk
 from tlt.errors import RequestError
 from tlt.model.attention import PackedLayout
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness
-from tlt.spec.drafter import Planted
+from tlt.spec.drafter import Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Draft, Shape
@@ -26,12 +30,10 @@ from tlt.types import Key, SamplingParams
 PARAMS = [SamplingParams(max_tokens=40), SamplingParams(temperature=0.0, max_tokens=30)]
 
 
-def drafting(window: int = 16, rows: int = 16, unnamed: int | None = None) -> LearnedDrafting:
-    """A drafter that has learned nothing; it never names the token `unnamed`."""
-    named = [token for token in range(MODEL.config.vocab) if token != unnamed]
-    config = EagleConfig.of_policy(MODEL.config, window=window, draft_vocab=len(named))
-    drafter = Eagle(config, dtype=torch.float64)
-    drafter.init_weights(3, torch.tensor(named) if config.reduced else None)
+def drafting(window: int = 16, rows: int = 16) -> LearnedDrafting:
+    """A drafter that has learned nothing."""
+    drafter = Eagle(EagleConfig.of_policy(MODEL.config, window=window), dtype=torch.float64)
+    drafter.init_weights(3)
     return LearnedDrafting(drafter, MODEL, rows)
 
 
@@ -48,6 +50,8 @@ class Always:
         return ()
 
     def drafter_changed(self, drafter: str) -> None: ...
+
+    def report(self) -> None: ...
 
 
 def engine_with(learned: LearnedDrafting, choose, **knobs: object) -> Engine:  # type: ignore[no-untyped-def]
@@ -67,7 +71,7 @@ def plain(batch: Sequence[Request]) -> dict[Key, list[int]]:
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "now and then"])
 def test_tokens_stay_whatever_an_untrained_drafter_names(kind: str) -> None:
-    batch = requests(8, group=2, params=PARAMS)
+    batch = requests(8, group=2)  # each with its own temperature and filters
     ticks = iter(range(10**6))
     choose = {
         "chain": lambda batch: shape_of(3, 1, 4),
@@ -151,18 +155,44 @@ def rotated_forward(drafter: Eagle, aligned, states, first: int) -> torch.Tensor
     return drafter.forward_packed(aligned, states, MODEL.embed)
 
 
-def test_suffix_and_learned_branches_share_a_tree() -> None:
-    from tlt.spec.drafter import SuffixDrafting
-
-    learned = drafting()
-    batch = requests(6, group=3, params=PARAMS)
-
+@pytest.mark.parametrize("kind", ["both", "changing"])
+def test_suffix_and_learned_branches_share_a_tree(kind: str) -> None:
+    """Both in one tree; or another set of drafters every tick, off included."""
+    learned, dice = drafting(), random.Random(4)
+    batch = requests(12, group=3)
     both = Shape(("eagle", "suffix"), 4, 2, 9)
-    always = Always(lambda batch: both if batch else Shape())
+    shapes = {"both": [both], "changing": [both, Shape(), shape_of(3, 2, 6), Shape(("suffix",), 5, 2, 8)]}[kind]
+    always = Always(lambda batch: dice.choice(shapes) if batch else Shape())
     speculation = Speculating([learned, SuffixDrafting(10_000)], always, learned=learned)
     engine = Engine(MODEL, letters(), EngineSettings(rows=6), speculation=speculation)
     engine.submit(batch)
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
+    report = engine.report().speculation
+    assert report is not None
+    assert {shape for _, shape in report.ticks} >= set(shapes)
+
+
+def test_switching_on_and_off_computes_nothing_of_the_policys_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's cache is as good after plain ticks as before, and so are the states it kept for the drafter."""
+    computed: list[int] = []
+    prefill = Runner._prefill
+
+    def counting(runner: Runner, chunks: Sequence[Chunk]) -> None:
+        computed.append(sum(len(chunk.tokens) for chunk in chunks))
+        prefill(runner, chunks)
+
+    monkeypatch.setattr(Runner, "_prefill", counting)
+    ticks = iter(range(10**6))
+    engine = engine_with(
+        drafting(), lambda batch: shape_of(3, 2, 5) if batch and next(ticks) // 3 % 2 else Shape(), rows=4
+    )
+    batch = requests(8, group=2, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
+    engine.submit(batch)
+    engine.drain()
+    report = engine.report().speculation
+    assert report is not None
+    assert report.switches > 4
+    assert sum(computed) == sum(len(request.prompt) - 1 for request in batch[::2]), "each group's prompt, once"
 
 
 def test_the_policy_is_not_touched() -> None:
@@ -176,6 +206,7 @@ def test_the_policy_is_not_touched() -> None:
 def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
     learned, other = drafting(), drafting().drafter
     other.init_weights(9)
+    policy_before = [parameter.clone() for parameter in MODEL.parameters()]
     batch = requests(6, params=PARAMS)
     engine = engine_with(learned, lambda batch: shape_of(3, 2, 6) if batch else Shape(), rows=6)
     engine.submit(batch)
@@ -185,6 +216,7 @@ def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
     assert tokens_of({completion.key: completion for completion in done}) == plain(batch)
     assert learned.version == 1
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), learned.drafter.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(policy_before, MODEL.parameters(), strict=True))
     everything = dict(other.named_parameters())
     with pytest.raises(ValueError, match="no such tensor"):
         learned.load({**everything, "nonsense": torch.zeros(1)}, version=2)
@@ -193,33 +225,35 @@ def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
     assert learned.version == 1
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_request_without_a_distribution_fails_alone(seed: int) -> None:
-    """Its nonsense reaches the drafter's rows before anybody has read that it failed: nobody else's tokens change."""
-    batch = requests(8, params=PARAMS, seed=seed)
-    poisoned = 0  # token that the policy cannot go on from
+@pytest.mark.parametrize(("poisoned", "depth", "nodes"), [(0, 3, 4), (7, 6, 5), (20, 3, 4)])
+def test_a_request_without_a_distribution_fails_alone(poisoned: int, depth: int, nodes: int) -> None:
+    """Its nonsense reaches the drafter's rows before anybody has read that it failed, and a draft may name the very
+    token that the policy cannot go on from: those fail that fail plainly, and nobody else's tokens change."""
+    batch = requests(20, params=[SamplingParams(max_tokens=30, ignore_eos=True)], seed=1)
+    shape = shape_of(depth, 4, nodes)
     with torch.no_grad():
         healthy = MODEL.embed[poisoned].clone()
         MODEL.embed[poisoned] = float("nan")
     try:
-        found = []
-        for learned in (None, drafting(unnamed=poisoned)):
-            shape = shape_of(3, 4, 4)
-            engine = (
-                engine_with(learned, lambda batch: shape if batch else Shape(), rows=4)  # noqa: B023
-                if learned
-                else Engine(MODEL, letters(), EngineSettings(rows=4))
-            )
-            engine.submit(batch)
-            done, failed = {}, ""
-            while not engine.idle:
-                done.update((one.key, list(one.tokens)) for one in engine.tick())
-            try:
-                engine.drain()
-            except RequestError as error:
-                failed = str(error).split(".")[0]
-            found.append((done, failed.count("request")))
-        assert found[0] == found[1]
+        plainly = answers_and_failures(Engine(MODEL, letters(), EngineSettings(rows=4)), batch)
+        drafted = engine_with(drafting(), lambda batch: shape if batch else Shape(), rows=4)
+        assert answers_and_failures(drafted, batch) == plainly
     finally:
         with torch.no_grad():
             MODEL.embed[poisoned] = healthy
+    answers, failures = plainly
+    assert failures, "nobody drew the token: this shows nothing"
+    assert len(answers) + len(failures) == len(batch)
+
+
+def answers_and_failures(engine: Engine, batch: Sequence[Request]) -> tuple[dict[Key, list[int]], set[tuple[str, ...]]]:
+    """What was answered, and (request, position) of what failed."""
+    engine.submit(batch)
+    done: dict[Key, list[int]] = {}
+    while not engine.idle:
+        done.update((one.key, list(one.tokens)) for one in engine.tick())
+    try:
+        engine.drain()
+    except RequestError as error:
+        return done, set(re.findall(r"request (\d+): .*?position (\d+)", str(error)))
+    return done, set()

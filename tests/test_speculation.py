@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.test_engine import EXPECTED, MIXED, MODEL, kv_gib, one_by_one, requests
+from tests.test_sampler import score_features, score_test
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
@@ -207,6 +208,36 @@ def test_log_probs_are_the_trainers_under_every_shape() -> None:
         first = len(completion.prompt_tokens) - 1
         expected = logprobs[first:-1].gather(1, text[first + 1 :, None]).squeeze(1)
         assert completion.policy_logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_rollout_is_drawn_from_the_policy() -> None:
+    """Score test: over a whole speculated rollout, what was written is as likely as the policy says, no more, no less.
+
+    The control is a rollout in which one token in ten is a wrong draft that was let pass.
+    """
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    batch = [Request(Key(3, number), (2 + number % 30, 5, 9), params, f"p{number}") for number in range(64)]
+    plain = Engine(MODEL, letters(), EngineSettings(rows=64))
+    plain.submit(batch)
+    speculation = Scripted(oracle({c.key: list(c.tokens) for c in plain.drain()}, miss=0.3), changing(2))
+    probs, tokens = [], []
+    for completion in run(speculation, batch, rows=32).values():
+        text = torch.tensor([*completion.prompt_tokens, *completion.tokens])
+        hidden = MODEL(text, PackedLayout.from_lengths([len(text)])).hidden_TD
+        probs.append(MODEL.logits(hidden)[2:-1].softmax(-1))
+        tokens.append(text[3:])
+    assert speculation.accept_length > 1.5
+    probs_TV, token_T = torch.cat(probs), torch.cat(tokens)
+    assert 0.3 < float(-(probs_TV * probs_TV.log()).sum(-1).mean()) < 3.0, "neither certain nor blind"
+
+    def worst(token_T: torch.Tensor) -> float:
+        features = score_features(probs_TV).values()
+        return max(abs(score_test(probs_TV, token_T, feature_TV)) for feature_TV in features)
+
+    assert worst(token_T) < 4.0
+    let_pass = torch.rand(len(token_T), generator=torch.Generator().manual_seed(0)) < 0.1
+    assert worst(torch.where(let_pass, (token_T + 11) % VOCAB, token_T)) > 6.0
 
 
 @torch.no_grad()

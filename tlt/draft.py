@@ -34,6 +34,8 @@ from tlt.types import Completion, Key
 
 def draft_train(config: RunConfig, prompts: str, out: str) -> None:
     """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it."""
+    if Path(out).is_file():
+        raise ConfigError(f"--out {out} is a file; expected a directory, which need not be there yet")
     console = Console(highlight=False)
     policy = open_policy(config.model)
     learned, held_out = _answers(config, policy, prompts, console)
@@ -46,7 +48,12 @@ def draft_train(config: RunConfig, prompts: str, out: str) -> None:
     after = _measure(drafter, policy, held)
     save_drafter(drafter, out, policy.model.head_weight, _origin(config.model.path, policy))
     _tell(console, before, after)
-    console.print(f"{config.draft.steps} steps, {tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
+    unrolled = max(0, config.draft.steps - config.draft.single_steps) if config.draft.unroll > 1 else 0
+    pace = f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s"
+    console.print(f"{config.draft.steps} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
+    if not unrolled:
+        hint = "raise draft.steps above draft.single_steps, and draft.unroll above 1"
+        console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
     console.print(f"saved {out}", soft_wrap=True)
 
 

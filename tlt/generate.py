@@ -8,6 +8,7 @@ from tlt.config import RunConfig
 from tlt.engine.build import build_engine
 from tlt.engine.request import Request
 from tlt.policy import open_policy
+from tlt.spec.speculation import SpeculationReport
 from tlt.text import TextStream
 from tlt.types import Key, Message
 
@@ -33,4 +34,14 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
     count = len(completions[0].tokens)
     pace = f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} tokens/s)"
     end = f"ended by {completions[0].finish_reason}, seed {config.run.seed}"
-    Console(stderr=True).print(f"{pace}, {end}", style="dim", highlight=False)
+    drafts = _of_drafts(engine.report().speculation)
+    Console(stderr=True).print(f"{pace}, {end}{drafts}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _of_drafts(report: SpeculationReport | None) -> str:
+    """What speculation did, if it was asked for."""
+    if report is None:
+        return ""
+    if not report.verifies:
+        return "; no drafts: they did not promise to pay"
+    return f"; {report.accepted} tokens of it drafted, accept length {report.accept_length:.2f}"

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -51,10 +52,16 @@ def describe(device: torch.device, commit: str | None) -> Machine:
         transformers=_installed("transformers"),
         tlt=__version__,
         commit=commit or _commit(),
-        command=" ".join(["tlt", *sys.argv[1:]]),
+        command=shlex.join([_program(), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         triton_cache=_triton_cache(),
     )
+
+
+def _program() -> str:
+    """As it is called from the repository's root: `tlt` itself, or a script of `benchmarks`."""
+    called = Path(sys.argv[0])
+    return f"{called.parent.name}/{called.name}" if called.parent.name == "benchmarks" else "tlt"
 
 
 def read_bandwidth(device: torch.device, gib: float) -> float:

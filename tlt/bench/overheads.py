@@ -45,6 +45,8 @@ class Sync:
     tick_ms: float  # as the ticks follow each other
     replay_ms: float | None  # the tick's graph alone, over and over
     device_idle_percent: float | None
+    replays: int | None  # runs that had a graph since the engine began …
+    eager: int | None  # … and those that had none: prefill, whose sizes hardly repeat
     temperature: float
 
 
@@ -106,6 +108,7 @@ def sync(lab: Lab) -> Iterator[Sync]:
     tick_ms = _tick_ms(lab, engine, ticks)
     host_syncs = _syncs(engine, ticks) if lab.on_gpu else "none: there is no device to wait for"
     watches = _host_work(lab, engine, ticks)
+    graphs = engine.report().graphs
     replay_ms = _replay_ms(engine, ticks) if lab.on_gpu else None
     del engine  # the replays wrote over its pages: it answers nobody any more
     lab.release()
@@ -117,6 +120,8 @@ def sync(lab: Lab) -> Iterator[Sync]:
         tick_ms=tick_ms,
         replay_ms=replay_ms,
         device_idle_percent=None if replay_ms is None else 100 * max(0.0, 1 - replay_ms / tick_ms),
+        replays=graphs.replays if graphs else None,
+        eager=graphs.eager if graphs else None,
         temperature=lab.temperature,
     )
 

@@ -153,7 +153,8 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
     clock.lap()
     report.section("costs", [Cost(size, 1e3 * seconds) for size, seconds in stage.decode_s.items()], clock)
     written: list[Written] = []
-    if report.section("runs", runs(stage, variants(config.spec), scale.repeats, written), clock):
+    wanted = variants(config.spec, exact=config.engine.exact)
+    if report.section("runs", runs(stage, wanted, scale.repeats, written), clock):
         report.section("answers", [answers(stage, config, scale, written)], clock)
         report.section("time", time(written), clock)
         report.section("speculation", speculated(written), clock)

@@ -68,8 +68,8 @@ class Written:
         return finished[-1] - (finished[-1 - left] if left < len(finished) else 0.0)
 
 
-def variants(spec: SpecSettings) -> list[Variant]:
-    fixed = [Variant(str(shape), shape) for shape in fixed_shapes(shapes_of(spec))]
+def variants(spec: SpecSettings, *, exact: bool = False) -> list[Variant]:
+    fixed = [Variant(str(shape), shape) for shape in fixed_shapes(shapes_of(spec, exact=exact))]
     return [Variant(PLAIN), Variant(STAYS_OFF), *fixed, Variant(BANDIT), Variant(TUNER), Variant(WARM)]
 
 
@@ -156,14 +156,14 @@ class Stage:
 
     def chooser(self, variant: Variant) -> TunerPolicy:
         """A fresh one. The variant that stays off has a tuner all the same, with nothing to choose from."""
-        spec, rows = self._config.spec, self._config.engine.rows
+        spec, rows, exact = self._config.spec, self._config.engine.rows, self._config.engine.exact
         if variant.shape is not None:
             return Fixed(variant.shape)
         if variant.name == BANDIT:
-            return chooser_of(replace(spec, chooser="beg-mab"), rows)
+            return chooser_of(replace(spec, chooser="beg-mab"), rows, exact=exact)
         tuned = replace(spec, chooser="tuner")
         if variant.name in (TUNER, WARM):
-            return chooser_of(tuned, rows, self._measured)
+            return chooser_of(tuned, rows, self._measured, exact=exact)
         return chooser_of(replace(tuned, drafter="none"), rows, self._measured)
 
     def off_seconds(self, ticks: int = 4096) -> float:

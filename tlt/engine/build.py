@@ -1,6 +1,6 @@
 """An engine as a configuration asks for it: the policy, and who speculates."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -9,6 +9,7 @@ from tlt.config import RunConfig, SpecSettings
 from tlt.engine.engine import Engine
 from tlt.engine.exact import chains_only
 from tlt.engine.graphs import bucket, buckets
+from tlt.engine.runner import Features
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
@@ -16,6 +17,7 @@ from tlt.spec.costs import CostTable, Measured, TickCosts
 from tlt.spec.drafter import Drafter, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import load_drafter
+from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
@@ -30,8 +32,12 @@ def build_engine(
     config: RunConfig,
     chooser: TunerPolicy | None = None,
     learned: LearnedDrafting | None = None,
+    on_features: Callable[[Features], None] | None = None,
 ) -> Engine:
-    """`chooser` picks the shapes instead of the one configured; `learned` drafts instead of the one at `spec.path`."""
+    """`chooser` picks the shapes instead of the one configured; `learned` drafts instead of the one at `spec.path`.
+
+    `on_features` is handed the states that the learned drafter reads.
+    """
     if config.spec.drafter == "none":
         return Engine(policy.model, policy.tokenizer, config.engine)
     learned = learned or learned_drafting(policy, config)
@@ -41,7 +47,13 @@ def build_engine(
     speculating = Speculating(
         drafters, chooser, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
     )
-    engine = Engine(policy.model, policy.tokenizer, config.engine, speculation=speculating)
+    taps = learned.drafter.config.taps if learned else ()
+    engine = Engine(
+        *(policy.model, policy.tokenizer, config.engine),
+        taps=taps,
+        on_features=on_features if taps else None,
+        speculation=speculating,
+    )
     chooser.know(engine.measure())
     return engine
 
@@ -68,8 +80,15 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
 def chooser_of(spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False) -> TunerPolicy:
     """`measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`."""
     shapes = shapes_of(spec, exact=exact)
+    if spec.chooser == "fixed":
+        return Fixed(max(shapes, key=lambda shape: (shape.depth, -shape.verify)))
     if spec.chooser == "beg-mab":
         groups = len({shape.verify for shape in shapes if not shape.off})
+        if groups > _LAST_BUCKET.bit_length():
+            raise ConfigError(
+                f'spec.chooser is "beg-mab" and spec.verifies has {groups} sizes that shapes use; it gives each '
+                f"a range of batches of its own, and there are {_LAST_BUCKET.bit_length()}: name fewer"
+            )
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
     sizes = buckets(rows * max(spec.verifies))
     pad = cache(lambda tokens: bucket(tokens, sizes) or sizes[-1])  # asked several times a tick

@@ -1,7 +1,7 @@
 """The pool of CUDA graphs: one per (role, padded size), captured when first needed, all in one memory pool.
 
-A captured function reads and writes fixed tensors, so replaying it costs the host one call whatever it contains. A size
-beyond the largest bucket is run eagerly and counted. Knows nothing of what the functions do.
+A captured function reads and writes fixed tensors, so replaying it costs the host one call whatever it contains. What
+has no graph (prefill, a size beyond the largest bucket) is run eagerly and counted. Knows nothing of what they do.
 """
 
 import gc

@@ -25,9 +25,12 @@ def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes
     most = settings.rows * (-(-(model.config.max_positions + beyond) // settings.page_size) + 1)
     pages = min(int(budget // page), most)
     if pages < 2:
+        least = f"{2 * page / GIB:.2g}"
+        if settings.kv_gib:
+            raise ConfigError(f"engine.kv_gib is {settings.kv_gib:.3g}; two pages need {least}: raise it")
         raise ConfigError(
-            f"{budget / GIB:.3f} GiB hold {pages} pages of {page / 1024**2:.1f} MiB; at least 2 are needed: "
-            "raise engine.kv_gib"
+            f"{budget / GIB:.3g} GiB are left for keys and values, and two pages need {least}: lower engine.rows or "
+            "engine.prefill_tokens, which take memory too, or take a smaller policy"
         )
     return pages
 

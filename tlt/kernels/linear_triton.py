@@ -4,8 +4,9 @@ What always holds
 - Routes are chosen by shape alone, from `linear_table`: our kernels (`linear_tiles`) or the vendor's library.
 - With `exact` there is one route for any number of rows, never the library's: a row's bits do not depend on the others.
 - The norm between two layers is the business of both: the one that writes the residual stream weighs it for the norm
-  that comes next and adds up its squares (`Weighed`), the one that reads it scales its sums. Where one of the two is
-  the library's, the norm is a kernel of its own.
+  that comes next and adds up its squares (`Weighed`), the one that reads it scales its sums. Rows that come plain (the
+  library wrote them, or they are a drafter's) are normed by whoever reads them: our kernels weigh them as they read, or
+  where that was slower (`apart`) and before the library's product a kernel of its own does.
 
 Knows buffers and launches; knows nothing of models.
 """
