@@ -1,13 +1,17 @@
-"""How fast policy and drafter learn, and what packing gains over padding on answers with a long tail.
+"""How fast policy and drafter learn, what packing gains over padding on answers with a long tail, and what it costs to
+save the drafter while it learns.
 
-    python benchmarks/training.py [--model DIR] [--quick] [--parts supervised,policy,drafter] [--packed] [--out FILE]
-        [--profile]
+    python benchmarks/training.py [--model DIR] [--shape 1.5B] [--quick] [--parts supervised,policy,drafter,saving]
+        [--packed] [--out FILE] [--profile]
+    python benchmarks/training.py --model DIR --shape 1.5B --parts policy,saving,drafter --answers 64 --steps 1
 
 Answers of random tokens, lognormal lengths cut off at `--longest`: speed depends on lengths alone. Tokens per second
 are those of prompts and answers: padding is no work done. Each part takes the same steps on the same answers packed,
 padded to the longest of its pass, and padded to the longest of all (`--packed`: packed only). Where a trainer takes a
 stream of batches, that is measured too, from examples to results, as real runs go. `--profile` shows where a packed
-step's time goes.
+step's time goes. `saving` writes a checkpoint of the drafter in the middle of its training, forced to disk in any case:
+all that training holds at once, what is the drafter's own at once, and that in the background, as `tlt train` does.
+What it costs is the time by which the training around it gets longer. `--shape` widens the policy first.
 Results are printed and, with --out or in the directory $OUT, written as JSON with the machine and the versions.
 """
 
@@ -21,8 +25,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -30,12 +37,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tlt.bench.lab import check_shape, widened
 from tlt.bench.machine import GIB, describe, wait_for
-from tlt.config import DraftSettings, GrpoSettings, ModelSettings, TrainSettings, WarmupSettings
+from tlt.config import DraftingSettings, DraftSettings, GrpoSettings, ModelSettings, TrainSettings, WarmupSettings
+from tlt.drafting.saving import DrafterSaver, contents_of, write_contents
+from tlt.drafting.trainer import OnlineDrafter
 from tlt.model.transformer import Transformer
 from tlt.policy import open_policy
 from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.eagle_files import Origin
 from tlt.train import policy as policy_training
+from tlt.train.checkpoint import Checkpoints, save_state
 from tlt.train.drafter import DrafterTrainer, policy_states
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.policy import PolicyTrainer
@@ -69,7 +81,17 @@ class Record:
     computed: int  # tokens per step with what padding adds
     seconds: float  # per step, the median
     tokens_per_s: float
-    memory_gib: float  # most the device held; 0 on a CPU
+    memory_gib: float  # most the device held, a spare copy of the policy included; 0 on a CPU
+
+
+@dataclass(frozen=True)
+class Saved:
+    part: str
+    way: str
+    mib: float  # written
+    held_up_s: float  # until training goes on
+    cost_s: float  # by which save and training took longer than training alone
+    on_disk_s: float  # until the checkpoint is there; beside training, at most
 
 
 # ---- layouts
@@ -237,10 +259,87 @@ def states(stage: Stage, shape: EagleConfig, row: PackedRow) -> Any:
     return policy_states(stage.model, row, shape.taps)
 
 
-PARTS: dict[str, Callable[[Stage], Iterator[Record]]] = {
+# ---- saving
+
+FULL_SYNC, OWN_SYNC, OWN_ASYNC = "everything, at once", "the drafter's own, at once", "the drafter's own, beside"
+_SAVES = 3  # of each way; the first finds no memory to copy to, and is not counted
+_BESIDE_S = {"cuda": 2.0, "cpu": 0.2}  # seconds of training around a save, about
+
+
+def saving(stage: Stage) -> Iterator[Saved]:
+    """Three ways to save the same drafter and trainer between two micro-steps."""
+    settings = DraftSettings(single_steps=0, vocab=stage.vocab)
+    shape = EagleConfig.of_policy(stage.model.config, window=settings.window, draft_vocab=stage.vocab)
+    eagle = Eagle(shape, dtype=stage.model.embed.dtype, device=stage.device)
+    eagle.init_weights(0, torch.arange(shape.draft_vocab) if shape.reduced else None)
+    drafter = OnlineDrafter(stage.model, eagle, settings, DraftingSettings())
+    examples = draw_examples(stage.scale, stage.model.config.vocab)
+    row = max(pack(examples, max(4096, stage.scale.longest + stage.scale.prompt)), key=lambda row: len(row.tokens_T))
+    batch = states(stage, shape, row)
+
+    def train(micro_steps: int) -> float:
+        wait_for(stage.device)
+        started = time.perf_counter()
+        for _ in range(micro_steps):
+            drafter._trainer.micro_step(batch)
+        wait_for(stage.device)
+        return time.perf_counter() - started
+
+    train(2)
+    beside = partial(train, max(2, round(_BESIDE_S[stage.device.type] / (train(2) / 2))))
+    alone_s = median(beside() for _ in range(3))
+    with TemporaryDirectory() as scratch:
+        for way, save in ways_to_save(stage, drafter, Path(scratch)).items():
+            spans = [_saved(save, beside) for _ in range(_SAVES)][1:]
+            held_up_s, cost_s, on_disk_s = (median(times) for times in zip(*spans, strict=True))
+            newest = max(Path(scratch).glob("*/step_*"), key=lambda path: path.stat().st_mtime_ns)
+            mib = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 2**20
+            yield Saved("saving", way, *(round(n, 4) for n in (mib, held_up_s, cost_s - alone_s, on_disk_s)))
+
+
+Save = Callable[[], Callable[[], object] | None]
+"""Saves; gives back a call that waits until it is on disk, if it is not."""
+
+
+def ways_to_save(stage: Stage, drafter: OnlineDrafter, scratch: Path) -> dict[str, Save]:
+    origin = Origin("benchmark", ())
+    steps = count(1)
+    saver = DrafterSaver(scratch / "beside", origin, keep=1)
+    frozen = {"embed": stage.model.embed.detach(), "head": stage.model.head_weight.detach().clone()}
+
+    def at_once(directory: str, more: dict[str, Any]) -> None:
+        def fill(path: Path) -> None:
+            write_contents(contents_of(drafter, origin, False), path)
+            if more:
+                save_state(more, path, "frozen")
+
+        Checkpoints(scratch / directory, keep=1).write(next(steps), fill)
+
+    def beside() -> Callable[[], object]:
+        saver.save(next(steps), drafter)
+        return saver.wait
+
+    return {FULL_SYNC: partial(at_once, "full", frozen), OWN_SYNC: partial(at_once, "own", {}), OWN_ASYNC: beside}
+
+
+def _saved(save: Save, train: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds until training goes on, of save and training together, and until the checkpoint is there."""
+    started = time.perf_counter()
+    wait = save()
+    held_up_s = time.perf_counter() - started
+    train()
+    together_s = time.perf_counter() - started
+    if wait is None:
+        return held_up_s, together_s, held_up_s
+    wait()
+    return held_up_s, together_s, time.perf_counter() - started
+
+
+PARTS: dict[str, Callable[[Stage], Iterator[Record | Saved]]] = {
     "supervised": supervised,
     "policy": policy,
     "drafter": drafter,
+    "saving": saving,
 }
 
 
@@ -265,7 +364,7 @@ def as_experience(index: int, example: Example) -> Experience:
 @contextmanager
 def kept_weights(model: Transformer) -> Iterator[None]:
     """Every layout starts from the same policy."""
-    before = {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     hooks = {id(p): p._post_accumulate_grad_hooks for p in model.parameters()}
     try:
         yield
@@ -301,6 +400,7 @@ def show_profile(part: str, step: Callable[[], object], device: torch.device) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="Hugging Face directory of the policy, or tiny")
+    parser.add_argument("--shape", help="widen the policy to this shape first: 1.5B or 7B")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="few and short answers, for a CPU")
     parser.add_argument("--packed", action="store_true", help="leave out what is padded")
@@ -315,25 +415,37 @@ def main() -> None:
     chosen = {name: getattr(options, name) for name in Scale.__annotations__}
     scale = Scale(**{**asdict(base), **{name: value for name, value in chosen.items() if value is not None}})
 
-    opened = open_policy(ModelSettings(path=options.model))
+    check_shape(options.shape)
+    model = widened(open_policy(ModelSettings(path=options.model)).model, options.shape)
     layouts = {"packed": pack} if options.packed else LAYOUTS
-    stage = Stage(opened.model, scale, options.profile, layouts, options.vocab)
+    stage = Stage(model, scale, options.profile, layouts, options.vocab)
     machine = describe(stage.device, options.commit)
-    print(f"{machine.device}, torch {machine.torch}, {options.model}, {stage.model.embed.dtype}, {scale}", flush=True)
+    named = f"{options.model}, {options.shape or 'as it is'}"
+    print(f"{machine.device}, torch {machine.torch}, {named}, {stage.model.embed.dtype}, {scale}", flush=True)
     out = options.out or (Path(os.environ["OUT"]) / "training.json" if os.environ.get("OUT") else None)
-    records: list[Record] = []
+    records: list[Record | Saved] = []
     for part in options.parts.split(","):
         for record in PARTS[part](stage):
             records.append(record)
             tell(record, records)
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
-                content = {"machine": asdict(machine), "model": options.model, "scale": asdict(scale)}
+                content = {"machine": asdict(machine), "model": named, "scale": asdict(scale)}
                 out.write_text(json.dumps({**content, "records": [asdict(r) for r in records]}, indent=1) + "\n")
 
 
-def tell(record: Record, records: Sequence[Record]) -> None:
-    packed = next((r for r in records if r.part == record.part and r.layout == "packed"), record)
+def tell(record: Record | Saved, records: Sequence[Record | Saved]) -> None:
+    if isinstance(record, Saved):
+        first = next(r for r in records if isinstance(r, Saved))
+        print(
+            f"{record.part:34} {record.way:28} {record.mib:8.1f} MiB  held up {record.held_up_s:.4f} s "
+            f"({first.held_up_s / record.held_up_s:.1f}× less), cost {record.cost_s:.4f} s, "
+            f"on disk {record.on_disk_s:.3f} s",
+            flush=True,
+        )
+        return
+    alike = [r for r in records if isinstance(r, Record) and r.part == record.part]
+    packed = next((r for r in alike if r.layout == "packed"), record)
     gain = "" if record is packed else f", packing is {packed.tokens_per_s / record.tokens_per_s:.2f}× as fast"
     padding = 1 - record.tokens / record.computed
     print(

@@ -3,20 +3,35 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.training import small
-from tlt.bench.options import FULL_TRAIN, QUICK_TRAIN, TrainOptions, TrainScale, read_train_options
+from tlt.bench import train
+from tlt.bench.options import FULL_TRAIN, QUICK_TRAIN, TrainOptions, TrainScale, read_fleet_options, read_train_options
 from tlt.bench.train import ADAPTIVE, FROZEN, PLAIN, SUFFIX, bench_train
 from tlt.errors import ConfigError
+from tlt.loop import Loop, Step
 
 DRAFT = ["--draft.steps=4", "--draft.answers=8", "--draft.held_out=2", "--draft.tokens_per_batch=256"]
 
 
 def words(**given: Any) -> Namespace:
-    absent = ("shape", "prompts", "json", "commit", "batches", "cap", "budget", "sections", "groups", "group_size")
+    absent = (
+        "shape",
+        "prompts",
+        "json",
+        "commit",
+        "batches",
+        "cap",
+        "budget",
+        "sections",
+        "groups",
+        "group_size",
+        "variants",
+    )
     switches = dict.fromkeys(("raw", "quick", "full", "peers", "no_peers"), False)
     return Namespace(**{"what": "train", "repeats": None, "steps": None, **dict.fromkeys(absent), **switches, **given})
 
@@ -48,8 +63,10 @@ def test_all_variants_learn_the_same(tmp_path: Path) -> None:
     )
     sections = json.loads(file.read_text())["sections"]
     assert not any("error" in section for section in sections.values())
-    steps, totals = (sections[name]["records"] for name in ("steps", "totals"))
-    names = [PLAIN, SUFFIX, FROZEN, ADAPTIVE]
+    names = [PLAIN, ADAPTIVE, FROZEN, SUFFIX]
+    assert list(sections) == [PLAIN, "totals", ADAPTIVE, FROZEN, SUFFIX]
+    steps = [record for name in names for record in sections[name]["records"]]
+    totals = sections["totals"]["records"]
     assert [(record["variant"], record["step"]) for record in steps] == [
         (name, step) for name in names for step in (0, 1)
     ]
@@ -65,11 +82,52 @@ def test_all_variants_learn_the_same(tmp_path: Path) -> None:
         assert total["rollout_s"] + total["update_s"] + total["drafting_s"] <= total["seconds"]
     assert totals[0]["speedup"] == totals[0]["rollout_speedup"] == 1.0
     assert all(record["drafter_version"] is None for record in steps if record["variant"] != ADAPTIVE)
+    for step in (0, 1):  # the first answers are the first policy's own, up to the rounding of what the engine tells
+        assert len({round(r["moved"], 9) for r in steps if r["step"] == step}) == 1
+    assert steps[0]["moved"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(steps[1]["moved"]) > 1e-4
+    assert all((record["reach"] is None) == (record["variant"] in (PLAIN, SUFFIX)) for record in steps)
+    frozen = sections[FROZEN]["records"]
+    assert all(record["reach"] == record["left_alone"] > 1.0 for record in frozen)
+    adaptive = [record["left_alone"] for record in sections[ADAPTIVE]["records"]]
+    assert adaptive == pytest.approx([record["left_alone"] for record in frozen])
 
 
 def test_without_a_learned_drafter(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     options = TrainOptions(json=file, steps=1, groups=2, group_size=2, cap=8)
     bench_train(small(tmp_path, "--spec.drafter=suffix"), options)
-    records = json.loads(file.read_text())["sections"]["steps"]["records"]
-    assert [record["variant"] for record in records] == [PLAIN, SUFFIX]
+    sections = json.loads(file.read_text())["sections"]
+    assert [record["variant"] for record in sections["totals"]["records"]] == [PLAIN, SUFFIX]
+
+
+def test_a_spent_budget_begins_no_step_and_totals_compare_the_same_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only steps turn: each takes 10 s, and of 45 s plain decoding leaves half."""
+    now = 0.0
+    step_of = Loop.step
+
+    def step(self: Loop, number: int) -> Step:
+        nonlocal now
+        now += 10.0
+        return step_of(self, number)
+
+    monkeypatch.setattr(Loop, "step", step)
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: now))
+    file = tmp_path / "train.json"
+    options = TrainOptions(json=file, variants=(PLAIN, SUFFIX), budget_s=45.0, steps=9, groups=2, group_size=2, cap=8)
+    bench_train(small(tmp_path, "--spec.drafter=suffix"), options)
+    sections = json.loads(file.read_text())["sections"]
+    assert [len(sections[name]["records"]) for name in (PLAIN, SUFFIX)] == [3, 2]
+    plain, suffix = sections["totals"]["records"]
+    assert (plain["steps"], suffix["steps"]) == (3, 2)
+    assert suffix["speedup"] == suffix["later_speedup"] == 1.0  # of the first two steps
+
+
+def test_a_variant_that_is_not_there_is_told() -> None:
+    assert read_train_options(words(variants="suffix,plain", budget="30")).variants == (PLAIN, SUFFIX)
+    with pytest.raises(ConfigError, match="there is no variant 'static'"):
+        read_train_options(words(variants="static"))
+    with pytest.raises(ConfigError, match="--variants is not for tlt bench fleet"):
+        read_fleet_options(words(what="fleet", variants="plain"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tlt.config import DraftingSettings, DraftSettings, RunConfig
-from tlt.drafting import states
+from tlt.drafting import deadline, states, trainer
 from tlt.drafting.buffer import Sample
 from tlt.drafting.states import (
     Kept,
@@ -21,6 +21,7 @@ from tlt.drafting.states import (
     StateKeeper,
     aligned_pieces,
     keeper_of,
+    longest_piece,
     measure_states,
 )
 from tlt.drafting.trainer import OnlineDrafter, hold_out, load_weights
@@ -165,7 +166,8 @@ def test_both_sources_of_states_are_timed() -> None:
     costs = measure_states(tiny.policy(), (0, 1, 2), running=3, tokens=50)
     assert costs.recompute_s > 0
     assert costs.keep_s > 0
-    assert costs.keep == (costs.keep_s < costs.recompute_s)
+    assert StateCosts(recompute_s=8, keep_s=1).keep
+    assert not StateCosts(recompute_s=3, keep_s=1).keep  # most of what is kept is never learned from
 
 
 @pytest.mark.parametrize(
@@ -466,3 +468,83 @@ def test_a_step_allows_a_share_of_its_time() -> None:
     result = drafter.train(lambda: True, extra_s=0.05)
     assert result.micro_steps > 0
     assert result.seconds >= 0.05
+
+
+class Turning:
+    """A clock that only its owner turns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_it_is_over_when_told_so_and_the_time_for_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = Turning(), [False]
+    monkeypatch.setattr(deadline, "time", clock)
+    end = deadline.Deadline(lambda: told[0], extra_s=5.0)
+    clock.now = 9.0
+    assert not end.over(1.0)  # nobody waits yet
+    assert end.waited_s == 0.0
+    clock.now, told[0] = 10.0, True
+    assert end.over(0.0)
+    clock.now = 12.0
+    assert end.waited_s == 2.0
+    at_once = deadline.Deadline(lambda: True, extra_s=5.0)  # from 12 on
+    clock.now = 13.0
+    assert not at_once.near(100.0)  # it has not been asked
+    assert not at_once.over(3.0)
+    assert at_once.near(4.0)
+    clock.now = 15.0
+    assert at_once.over(2.0)  # what would come yet does not fit in
+    assert at_once.waited_s == 3.0
+
+
+def test_a_trained_drafters_share_holds_over_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 s, of which training may take a tenth; a look takes 1 s, a micro-step 0.5 s."""
+    clock = Turning()
+    for module in (trainer, deadline):
+        monkeypatch.setattr(module, "time", clock)
+    launch, measure = DrafterTrainer.launch, OnlineDrafter._measure
+
+    def launched(self: DrafterTrainer, batch: DrafterBatch) -> Callable[[], StepResult]:
+        clock.now += 0.5
+        return launch(self, batch)
+
+    def measured(self: OnlineDrafter, *given: object) -> object:
+        clock.now += 1.0
+        return measure(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DrafterTrainer, "launch", launched)
+    monkeypatch.setattr(OnlineDrafter, "_measure", measured)
+    policy = tiny.policy(torch.float32)
+    settings = replace(DRAFTING, share=0.1, probe=1, gain=0.0, check=100)
+    drafter = OnlineDrafter(policy, eagle(policy), DRAFT, settings)
+    started, spent, micro_steps, sessions = clock.now, 0.0, 0, 0
+    for step in range(30):
+        drafter.learn_from(answers(policy, prompts=8, group=1, length=8, start=100 * step), step)
+        clock.now += 10.0
+        if drafter.allowance_s >= drafter.least_s:
+            result = drafter.train(lambda: True, extra_s=max(0.0, drafter.allowance_s))
+            spent, micro_steps, sessions = spent + result.seconds, micro_steps + result.micro_steps, sessions + 1
+    assert spent <= 0.1 * (clock.now - started) + 1.0
+    assert spent >= 0.07 * (clock.now - started)
+    assert micro_steps >= 3 * sessions  # it saved up for them
+
+
+def test_held_out_answers_are_cut_at_one_length() -> None:
+    assert longest_piece([3, 5, 100, 100], 28) == 10
+    assert longest_piece([3, 5], 28) == 5
+    assert longest_piece([100] * 4, 2) == 1
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    policy = tiny.policy(torch.float32)
+    rehearsed, other = online(policy), online(policy)
+    rehearsed.rehearse()
+    assert rehearsed.version == rehearsed.steps_taken == 0
+    for drafter in (rehearsed, other):
+        drafter.learn_from(answers(policy), 0)
+        drafter.train(after(6))
+    assert fingerprint(list(rehearsed.weights().values())) == fingerprint(list(other.weights().values()))

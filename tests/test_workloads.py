@@ -17,14 +17,16 @@ sys.path.insert(0, str(Path(tlt.__file__).parents[1] / "benchmarks"))
 
 import preparing
 import recording
+import reinforcement
 import speculation
 import workloads
 from workloads import WORKLOADS
 
 from tlt.bench.variants import PLAIN, Variant, Written
-from tlt.config import ModelSettings, RunConfig, RunSettings, WarmupSettings
-from tlt.errors import TaskError
+from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings, WarmupSettings
+from tlt.errors import ConfigError, TaskError
 from tlt.spec.shape import OFF, Shape
+from tlt.tasks.files import FileTask
 from tlt.tasks.steps import StepsTask
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key, Prompt, Timing
@@ -254,6 +256,39 @@ def test_plain_decoding_against_itself(work: Path) -> None:
     found = run("fidelity", work)["plain_against_plain"]
     assert found["batches"] == [2, 1]
     assert found["identical"] == found["requests"] == 1
+
+
+def test_steps_of_learning_are_compared_in_a_shape(work: Path) -> None:
+    file = work / "reinforcement.json"
+    small = ["--model.device=cpu", "--engine.kv_gib=0.02", "--spec.depths=2", "--spec.widths=2", "--spec.verifies=4"]
+    arguments = ["--workload", "c", "--work", str(work), "--shape", "double", "--quick", "--json", str(file)]
+    assert reinforcement.main([*arguments, *small]) == 0
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["subject"]["model"] == str(work / "c" / "policy-double")
+    assert content["subject"]["seed"] == reinforcement.SEED
+    sections = content["sections"]
+    assert list(sections) == ["plain", "totals", "adaptive", "frozen"]
+    assert [(total["variant"], total["steps"]) for total in sections["totals"]["records"]] == [
+        ("plain", 3),
+        ("adaptive", 3),
+        ("frozen", 3),
+    ]
+    assert all(record["identical"] == 1.0 for name in ("adaptive", "frozen") for record in sections[name]["records"])
+
+
+def test_gsm8k_is_asked_as_a_chat_and_judged_by_its_numbers(tmp_path: Path) -> None:
+    file = questions(tmp_path / "train.jsonl", 8)
+    task = FileTask(reinforcement.task_of(TaskSettings(), WORKLOADS["b"], file), seed=1)
+    prompt = task.sample(0, 1)[0]
+    assert text_of(prompt).startswith("What is")
+    with task.judge:
+        assert task.reward(prompt, replace(ANSWER, text=f"So.\n#### {prompt.reference}")) == 1.0
+        assert task.reward(prompt, replace(ANSWER, text="#### 77")) == 0.0
+    with pytest.raises(ConfigError, match="needs --prompts"):
+        reinforcement.task_of(TaskSettings(), WORKLOADS["b"], None)
+
+
+ANSWER = Completion(Key(0, 0), (1,), (2,), "", (0.0,), (0.0,), "eos", 0, Timing(0.0, 0.0))
 
 
 def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

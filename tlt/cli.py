@@ -9,6 +9,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tlt import __version__
@@ -154,9 +155,9 @@ def _bench_train(config: RunConfig, options: Namespace) -> None:
 
 
 def _bench_fleet(config: RunConfig, options: Namespace) -> None:
-    from tlt.bench.options import read_train_options
+    from tlt.bench.options import read_fleet_options
 
-    wanted = read_train_options(options)
+    wanted = read_fleet_options(options)
     ray_fleet = _ray_fleet(config)
     from tlt.bench.fleet import bench_fleet
 
@@ -164,7 +165,7 @@ def _bench_fleet(config: RunConfig, options: Namespace) -> None:
 
 
 def _draft(options: Namespace, flags: list[str]) -> None:
-    needed = {"train": ("prompts", "out"), "export": ("target",)}
+    needed = {"train": ("prompts",), "export": ("target",)}
     if options.what not in needed:
         raise ConfigError(f"tlt draft knows {' and '.join(needed)}, not {options.what!r}")
     for name in needed[options.what]:
@@ -175,7 +176,7 @@ def _draft(options: Namespace, flags: list[str]) -> None:
     from tlt.draft import draft_export, draft_train
 
     if options.what == "train":
-        draft_train(config, options.prompts, options.out)
+        draft_train(config, options.prompts, options.out or f"{Path(options.source).name}-drafter")
     else:
         draft_export(options.source, options.target, options.format or "flat", options.policy)
 
@@ -260,7 +261,7 @@ VERBS: dict[str, Verb] = {
             ("source", "train: a model directory or `tiny`; export: a drafter directory"),
             ("target", "export: where to write"),
             ("--prompts", "train: a JSONL file with a prompt or question column, or the name of a task"),
-            ("--out", "train: where to save the drafter"),
+            ("--out", "train: where to save the drafter; unless told, MODEL-drafter in this directory"),
             ("--format", "export: flat (vLLM and SGLang, the default) or speculators (`vllm serve DIR`)"),
             ("--policy", "export: the drafter's policy, where it has moved"),
             _OPTIONAL_RECIPE,
@@ -281,9 +282,11 @@ VERBS: dict[str, Verb] = {
             ("--cap", "tokens of a natural answer, at most"),
             ("--groups", "rollout, train: prompts"),
             ("--group-size", "rollout, train: answers to each prompt"),
-            ("--steps", "train: steps of reinforcement learning"),
+            ("--steps", "train, fleet: steps of reinforcement learning"),
+            ("--seeds", "fleet: seeds that take these steps, one after the other"),
+            ("--variants", "train: some of plain,adaptive,frozen,suffix"),
             ("--repeats", "rollout: times every variant is run"),
-            ("--budget", "seconds for each peer, and for the context sweep"),
+            ("--budget", "seconds for each peer, and for the context sweep; train: after which no step is begun"),
             ("--commit", "the commit that is measured, where git cannot tell"),
             ("--peers", "measure transformers too, even if --sections leaves it out"),
             ("--no-peers", "leave transformers out"),

@@ -27,7 +27,7 @@ class RunSettings:
     out: str = "runs"  # directory that holds the runs
     seed: int = 0  # of prompts and sampling; the same seed gives the same rollouts
     steps: int = 100  # steps of reinforcement learning
-    replay_every: int = 0  # steps between two rollouts that are written once more, plainly, to compare; 0: none
+    replay_every: int = 0  # the middle one of so many rollouts is written once more, plainly, to compare; 0: none
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
@@ -157,7 +157,7 @@ class SpecSettings:
 
     drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who guesses: nobody, earlier text, a learned drafter
     path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it; "new" starts from nothing
-    chooser: Literal["tuner", "beg-mab"] = "tuner"  # who picks the shape: measured costs, or the bandit of the paper
+    chooser: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks shapes by cost, as the paper, or always the deepest
     depths: tuple[int, ...] = (1, 3, 7, 15)  # tokens a branch may run ahead
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlt.config import RunConfig
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
+from tlt.drafting.states import StateKeeper, keeper_of
 from tlt.drafting.trainer import DraftingResult, OnlineDrafter
 from tlt.engine.build import build_engine, chooser_of, learned_drafting
 from tlt.engine.engine import Engine
@@ -26,7 +27,9 @@ from tlt.loop import Emit, RolloutReport
 from tlt.model.transformer import Transformer
 from tlt.model.weights import hf_tensors, load_tensors, read_tensors, write_policy
 from tlt.policy import open_policy
+from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
+from tlt.spec.learned import LearnedDrafting
 from tlt.spec.speculation import SpeculationReport
 from tlt.telling import acceptance_collapsed, drafter_trained
 from tlt.train.checkpoint import HostCopy, load_state, save_state
@@ -38,6 +41,7 @@ from tlt.watch.events import DrafterSwapped
 _TRAINER_BYTES = 14  # per weight, not taken yet when the engine is built: two moments and two gradients
 _ENGINE_SHARE = 0.4  # of what is free then, for keys and values; the rest is for the activations of training
 _LEAST_KV_GIB = 0.5
+_MOMENT_S = 0.05
 POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a checkpoint
 
 
@@ -65,8 +69,10 @@ class Worker:
         self.trainer = make(self.policy.model, reference)
         self._chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
         self._learned = learned_drafting(self.policy, config)
-        self.engine = build_engine(self.policy, self._with_room(), self._chooser, self._learned)
-        self.drafter = self._online_drafter(fellows)
+        online = self._learned if not config.drafting.frozen else None
+        keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None
+        self.engine = build_engine(self.policy, self._with_room(), self._chooser, self._learned, keeper)
+        self.drafter = self._online_drafter(online, keeper, fellows) if online else None
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
 
@@ -86,11 +92,17 @@ class Worker:
         kv_gib = max(_LEAST_KV_GIB, _ENGINE_SHARE * (free - moments) / GIB)
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
 
-    def _online_drafter(self, fellows: Fellows) -> OnlineDrafter | None:
-        if self._learned is None or self.config.drafting.frozen:
-            return None
+    def _online_drafter(self, learned: LearnedDrafting, keeper: StateKeeper | None, fellows: Fellows) -> OnlineDrafter:
         own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (fellows.rank << 32)))
-        return OnlineDrafter.of(self.policy, self._learned.drafter, own, average=fellows.average)
+        drafter = OnlineDrafter.of(self.policy, learned.drafter, own, keeper=keeper, average=fellows.average)
+        if self.policy.model.embed.is_cuda:
+            drafter.rehearse()
+        return drafter
+
+    @property
+    def drafts_with(self) -> Eagle | None:
+        """The learned drafter at work, if there is one. Another version is copied into its tensors."""
+        return self._learned.drafter if self._learned else None
 
     # ---- rollout
 
@@ -119,18 +131,28 @@ class Worker:
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
         """Written again by an engine without speculation that shares nothing but the policy."""
-        settings = self._with_room().engine
-        plain = Engine(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
-        plain.measure()  # as the engine was when it was built: graphs are captured outside of the time
+        plain = self.plain_engine()
         started = time.perf_counter()
         plain.submit(requests)
         return plain.drain(), time.perf_counter() - started
+
+    def plain_engine(self) -> Engine:
+        """Another engine for the same policy, that does not speculate."""
+        settings = self._with_room().engine
+        plain = Engine(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
+        plain.measure()  # as the engine was when it was built: graphs are captured outside of the time
+        return plain
 
     # ---- learning
 
     def draft(self, until: Callable[[], bool]) -> DraftingResult | None:
         """Until told to stop, and beyond it for the share of a step that may be spent on it."""
-        return self.drafter.train(until, extra_s=self.drafter.allowance_s) if self.drafter else None
+        if self.drafter is None:
+            return None
+        extra_s = self.drafter.allowance_s
+        if extra_s < self.drafter.least_s and _soon(until):
+            return None  # it saves up
+        return self.drafter.train(until, extra_s=max(0.0, extra_s))
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         return self.trainer.update(experiences)
@@ -181,6 +203,16 @@ class Worker:
             read_checkpoint(self.drafter, directory / DRAFTER)
         self.publish(version)
         self.swap_drafter()
+
+
+def _soon(until: Callable[[], bool]) -> bool:
+    """Whether what others wait for is there, or about to be: the last verdict is a moment later than its answer."""
+    patience = time.perf_counter() + _MOMENT_S
+    while not until():
+        if time.perf_counter() > patience:
+            return False
+        time.sleep(_MOMENT_S / 50)
+    return True
 
 
 class LocalFleet:

@@ -1,9 +1,11 @@
 """`tlt bench fleet`: the same steps on several workers: plainly, with a drafter left alone, and with spot training.
 
-Three ways to take N steps from the same policy with the same seeds: plain decoding; a learned drafter that was trained
-for the first policy and then left alone; and the same one trained further by whichever workers have run dry. What every
-worker did when is measured, and answers are compared with those of one worker that decodes plainly. At the end: how
-much slower a worker writes while the others train the drafter. Knows no cluster: it is handed a way to open a fleet.
+Every seed takes N steps from the same policy, in six ways: on one worker and on all of them with plain decoding; with a
+learned drafter that was trained for the first policy and then left alone (frozen), and with the same one trained on by
+whichever workers have run dry (spot), both in the shapes that a tuner chooses; and these two once more in one shape, so
+that their accept lengths tell of the drafters and not of what was chosen when. What every worker did when is measured,
+and answers are compared with those of one worker that decodes plainly. At the end: how much slower a worker's ticks are
+while the others train the drafter. Knows no cluster: it is handed a way to open a fleet.
 """
 
 import time
@@ -15,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from tlt.bench.machine import describe
-from tlt.bench.options import TrainOptions, TrainScale
+from tlt.bench.options import FleetOptions, TrainScale
 from tlt.bench.report import Clock, Report, Subject
 from tlt.config import RunConfig, SpecSettings
 from tlt.draft import draft_train
@@ -28,30 +30,37 @@ from tlt.policy import device_of, open_policy, source_of
 from tlt.tasks.choose import judge_of, task_of
 from tlt.text import Tokenizer
 from tlt.types import Key
-from tlt.watch.events import Event
+from tlt.watch.events import DrafterTrained, Event
 from tlt.watch.workers import FleetPublished, FleetRolledOut
 
 ALONE, PLAIN, FROZEN, SPOT = "one worker", "plain", "frozen", "spot"
-_REPEATS = 5  # of each half of the last measurement
+FROZEN_FIXED, SPOT_FIXED = "frozen, one shape", "spot, one shape"
+_REPEATS = 4  # of each half of the last measurement: an even number, as the halves are halved again
 
 Answers = Mapping[Key, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
-    """Seconds that one worker took to write the same answers, plainly."""
+class Ticks:
+    """Seconds of every tick of one rollout."""
 
-    alone_s: float  # the others idle
-    beside_s: float  # the others training the drafter
-    alone_cpu_s: float  # seconds that its processor was busy with it: what else runs on the machine counts less
-    beside_cpu_s: float
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]  # that its thread had a processor: what else runs on the machine counts less
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One worker wrote the same answers in the same ticks, again and again."""
+
+    alone: tuple[Ticks, ...]  # the others idle
+    beside: tuple[Ticks, ...]  # the others training the drafter
     micro_steps: int  # that they took meanwhile
 
 
 class WorkerFleet(Fleet, Protocol):
     """What is measured here besides: every worker can be asked to train while another writes."""
 
-    def slowdown(self, requests: Sequence[Request]) -> Slowdown: ...
+    def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside: ...
 
 
 OpenWorkers = Callable[[RunConfig, Emit], WorkerFleet]
@@ -61,6 +70,7 @@ OpenWorkers = Callable[[RunConfig, Emit], WorkerFleet]
 class FleetStep:
     """One step of one variant. Seconds of workers are added up over all of them."""
 
+    seed: int
     variant: str
     step: int
     mean_reward: float
@@ -72,6 +82,8 @@ class FleetStep:
     accept_length: float
     idle_share: float  # of the workers' time in the rollout
     idle_used: float | None  # share of that which trained the drafter
+    micro_steps: int  # of the drafter
+    swaps: int  # better drafters taken in the middle of the rollout
     joins: int
     join_s: float
     stop_s: float  # from the last answer until everyone had stopped
@@ -82,31 +94,46 @@ class FleetStep:
 class FleetTotal:
     """All steps of one variant."""
 
+    seed: int
     variant: str
     seconds: float
     speedup: float  # over plain decoding on as many workers
     rollout_s: float
     idle_share: float
     idle_used: float | None
-    accept_first: float  # accept length over the first third of the steps …
-    accept_last: float  # … and over the last
-    reward_first: float
-    reward_last: float
+    micro_steps: int
+    reward_first: float  # over the first third of the steps …
+    reward_last: float  # … and over the last
     same_rewards: bool  # as one worker's
+
+
+@dataclass(frozen=True, slots=True)
+class Drafters:
+    """What the two drafters reach in one step: the same answers, the same shape in every tick."""
+
+    seed: int
+    step: int
+    frozen: float  # accept length: tokens per verify
+    spot: float
+    gain: float  # share
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
     """What the others' training costs a worker that writes."""
 
-    alone_s: float
-    beside_s: float
-    slowdown: float  # share; the median over pairs of runs
-    cpu_slowdown: float  # the same in processor time
+    alone_ms: float  # a tick, the mean over all of them, each the median of its repetitions
+    beside_ms: float
+    slowdown: float  # share
+    noise: float  # the same between repetitions with everyone else idle: what says nothing
+    cpu_slowdown: float  # both in processor time
+    cpu_noise: float
+    ticks: int
+    repeats: int
     micro_steps: int
 
 
-def bench_fleet(config: RunConfig, options: TrainOptions, open_fleet: OpenWorkers) -> None:
+def bench_fleet(config: RunConfig, options: FleetOptions, open_fleet: OpenWorkers) -> None:
     if config.cluster.workers < 2:
         raise ConfigError(f"cluster.workers is {config.cluster.workers}; expected several, as in --cluster.workers 2")
     device = device_of(config.model.device)
@@ -124,12 +151,21 @@ def bench_fleet(config: RunConfig, options: TrainOptions, open_fleet: OpenWorker
         )
         report = Report(describe(device, options.commit), subject, policy.model.config, scale, options.json)
         del policy
-        bench = _Bench(config, scale, open_fleet)
+        bench = _Bench(config, scale, options.seeds, open_fleet)
         clock = Clock()
-        report.section("steps", bench.steps(), clock)
+        report.section("steps", bench.steps(), clock, line=_told)
         report.section("totals", bench.totals(), clock)
+        report.section("drafters", bench.drafters(), clock)
         report.section("busy", bench.busy(), clock)
         report.close()
+
+
+def _told(step: FleetStep) -> str:
+    used = "" if step.idle_used is None else f", {step.idle_used:.0%} of it used"
+    return (
+        f"seed {step.seed}, {step.variant}, step {step.step}: {step.step_s:.1f} s, accept length "
+        f"{step.accept_length:.2f}, idle {step.idle_share:.0%}{used}"
+    )
 
 
 def _prepared(config: RunConfig, scale: TrainScale, scratch: Path) -> RunConfig:
@@ -143,22 +179,36 @@ def _prepared(config: RunConfig, scale: TrainScale, scratch: Path) -> RunConfig:
     return config
 
 
+def _variants(config: RunConfig) -> dict[str, RunConfig]:
+    """The shape of those that have only one: a chain as deep as the drafter was trained to go."""
+    deep = config.draft.unroll
+    chain = replace(config.spec, chooser="fixed", drafter="eagle", depths=(deep,), widths=(1,), verifies=(deep + 1,))
+    plain, left_alone = replace(config, spec=SpecSettings()), replace(config.drafting, frozen=True)
+    return {
+        ALONE: plain,
+        PLAIN: plain,
+        FROZEN: replace(config, drafting=left_alone),
+        SPOT: config,
+        FROZEN_FIXED: replace(config, drafting=left_alone, spec=chain),
+        SPOT_FIXED: replace(config, spec=chain),
+    }
+
+
 class _Bench:
-    def __init__(self, config: RunConfig, scale: TrainScale, open_fleet: OpenWorkers) -> None:
+    def __init__(self, config: RunConfig, scale: TrainScale, seeds: int, open_fleet: OpenWorkers) -> None:
         self._config, self._scale, self._open = config, scale, open_fleet
+        self._seeds = range(config.run.seed, config.run.seed + seeds)
         self._tokenizer = Tokenizer.load(source_of(config.model))
-        self._records: dict[str, list[FleetStep]] = {}
-        self._rolled: dict[str, list[FleetRolledOut]] = {}
-        self._answers: list[Answers] = []  # of one worker, step by step
-        self._slowdowns: list[Slowdown] = []
+        self._records: dict[tuple[int, str], list[FleetStep]] = {}
+        self._rolled: dict[tuple[int, str], list[FleetRolledOut]] = {}
+        self._answers: dict[int, list[Answers]] = {}  # of one worker, step by step
+        self._beside: Beside | None = None
 
     def steps(self) -> Iterator[FleetStep]:
-        plain = replace(self._config, spec=SpecSettings())
-        yield from self._variant(ALONE, plain, LocalFleet)
-        yield from self._variant(PLAIN, plain, self._open)
-        drafting = self._config.drafting
-        yield from self._variant(FROZEN, replace(self._config, drafting=replace(drafting, frozen=True)), self._open)
-        yield from self._variant(SPOT, self._config, self._open)
+        for seed in self._seeds:
+            config = replace(self._config, run=replace(self._config.run, seed=seed))
+            for name, variant in _variants(config).items():
+                yield from self._variant(name, variant, LocalFleet if name == ALONE else self._open)
 
     def _variant(
         self, name: str, config: RunConfig, open_fleet: Callable[[RunConfig, Emit], Fleet]
@@ -173,20 +223,21 @@ class _Bench:
                     events.clear()
                     started = time.perf_counter()
                     step = loop.step(number)
-                    yield self._keep(name, step, time.perf_counter() - started, events)
-            if name == SPOT:
-                self._measure_slowdown(fleet)
+                    yield self._keep(config.run.seed, name, step, time.perf_counter() - started, events)
+            if name == SPOT and config.run.seed == self._seeds[-1]:
+                self._measure_slowdown(config, fleet)
         finally:
             fleet.close()
 
-    def _keep(self, name: str, step: Step, seconds: float, events: Sequence[Event]) -> FleetStep:
+    def _keep(self, seed: int, name: str, step: Step, seconds: float, events: Sequence[Event]) -> FleetStep:
         answers = {rollout.completion.key: rollout.completion.tokens for rollout in step.rollouts}
         if name == ALONE:
-            self._answers.append(answers)
-        expected = self._answers[step.number]
+            self._answers.setdefault(seed, []).append(answers)
+        expected = self._answers[seed][step.number]
         rolled = [event for event in events if isinstance(event, FleetRolledOut)]
-        self._rolled.setdefault(name, []).extend(rolled)
+        self._rolled.setdefault((seed, name), []).extend(rolled)
         record = FleetStep(
+            seed=seed,
             variant=name,
             step=step.number,
             mean_reward=fmean(rollout.reward for rollout in step.rollouts),
@@ -198,49 +249,79 @@ class _Bench:
             accept_length=step.report.accept_length,
             idle_share=_idle_share(rolled),
             idle_used=_idle_used(rolled),
+            micro_steps=sum(event.micro_steps for event in events if isinstance(event, DrafterTrained)),
+            swaps=sum(event.swaps for event in rolled),
             joins=sum(event.joins for event in rolled),
             join_s=sum(event.join_s for event in rolled),
             stop_s=sum(event.stop_s for event in rolled),
             identical=fmean(answers[key] == tokens for key, tokens in expected.items()),
         )
-        self._records.setdefault(name, []).append(record)
+        self._records.setdefault((seed, name), []).append(record)
         return record
 
     def totals(self) -> Iterator[FleetTotal]:
         third = -(-self._scale.steps // 3)
-        plain_s = sum(step.step_s for step in self._records[PLAIN])
-        rewards = [step.mean_reward for step in self._records[ALONE]]
-        for name, steps in self._records.items():
+        for (seed, name), steps in self._records.items():
             seconds = sum(step.step_s for step in steps)
+            plain = self._records.get((seed, PLAIN), [])
+            rewards = [step.mean_reward for step in self._records[seed, ALONE]]
             yield FleetTotal(
+                seed=seed,
                 variant=name,
                 seconds=seconds,
-                speedup=plain_s / seconds,
+                speedup=sum(step.step_s for step in plain) / seconds,
                 rollout_s=sum(step.rollout_s for step in steps),
-                idle_share=_idle_share(self._rolled[name]),
-                idle_used=_idle_used(self._rolled[name]),
-                accept_first=fmean(step.accept_length for step in steps[:third]),
-                accept_last=fmean(step.accept_length for step in steps[-third:]),
+                idle_share=_idle_share(self._rolled[seed, name]),
+                idle_used=_idle_used(self._rolled[seed, name]),
+                micro_steps=sum(step.micro_steps for step in steps),
                 reward_first=fmean(step.mean_reward for step in steps[:third]),
                 reward_last=fmean(step.mean_reward for step in steps[-third:]),
                 same_rewards=[step.mean_reward for step in steps] == rewards,
             )
 
-    def _measure_slowdown(self, fleet: Fleet) -> None:
+    def drafters(self) -> Iterator[Drafters]:
+        for seed in self._seeds:
+            pairs = (self._records.get((seed, name), []) for name in (FROZEN_FIXED, SPOT_FIXED))
+            for frozen, spot in zip(*pairs, strict=False):
+                gain = spot.accept_length / frozen.accept_length - 1
+                yield Drafters(seed, spot.step, frozen.accept_length, spot.accept_length, gain)
+
+    def _measure_slowdown(self, config: RunConfig, fleet: Fleet) -> None:
         workers: WorkerFleet = fleet  # type: ignore[assignment]  # the spot variant runs on several
-        asked = ask(self._scale.steps, self._config, task_of(self._config), self._tokenizer)
-        requests = [request for one in asked for request in one.requests][: self._config.engine.rows]
-        self._slowdowns = [workers.slowdown(requests) for _ in range(_REPEATS)]
+        asked = ask(self._scale.steps, config, task_of(config), self._tokenizer)
+        requests = [request for one in asked for request in one.requests][: config.engine.rows]
+        self._beside = workers.slowdown(requests, _REPEATS)
 
     def busy(self) -> Iterator[Busy]:
-        if self._slowdowns:
-            yield Busy(
-                alone_s=median(pair.alone_s for pair in self._slowdowns),
-                beside_s=median(pair.beside_s for pair in self._slowdowns),
-                slowdown=median(pair.beside_s / pair.alone_s - 1 for pair in self._slowdowns),
-                cpu_slowdown=median(pair.beside_cpu_s / pair.alone_cpu_s - 1 for pair in self._slowdowns),
-                micro_steps=sum(pair.micro_steps for pair in self._slowdowns),
-            )
+        if self._beside:
+            yield _busy(self._beside)
+
+
+def _busy(found: Beside) -> Busy:
+    """Tick by tick: how much work a tick is changes much, how long the same tick takes little."""
+    alone, beside = ([run.wall_s for run in runs] for runs in (found.alone, found.beside))
+    cpu_alone, cpu_beside = ([run.cpu_s for run in runs] for runs in (found.alone, found.beside))
+    return Busy(
+        alone_ms=1e3 * fmean(_typical(alone)),
+        beside_ms=1e3 * fmean(_typical(beside)),
+        slowdown=_slower(alone, beside),
+        noise=_slower(alone[::2], alone[1::2]),
+        cpu_slowdown=_slower(cpu_alone, cpu_beside),
+        cpu_noise=_slower(cpu_alone[::2], cpu_alone[1::2]),
+        ticks=len(_typical(alone)),
+        repeats=len(alone),
+        micro_steps=found.micro_steps,
+    )
+
+
+def _slower(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """By which share all ticks together take longer, each as long as it typically takes."""
+    return sum(_typical(others)) / sum(_typical(some)) - 1
+
+
+def _typical(runs: Sequence[Sequence[float]]) -> list[float]:
+    """Of every tick, the median over its repetitions."""
+    return [median(times) for times in zip(*runs, strict=False)]
 
 
 def _idle_share(rolled: Sequence[FleetRolledOut]) -> float:

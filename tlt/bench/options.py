@@ -154,6 +154,7 @@ class TrainScale:
     cap: int  # tokens of an answer, at most
 
 
+VARIANTS = ("plain", "adaptive", "frozen", "suffix")  # of training, the most important first
 FULL_TRAIN = TrainScale(steps=20, prompts=32, group=8, cap=1024)
 QUICK_TRAIN = TrainScale(steps=4, prompts=8, group=4, cap=256)
 
@@ -164,6 +165,8 @@ class TrainOptions:
     json: Path | None = None  # where the results go
     commit: str | None = None
     quick: bool | None = None  # None: quick on a CPU
+    variants: tuple[str, ...] = VARIANTS
+    budget_s: float = 0.0  # after which no step is begun; 0: as long as it takes
     steps: int = 0  # these override the scale's
     groups: int = 0
     group_size: int = 0
@@ -172,6 +175,25 @@ class TrainOptions:
     def scale(self, on_gpu: bool) -> TrainScale:
         given = {"steps": self.steps, "prompts": self.groups, "group": self.group_size, "cap": self.cap}
         return replace(QUICK_TRAIN if _quick(self.quick, on_gpu) else FULL_TRAIN, **_told(given))
+
+
+QUICK_FLEET = TrainScale(steps=8, prompts=32, group=4, cap=256)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    json: Path | None = None  # where the results go
+    commit: str | None = None
+    quick: bool | None = None  # None: quick on a CPU
+    seeds: int = 1  # that take the steps, one after the other
+    steps: int = 0  # these override the scale's
+    groups: int = 0
+    group_size: int = 0
+    cap: int = 0
+
+    def scale(self, on_gpu: bool) -> TrainScale:
+        given = {"steps": self.steps, "prompts": self.groups, "group": self.group_size, "cap": self.cap}
+        return replace(QUICK_FLEET if _quick(self.quick, on_gpu) else FULL_TRAIN, **_told(given))
 
 
 def _quick(asked: bool | None, on_gpu: bool) -> bool:
@@ -188,9 +210,9 @@ def read_options(given: Namespace) -> BenchOptions:
     """From the command line's words."""
     if given.what != "engine":
         raise ConfigError(
-            f"nothing called {given.what!r} to measure; expected: tlt bench engine, rollout or train, and a MODEL"
+            f"nothing called {given.what!r} to measure; expected tlt bench engine, rollout, train or fleet, and a MODEL"
         )
-    _refuse(given, ("groups", "group_size", "repeats", "steps"))
+    _refuse(given, ("groups", "group_size", "repeats", "steps", "variants", "seeds"))
     return BenchOptions(
         sections=_sections(given),
         shape=given.shape,
@@ -207,7 +229,7 @@ def read_options(given: Namespace) -> BenchOptions:
 
 def read_rollout_options(given: Namespace) -> RolloutOptions:
     """From the command line's words."""
-    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers", "steps"))
+    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers", "steps", "variants", "seeds"))
     sizes = {name: getattr(given, name) for name in ("groups", "group_size", "cap", "repeats")}
     return RolloutOptions(
         shape=given.shape,
@@ -222,15 +244,39 @@ def read_rollout_options(given: Namespace) -> RolloutOptions:
 
 def read_train_options(given: Namespace) -> TrainOptions:
     """From the command line's words."""
-    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers", "repeats", "prompts", "raw"))
+    _refuse(given, ("sections", "batches", "peers", "no_peers", "repeats", "prompts", "raw", "seeds"))
     sizes = {name: getattr(given, name) for name in ("steps", "groups", "group_size", "cap")}
     return TrainOptions(
         shape=given.shape,
         json=Path(given.json) if given.json else None,
         commit=given.commit,
         quick=_either(given.quick, given.full, "--quick", "--full"),
+        variants=train_variants(given.variants) if given.variants else VARIANTS,
+        budget_s=float(_positive("--budget", given.budget)) if given.budget else 0.0,
         **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
     )
+
+
+def read_fleet_options(given: Namespace) -> FleetOptions:
+    """From the command line's words."""
+    others = ("sections", "batches", "peers", "no_peers", "repeats", "prompts", "raw", "variants", "budget", "shape")
+    _refuse(given, others)
+    sizes = {name: getattr(given, name) for name in ("seeds", "steps", "groups", "group_size", "cap")}
+    return FleetOptions(
+        json=Path(given.json) if given.json else None,
+        commit=given.commit,
+        quick=_either(given.quick, given.full, "--quick", "--full"),
+        **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
+    )
+
+
+def train_variants(word: str) -> tuple[str, ...]:
+    """Those named, in the order they are measured; plain is what the others are compared with."""
+    chosen = word.split(",")
+    for name in chosen:
+        if name not in VARIANTS:
+            raise ConfigError(f"--variants: there is no variant {name!r}; expected some of {','.join(VARIANTS)}")
+    return tuple(name for name in VARIANTS if name in chosen)
 
 
 def _refuse(given: Namespace, names: Sequence[str]) -> None:

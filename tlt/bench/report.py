@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,13 @@ class Report:
         )
         self._write()
 
-    def section(self, name: str, records: Iterable[Any], clock: Clock) -> bool:
-        """Shows and keeps the records as they come; a section that fails leaves its error. True if it went well."""
+    def section(
+        self, name: str, records: Iterable[Any], clock: Clock, *, line: Callable[[Any], str] | None = None
+    ) -> bool:
+        """Shows and keeps the records as they come; a section that fails leaves its error. True if it went well.
+
+        `line`: how a record is told at once where the output is no terminal, on which a table could grow.
+        """
         kept: list[Any] = []
         error = ""
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
@@ -78,6 +83,8 @@ class Report:
                     kept.append(record)
                     self._keep(name, kept)
                     live.update(_table(name, kept), refresh=self._console.is_terminal)
+                    if line and not self._console.is_terminal:
+                        self._console.print(line(record), soft_wrap=True)
             except (TltError, RuntimeError) as failure:  # out of memory is a RuntimeError
                 error = f"{type(failure).__name__}: {failure}"
         if kept:

@@ -90,10 +90,14 @@ class Cadence:
         books = self._books
         books.training, books.rested_steps = False, self._settings.probe
 
+    @property
+    def cold(self) -> bool:
+        """A drafter that started from nothing has not found its level yet."""
+        return self._books.cold or not self._books.trained
+
     def allowance(self, step_s: float) -> float:
         """Seconds that training may take in a step of `step_s` where everything else waits for it."""
-        cold = self._books.cold or not self._books.trained
-        return step_s * (self._settings.cold_share if cold else self._settings.share)
+        return step_s * (self._settings.cold_share if self.cold else self._settings.share)
 
     def state(self) -> dict[str, Any]:
         return asdict(self._books)

@@ -7,10 +7,16 @@ left the drafter's training before its next micro-step. Knows nothing of how mes
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from tlt.config import DraftingSettings
 from tlt.errors import TltError
+
+
+def without_rest(settings: DraftingSettings) -> DraftingSettings:
+    """For workers that train only when nobody waits for them: the time is free, and never too good for training."""
+    return replace(settings, probe=1, gain=0.0)
 
 
 class State(StrEnum):

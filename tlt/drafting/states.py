@@ -4,7 +4,8 @@ Two ways to one `DrafterBatch`, equal by test. `Recompute` runs the policy over 
 pass per token in training, nothing in rollout, and the states are always the newest policy's. `StateKeeper` takes them
 as the engine hands them out and brings them to the host: no forward pass, but (3 + 1)·hidden numbers per token to move
 and to hold, and some host work in every tick, which in the tail, where a tick is one or two tokens, all of the rollout
-waits for. Which is cheaper depends on the policy and the machine: `measure_states` times both.
+waits for. Which is cheaper depends on the policy and the machine: `measure_states` times both. All of a rollout is kept
+but only some of it is learned from, `drafting.share` of a step being little, so that keeping has to be much cheaper.
 
 What always holds: a drafter learns tokens of answers only, and reads the prompt before them as it does in rollout, but
 for kept states, which begin at the prompt's last position. Kept states are used only for the version that wrote them.
@@ -53,6 +54,17 @@ class Piece:
     @property
     def positions(self) -> int:
         return self.end - self.first
+
+
+def longest_piece(lengths: Sequence[int], total: int) -> int:
+    """How long each may be at most, so that together they are no longer than `total`: long ones are cut, not short."""
+    left = total
+    for place, length in enumerate(sorted(lengths)):
+        count = len(lengths) - place
+        if length * count > left:
+            return max(1, left // count)
+        left -= length
+    return max(lengths)
 
 
 def aligned_pieces(pieces: Sequence[Piece]) -> Aligned:
@@ -188,7 +200,8 @@ def keeper_of(policy: Transformer, taps: Sequence[int], config: RunConfig) -> St
     """What the engine should hand its states to, as the configuration asks: nothing where they are computed again."""
     wanted = config.drafting.states
     if wanted == "auto":
-        running, tokens = min(_TAIL, config.engine.rows), min(config.drafting.tokens, _MEASURED_TOKENS)
+        most = _MEASURED_TOKENS[policy.embed.device.type]
+        running, tokens = min(_TAIL, config.engine.rows), min(config.drafting.tokens, most)
         wanted = "keep" if measure_states(policy, taps, running=running, tokens=tokens).keep else "recompute"
     return StateKeeper(config.drafting.buffer_mib * 2**20) if wanted == "keep" else None
 
@@ -196,19 +209,20 @@ def keeper_of(policy: Transformer, taps: Sequence[int], config: RunConfig) -> St
 # ---- measuring
 
 _TAIL = 16  # requests that run while everybody waits for the last ones
-_MEASURED_TOKENS = 1024
+_MEASURED_TOKENS = {"cpu": 128, "cuda": 1024}
+_LEARNED_SHARE = 0.25  # of the tokens written that a step learns drafting from, at most
 
 
 @dataclass(frozen=True, slots=True)
 class StateCosts:
     """Seconds per token of the two ways, everything included."""
 
-    recompute_s: float
-    keep_s: float
+    recompute_s: float  # and per token learned from
+    keep_s: float  # and per token written
 
     @property
     def keep(self) -> bool:
-        return self.keep_s < self.recompute_s
+        return self.keep_s < _LEARNED_SHARE * self.recompute_s
 
 
 def measure_states(policy: Transformer, taps: Sequence[int], *, running: int, tokens: int) -> StateCosts:

@@ -22,18 +22,22 @@ from torch import Tensor
 from tlt.config import DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
 from tlt.drafting.cadence import Cadence, Pace, Reason
-from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource
+from tlt.drafting.deadline import Deadline
+from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
 from tlt.engine.build import NEW
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
-from tlt.train.drafter import Average, DrafterBatch, DrafterSpoilt, DrafterTrainer
+from tlt.train.drafter import Average, DrafterBatch, DrafterSpoilt, DrafterTrainer, drafter_loss
 from tlt.train.drafter_measure import Expected, expected
 from tlt.train.packing import plan_rows
 from tlt.types import Completion
 
 _HELD_SHARE = 8  # one in so many answers is held out, at most
 _PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
+_SAVED_STEPS, _OWED_STEPS = 8, 4  # steps' worth of time that may be saved up for one training, or owed after it
+_WORTH = 4  # micro-steps for which it is worth to measure
+_REHEARSED = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,11 @@ class OnlineDrafter:
         self._upcoming: _Upcoming | None = None
         self._strayed = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
         self._step_from: float | None = None  # when the last training ended
+        self._earned_s = 0.0  # what training might have taken of the last step that it was tried in …
+        self._saved_s = 0.0  # … and what is left of all so far; below 0, what it took too much
+        self._look_s = self._micro_s = self._check_s = (
+            0.0  # of the last states and measurement, micro-step, measurement
+        )
         self.version = 0  # of the drafter given out; each better one counts one up
 
     @classmethod
@@ -176,9 +185,20 @@ class OnlineDrafter:
 
     @property
     def allowance_s(self) -> float:
-        """Seconds that training may cost this step where everything else waits for it: a share of the step so far."""
+        """Seconds that training may cost this step where everything else waits for it: a share of the step so far.
+
+        What earlier steps left of theirs is added, and what they took too much is missing: a trained drafter's share
+        holds over all steps, and what training costs once per step, it costs less often.
+        """
         step_s = 0.0 if self._step_from is None else time.perf_counter() - self._step_from
-        return self._cadence.allowance(step_s)
+        return self._saved_s + self._cadence.allowance(step_s)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds below which training is not worth beginning where everything else waits for it."""
+        micro_s, check_s = self._micro_s or self._look_s, self._check_s or self._look_s  # until they are known
+        worth_s = 0.0 if self._cadence.cold else self._look_s + _WORTH * micro_s + check_s
+        return min(worth_s, _SAVED_STEPS * self._earned_s)
 
     def train(self, until: Callable[[], bool], *, extra_s: float = 0.0) -> DraftingResult:
         """Micro-steps until told to stop, and for `extra_s` seconds at least; but no longer than the drafter gains.
@@ -186,10 +206,10 @@ class OnlineDrafter:
         Does nothing while the drafter is as good as it was. `until` is asked before every micro-step; after the last
         one the drafter is measured, which takes less time than a micro-step, and given out if it is not worse.
         """
-        started = time.perf_counter()
-        session, alarm = _Session(), ""
+        started, self._earned_s = time.perf_counter(), self.allowance_s - self._saved_s
+        session, alarm, deadline = _Session(), "", Deadline(until, extra_s)
         try:
-            ended = self._learn(session, lambda: until() and time.perf_counter() - started >= extra_s)
+            ended = self._learn(session, deadline)
         except DrafterSpoilt as error:
             ended, alarm = "spoilt", str(error)
         except torch.OutOfMemoryError as error:
@@ -198,6 +218,10 @@ class OnlineDrafter:
         if alarm:
             self._return_to_good()
             self._cadence.spoilt()
+        left_s, earned_s = self._saved_s + self._earned_s - deadline.waited_s, self._earned_s
+        self._saved_s = max(-_OWED_STEPS * earned_s, min(left_s, _SAVED_STEPS * earned_s))
+        if self._cadence.cold:
+            self._saved_s = 0.0  # then any drafter is worth waiting for
         self._step_from = time.perf_counter()
         seconds = self._step_from - started
         return DraftingResult(
@@ -205,41 +229,51 @@ class OnlineDrafter:
             *(seconds, session.published, self.version, alarm),
         )
 
-    def _learn(self, session: _Session, stop: Callable[[], bool]) -> str:
+    def _learn(self, session: _Session, deadline: Deadline) -> str:
         """How it ended."""
         if not self.able():
             return "no answers"
+        started = time.perf_counter()
         session.held = self._held_batches()
         session.before = session.best = self._measure(self._good, session.held)
+        self._look_s = time.perf_counter() - started
         session.began = self._cadence.begin(session.before.accept_length)
         if session.began == "rested":
             return "rested"
         if self._cold and not self._trainer.steps_taken:
             self._choose_vocabulary()
         going_on = True
-        while going_on and not stop():
-            self._micro_step(session)
+        while going_on and not deadline.over(self._ahead_s):
+            self._micro_step(session, deadline)
             if session.unchecked >= self._drafting.check:
                 going_on = self._check(session)
         if session.unchecked:
             going_on = self._check(session)
         return "stopped" if going_on else "no gain"
 
-    def _micro_step(self, session: _Session) -> None:
-        """What the next one learns from is chosen while the device computes."""
+    @property
+    def _ahead_s(self) -> float:
+        """What a further micro-step and the measurement behind it will take, where that is to fit in."""
+        return 0.0 if self._cadence.cold else self._micro_s + self._check_s
+
+    def _micro_step(self, session: _Session, deadline: Deadline) -> None:
+        """What the next one learns from is chosen while the device computes, if there is time for a next one."""
         started = time.perf_counter()
         this = self._upcoming or self._next()
         result = self._trainer.launch(this.batch or self._source.batch(this.pieces))
         session.micro_steps += 1
-        self._upcoming = self._next()
+        self._upcoming = None if deadline.near(self._micro_s + self._ahead_s) else self._next()
         session.tokens += result().tokens
         session.unchecked += 1
         self._strayed += 1
-        self._pace.took(sum(piece.end for piece in this.pieces), time.perf_counter() - started)
+        self._micro_s = time.perf_counter() - started
+        self._pace.took(sum(piece.end for piece in this.pieces), self._micro_s)
 
     def _check(self, session: _Session) -> bool:
         """Measures, gives the drafter out if it is not worse, and says whether to go on."""
+        started = time.perf_counter()
         found = self._measure(self._learner, session.held)
+        self._check_s = time.perf_counter() - started
         micro_steps, session.unchecked = session.unchecked, 0
         first = self._cold and self.version == 0
         if first or found.accept_length >= session.best.accept_length:
@@ -264,6 +298,19 @@ class OnlineDrafter:
             ids_v = draft_vocabulary(counts_V, self._learner.config.draft_vocab)
             self._learner.set_vocabulary(ids_v.to(self.policy.embed.device))
 
+    def rehearse(self) -> None:
+        """Computes what training will compute, and forgets it: what has to be compiled for it is, before a step waits.
+
+        For one trainer alone: others are not told of it.
+        """
+        tokens_T = torch.arange(_REHEARSED, dtype=torch.int32) % self.policy.config.vocab
+        batch = self._source.batch([Piece.whole(Sample(tokens_T, 1, "", 0))])
+        shared = (self.policy.head_weight, self.policy.embed, self._draft)
+        for steps in (1, self._draft.unroll):
+            drafter_loss(self._learner, batch, *shared, steps)[0].backward()  # type: ignore[no-untyped-call]
+        self._learner.zero_grad(set_to_none=True)
+        expected(self._good, [batch], *shared)
+
     # ---- answers as batches
 
     def _next(self) -> _Upcoming:
@@ -283,8 +330,8 @@ class OnlineDrafter:
         return sorted(pieces, key=lambda piece: -piece.positions)
 
     def _held_batches(self) -> list[DrafterBatch]:
-        """The answers held out, in rows no longer than a micro-step's where they can be."""
-        most = self._drafting.held_out
+        """The answers held out, so many tokens of them, in rows no longer than a micro-step's where they can be."""
+        most = longest_piece([sample.answer_tokens for sample in self._held], self._drafting.held_out)
         pieces = sorted((Piece.whole(sample, most) for sample in self._held), key=lambda piece: -piece.positions)
         room = max(self._pace.most, *(piece.end for piece in pieces))
         rows = plan_rows([piece.end for piece in pieces], room)
