@@ -44,7 +44,8 @@ class Recording(Stage):
         told, choosers = self._choosers.observe, vars(self._choosers)
 
         def observe(outcome: Outcome) -> tuple[Alarm, ...]:
-            emitted = sum(walked.accepted + 1 for walked in outcome.walks) if outcome.walks else outcome.batch
+            walked = sum(walked.accepted + 1 for walked in outcome.walks)
+            emitted = outcome.batch if outcome.shape.off else walked
             self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.once_s))
             return told(outcome)
 

@@ -1,8 +1,13 @@
-"""The learned drafter in the engine: states reach it in place, its drafts help, and the tokens never change."""
+"""The learned drafter in the engine: states reach it in place, its drafts help, and the tokens never change.
+
+A GPU verifies the next trees before the host has read the tokens of the last ones. Here the same order of events is had
+by setting `_ahead` on a CPU's engine.
+"""
 
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,10 +27,10 @@ from tlt.spec.candidates import Sharpness
 from tlt.spec.drafter import Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.shape import Draft, Shape
+from tlt.spec.shape import MOST_NODES, Draft, Shape
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Outcome
-from tlt.types import Key, SamplingParams
+from tlt.types import Completion, Key, SamplingParams
 
 PARAMS = [SamplingParams(max_tokens=40), SamplingParams(temperature=0.0, max_tokens=30)]
 
@@ -54,9 +59,17 @@ class Always:
     def report(self) -> None: ...
 
 
-def engine_with(learned: LearnedDrafting, choose, **knobs: object) -> Engine:  # type: ignore[no-untyped-def]
-    speculation = Speculating([learned], Always(choose), learned=learned)
-    return Engine(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["read at once", "read late"])
+
+
+def engine_with(  # type: ignore[no-untyped-def]
+    learned: LearnedDrafting, choose, ahead: bool = False, suffix: bool = False, **knobs: object
+) -> Engine:
+    drafters = [learned, SuffixDrafting(10_000)] if suffix else [learned]
+    speculation = Speculating(drafters, Always(choose), learned=learned)
+    engine = Engine(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
+    engine._ahead = ahead
+    return engine
 
 
 def shape_of(depth: int, width: int, verify: int) -> Shape:
@@ -69,8 +82,9 @@ def plain(batch: Sequence[Request]) -> dict[Key, list[int]]:
     return tokens_of({completion.key: completion for completion in engine.drain()})
 
 
+@AHEAD
 @pytest.mark.parametrize("kind", ["chain", "tree", "now and then"])
-def test_tokens_stay_whatever_an_untrained_drafter_names(kind: str) -> None:
+def test_tokens_stay_whatever_an_untrained_drafter_names(kind: str, ahead: bool) -> None:
     batch = requests(8, group=2)  # each with its own temperature and filters
     ticks = iter(range(10**6))
     choose = {
@@ -78,15 +92,16 @@ def test_tokens_stay_whatever_an_untrained_drafter_names(kind: str) -> None:
         "tree": lambda batch: shape_of(4, 3, 9),
         "now and then": lambda batch: shape_of(4, 2, 7) if next(ticks) % 5 < 2 and batch else Shape(),
     }[kind]
-    engine = engine_with(drafting(), lambda batch: choose(batch) if batch else Shape(), rows=8)
+    engine = engine_with(drafting(), lambda batch: choose(batch) if batch else Shape(), ahead, rows=8)
     engine.submit(batch)
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
 
 
-def test_tokens_stay_under_preemption() -> None:
+@AHEAD
+def test_tokens_stay_under_preemption(ahead: bool) -> None:
     batch = requests(8, group=2, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
     engine = engine_with(
-        drafting(), lambda batch: shape_of(3, 2, 5) if batch else Shape(), rows=8, kv_gib=kv_gib(16, 16)
+        drafting(), lambda batch: shape_of(3, 2, 5) if batch else Shape(), ahead, rows=8, kv_gib=kv_gib(16, 16)
     )
     engine.submit(batch)
     done = {completion.key: completion for completion in engine.drain()}
@@ -155,16 +170,16 @@ def rotated_forward(drafter: Eagle, aligned, states, first: int) -> torch.Tensor
     return drafter.forward_packed(aligned, states, MODEL.embed)
 
 
+@AHEAD
 @pytest.mark.parametrize("kind", ["both", "changing"])
-def test_suffix_and_learned_branches_share_a_tree(kind: str) -> None:
+def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool) -> None:
     """Both in one tree; or another set of drafters every tick, off included."""
     learned, dice = drafting(), random.Random(4)
     batch = requests(12, group=3)
     both = Shape(("eagle", "suffix"), 4, 2, 9)
     shapes = {"both": [both], "changing": [both, Shape(), shape_of(3, 2, 6), Shape(("suffix",), 5, 2, 8)]}[kind]
-    always = Always(lambda batch: dice.choice(shapes) if batch else Shape())
-    speculation = Speculating([learned, SuffixDrafting(10_000)], always, learned=learned)
-    engine = Engine(MODEL, letters(), EngineSettings(rows=6), speculation=speculation)
+    choose = lambda batch: dice.choice(shapes) if batch else Shape()
+    engine = engine_with(learned, choose, ahead, suffix=True, rows=6)
     engine.submit(batch)
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
     report = engine.report().speculation
@@ -203,12 +218,13 @@ def test_the_policy_is_not_touched() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))
 
 
-def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
+@AHEAD
+def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token(ahead: bool) -> None:
     learned, other = drafting(), drafting().drafter
     other.init_weights(9)
     policy_before = [parameter.clone() for parameter in MODEL.parameters()]
     batch = requests(6, params=PARAMS)
-    engine = engine_with(learned, lambda batch: shape_of(3, 2, 6) if batch else Shape(), rows=6)
+    engine = engine_with(learned, lambda batch: shape_of(3, 2, 6) if batch else Shape(), ahead, rows=6)
     engine.submit(batch)
     done = [completion for _ in range(8) for completion in engine.tick()]
     engine._speculation.load_drafter(dict(other.named_parameters()), version=1)  # type: ignore[attr-defined]
@@ -225,8 +241,9 @@ def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token() -> None:
     assert learned.version == 1
 
 
+@AHEAD
 @pytest.mark.parametrize(("poisoned", "depth", "nodes"), [(0, 3, 4), (7, 6, 5), (20, 3, 4)])
-def test_a_request_without_a_distribution_fails_alone(poisoned: int, depth: int, nodes: int) -> None:
+def test_a_request_without_a_distribution_fails_alone(poisoned: int, depth: int, nodes: int, ahead: bool) -> None:
     """Its nonsense reaches the drafter's rows before anybody has read that it failed, and a draft may name the very
     token that the policy cannot go on from: those fail that fail plainly, and nobody else's tokens change."""
     batch = requests(20, params=[SamplingParams(max_tokens=30, ignore_eos=True)], seed=1)
@@ -236,7 +253,7 @@ def test_a_request_without_a_distribution_fails_alone(poisoned: int, depth: int,
         MODEL.embed[poisoned] = float("nan")
     try:
         plainly = answers_and_failures(Engine(MODEL, letters(), EngineSettings(rows=4)), batch)
-        drafted = engine_with(drafting(), lambda batch: shape if batch else Shape(), rows=4)
+        drafted = engine_with(drafting(), lambda batch: shape if batch else Shape(), ahead, rows=4)
         assert answers_and_failures(drafted, batch) == plainly
     finally:
         with torch.no_grad():
@@ -257,3 +274,40 @@ def answers_and_failures(engine: Engine, batch: Sequence[Request]) -> tuple[dict
     except RequestError as error:
         return done, set(re.findall(r"request (\d+): .*?position (\d+)", str(error)))
     return done, set()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_reading_late_changes_no_token_whatever_happens_meanwhile(seed: int) -> None:
+    """Shapes and drafters change every tick, pages run out, requests come while others are in flight and end anywhere
+    in a walk, some at the end of the context; the policy's tensors are declared new in between."""
+    dice = random.Random(seed)
+    room = MODEL.config.max_positions
+    batch = requests(14, group=2, seed=seed, params=[SamplingParams(max_tokens=n) for n in (1, 2, 5, 17, 40)])
+    longest = SamplingParams(max_tokens=room - len(batch[-1].prompt), ignore_eos=True)
+    batch[-1] = replace(batch[-1], params=longest)  # its drafts reach beyond the last position
+    learned = [shape_of(*numbers) for numbers in ((1, 1, 2), (3, 1, 4), (4, 3, 9), (7, 2, 12))]
+    shapes = [*learned, *learned, Shape(), Shape(("suffix",), 5, 2, 8), Shape(("eagle", "suffix"), 4, 2, 9)]
+    pages = -(-(room + MOST_NODES) // 16) + dice.randint(2, 12)
+    engine = engine_with(
+        drafting(),
+        lambda running: dice.choice(shapes) if running else Shape(),
+        ahead=True,
+        suffix=True,
+        rows=dice.choice((3, 6, 16)),
+        kv_gib=kv_gib(pages, 16),
+    )
+    done: dict[Key, Completion] = {}
+    waiting = list(batch)
+    late = 0
+    while waiting or not engine.idle:
+        if waiting and dice.random() < 0.3:
+            count = dice.randint(1, 4)
+            engine.submit(waiting[:count])
+            del waiting[:count]
+        if dice.random() < 0.02:
+            engine.load_policy(engine.version + 1)
+        done.update((one.key, one) for one in engine.tick())
+        late += engine._flight is not None and not engine._flight.shape.off
+    assert tokens_of(done) == plain(batch)
+    assert late > 5, "hardly any tick was read late: this shows nothing"
+    assert engine.report().pages.used == 0

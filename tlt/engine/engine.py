@@ -24,7 +24,7 @@ from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import POLICY, Measured
-from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
@@ -43,8 +43,13 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
+    """A tick that was launched and not read."""
+
     plan: Plan
     pending: Pending
+    shape: Shape = OFF
+    steps: int = 1  # tokens of each request that may come out of it, at most
+    begun_s: float = 0.0
 
 
 class Engine:
@@ -90,7 +95,8 @@ class Engine:
             exact=settings.exact,
         )
         self._speculation.keeper.attach(self._runner)
-        self._ahead = model.embed.is_cuda  # launch the next tick before reading this one
+        self._ahead = model.embed.is_cuda  # launch the next tick before reading this one …
+        self._hands_out = on_features is not None  # … unless somebody must be told where its tokens stand
         self._flight: _Flight | None = None
         self._read_s: float | None = None  # when the last tick was read …
         self._read_capture_s = 0.0  # … and what captures had taken by then
@@ -157,6 +163,7 @@ class Engine:
         return shape
 
     def _plain_tick(self) -> list[Completion]:
+        landed = self._land() if self._flight and not self._flight.shape.off else []
         plan = self._scheduler.plan()
         launched = None
         if not plan.empty:
@@ -167,7 +174,7 @@ class Engine:
         self._ticks += launched is not None
         if self._ahead:
             launched, self._flight = self._flight, launched
-        completions = self._observe(launched) if launched else []
+        completions = landed + (self._observe(launched) if launched else [])
         if launched:
             seconds, _ = self._since_last_read(None)
             if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
@@ -186,37 +193,58 @@ class Engine:
         return (None if since is None else now - since - once_s), once_s
 
     def _verify_tick(self, shape: Shape) -> list[Completion]:
-        """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first.
+        """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first. Unless the
+        trees grow on the device, and pages are there for all it may have written: then it is read afterwards.
 
-        What the device can draft for the tick after this one is launched before this one's tokens are waited for.
+        What the device can draft for the tick after this one is launched before any tokens are waited for.
         """
-        completions = self._land()
+        unread = self._may_stay_unread(shape)
+        completions = [] if unread else self._land()
         begun_s = time.perf_counter()
         if not self._scheduler.running:
             return completions + self._plain_tick()  # those to draft for have just ended
         if self._read_s is None:
             self._read_s, self._read_capture_s = begun_s, self._runner.capture_s
-        plan = self._scheduler.plan(nodes=shape.verify)
+        plan = self._scheduler.plan(nodes=shape.verify, unread=unread.steps if unread else 0)
         keys = [stay.progress.request.key for stay in plan.stays]
         self._runner.prepare(plan)
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
-        steps = max(shape.depth, self._speculation.deepest) + 1
-        pending = self._runner.launch(plan, drafts, steps=min(steps, shape.verify))
+        steps = min(max(shape.depth, self._speculation.deepest) + 1, shape.verify)
+        launched = _Flight(plan, self._runner.launch(plan, drafts, steps=steps), shape, steps, begun_s)
+        self._ticks += 1
         self._following = self._speculation.foresee(len(keys))
         self._speculation.prepare(keys, self._following)
-        drawn = pending.drawn()
+        if unread:
+            completions += self._read_trees(unread)
+        if self._ahead and not self._hands_out:
+            self._flight = launched
+            return completions
+        return completions + self._read_trees(launched)
+
+    def _may_stay_unread(self, shape: Shape) -> _Flight | None:
+        """The verification in flight, if one is and this shape can be verified behind it."""
+        flight = self._flight
+        if flight is None or flight.shape.off or flight.steps + shape.verify > MOST_NODES:
+            return None
+        return flight if self._speculation.needs_no_tokens(shape) else None
+
+    def _read_trees(self, flight: _Flight) -> list[Completion]:
+        plan, drawn = flight.plan, flight.pending.drawn()
         for stay, tokens in zip(plan.stays, drawn.tokens, strict=True):
-            self._scheduler.advance(stay, len(tokens))
-        seconds, once_s = self._since_last_read(begun_s)
-        self._speculation.verified(shape, drawn.tokens, None if plan.chunks else seconds, once_s)
-        self._ticks += 1
-        return completions + self._read(plan, drawn)
+            if not stay.over:
+                self._scheduler.advance(stay, len(tokens))
+        seconds, once_s = self._since_last_read(flight.begun_s)
+        emitted = [() if stay.over else tokens for stay, tokens in zip(plan.stays, drawn.tokens, strict=True)]
+        self._speculation.verified(flight.shape, emitted, None if plan.chunks else seconds, once_s)
+        return self._read(plan, drawn)
 
     def _land(self) -> list[Completion]:
         """Reads the tick in flight, if there is one."""
         flight, self._flight = self._flight, None
         if flight is None:
             return []
+        if not flight.shape.off:
+            return self._read_trees(flight)
         self._read_s = None  # it was waited for at once: neither its own time nor the next one's can be told
         return self._observe(flight)
 

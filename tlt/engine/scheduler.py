@@ -115,6 +115,7 @@ class Scheduler:
         self._admission = admission
         self._awaited: Counter[tuple[int, ...]] = Counter()  # prefixes that waiting requests will start from
         self._nodes = 1  # tokens each request computes in the tick being planned
+        self._unread = 0  # tokens of each that a tick in flight may have written, at most
         self._blocked = False  # nothing was freed since a request found no room
         self._waiting: list[Progress] = []
         self._resuming: list[Progress] = []  # preempted: they go before anyone new
@@ -161,9 +162,12 @@ class Scheduler:
         stay.position += steps
         stay.left -= steps
 
-    def plan(self, nodes: int = 1) -> Plan:
-        """Decides the next tick, in which each request computes that many tokens."""
-        self._nodes = nodes
+    def plan(self, nodes: int = 1, unread: int = 0) -> Plan:
+        """Decides the next tick, in which each request computes that many tokens.
+
+        Each may stand up to `unread` tokens further than is known: so many may come out of the tick before.
+        """
+        self._nodes, self._unread = nodes, unread
         self._retire()
         grown = self._grow()
         chunks, copies, entries = self._admit()
@@ -211,11 +215,11 @@ class Scheduler:
 
     def _grow(self) -> tuple[tuple[int, int, int], ...]:
         """Pages for every stay whose next positions have none; the youngest give way when pages run out."""
-        size, nodes = self._page_size, self._nodes
-        needy = [stay for stay in self._stays if stay.position + nodes > len(stay.pages) * size]
+        size, further = self._page_size, self._unread + self._nodes
+        needy = [stay for stay in self._stays if stay.position + further > len(stay.pages) * size]
         given: list[tuple[Stay, int]] = []
         for stay in needy:
-            lacking = self._pages_for(stay.position + nodes) - len(stay.pages)
+            lacking = self._pages_for(stay.position + further) - len(stay.pages)
             while not stay.over and not self._room(lacking):
                 self._preempt(max(self._stays, key=lambda stay: stay.progress.order))
             if not stay.over:

@@ -5,7 +5,7 @@ happens here, the tokens that come out are the same.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -103,10 +103,14 @@ class Speculation(Protocol):
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         """Behind a launched verification: starts drafting for the tick after it, where that needs no tokens read."""
 
+    def needs_no_tokens(self, shape: Shape) -> bool:
+        """Whether trees of this shape grow where the tokens are, so that nobody has to read them first."""
+
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
-        """A tick with these trees emitted these tokens, row by row, and took this long, drafting included.
+        """The oldest tick proposed for and not verified yet emitted these tokens, row by row (none: its request was
+        over), and took this long, drafting included.
 
         None: it did other work too. `once_s` was spent beside it on what will not be needed again.
         """
@@ -150,6 +154,9 @@ class NoSpeculation:
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         pass
 
+    def needs_no_tokens(self, shape: Shape) -> bool:
+        return False
+
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
@@ -180,7 +187,7 @@ class Speculating:
         self._learned = learned
         self.keeper: Keeper = learned or NoKeeper()
         self.deepest, self.widest = deepest, widest
-        self._proposed: _Proposed | None = None  # of the tick under way
+        self._proposed: deque[_Proposed] = deque()  # of the ticks under way, oldest first
         self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
@@ -243,7 +250,7 @@ class Speculating:
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
         odd = self._learned is not None and self._learned.took_in()
         if planted is not None:
-            self._proposed = _Proposed(keys, [time.perf_counter() - started], caught_up_s, odd, planted=planted)
+            self._proposed.append(_Proposed(keys, [time.perf_counter() - started], caught_up_s, odd, planted=planted))
             return None
         columns, drafts_s = [], []
         for drafter in drafters:
@@ -251,12 +258,15 @@ class Speculating:
             columns.append(drafter.propose(keys, answers, shape))
             drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
-        self._proposed = _Proposed(keys, drafts_s, caught_up_s, odd, parts)
+        self._proposed.append(_Proposed(keys, drafts_s, caught_up_s, odd, parts))
         return [_joined(row, shape.verify - 1) for row in parts]
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         for name in shape.drafters:
             self._drafters[name].plant(keys, shape)
+
+    def needs_no_tokens(self, shape: Shape) -> bool:
+        return self._learned is not None and shape.drafters == (self._learned.name,)
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
@@ -270,9 +280,7 @@ class Speculating:
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
         self._learn()
-        proposed, self._proposed = self._proposed, None
-        assert proposed is not None
-        self._lesson = _Lesson(shape, proposed, emitted, seconds, once_s)
+        self._lesson = _Lesson(shape, self._proposed.popleft(), emitted, seconds, once_s)
 
     def _learn(self) -> None:
         """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
@@ -286,7 +294,7 @@ class Speculating:
         self._accepted += sum(walked.accepted for walked in walks)
         self._drafting_s += sum(proposed.drafts_s)
         self._once_s += once_s
-        outcome = Outcome(lesson.shape, len(walks), walks, seconds, once_s, proposed.drafts_s)
+        outcome = Outcome(lesson.shape, len(lesson.emitted), walks, seconds, once_s, proposed.drafts_s)
         self._alarms += self._tuner.observe(outcome)
 
     def _walks(self, lesson: "_Lesson") -> list[Walked]:
@@ -301,6 +309,7 @@ class Speculating:
                 proposed.keys[row],
             )
             for row, tokens in enumerate(lesson.emitted)
+            if tokens
         ]
 
     def decoded(self, running: int, seconds: float) -> None:
