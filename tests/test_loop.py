@@ -10,9 +10,10 @@ import torch
 
 import tlt
 from tests.training import LEARNED, numbers, small
+from tlt.drafting.states import Recompute
 from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet
-from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences
+from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences, is_replayed
 from tlt.policy import TINY_POLICY
 from tlt.tasks.judge import Answer, DirectJudge, Verdict
 from tlt.tasks.judging import Judging
@@ -141,10 +142,10 @@ def test_a_step_is_the_same_whatever_the_order_of_answers(tmp_path: Path) -> Non
     for seed in range(3):
         fleet, events = Scripted(seed), list[Event]()
         loop = Loop(config, task, TOKENIZER, DirectJudge(task), fleet, events.append)
-        step = loop.step(4)
+        step = loop.step(5)
         assert step.report.accept_length == 2.5
         assert [what for what, _ in fleet.told] == ["draft", "update", "publish"]
-        assert fleet.told[2] == ("publish", 5)
+        assert fleet.told[2] == ("publish", 6)
         assert [event.phase for event in events if isinstance(event, PhaseStarted)] == [
             "rollout",
             "drafting",
@@ -154,6 +155,12 @@ def test_a_step_is_the_same_whatever_the_order_of_answers(tmp_path: Path) -> Non
         assert [event.identical for event in events if isinstance(event, ReplayCompared)] == [True]
         seen.append(fleet.told)
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_the_middle_one_of_so_many_steps_is_replayed() -> None:
+    assert [step for step in range(28) if is_replayed(step, 7)] == [3, 10, 17, 24]
+    assert [step for step in range(4) if is_replayed(step, 1)] == [0, 1, 2, 3]
+    assert not any(is_replayed(step, 0) for step in range(28))
 
 
 def test_no_key_comes_twice_in_a_run(tmp_path: Path) -> None:
@@ -176,20 +183,24 @@ def test_experiences_hold_each_rollout_with_its_advantage(tmp_path: Path) -> Non
 
 
 def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> None:
-    variants = {"plain": [], "suffix": ["--spec.drafter=suffix"], "learned": [*LEARNED, "--drafting.share=1"]}
+    variants = {
+        "plain": [],
+        "suffix": ["--spec.drafter=suffix"],
+        "learned": [*LEARNED, "--drafting.share=1"],
+        "kept": [*LEARNED, "--drafting.share=1", "--drafting.states=keep"],
+    }
     runs = {
         name: tlt.train(small(tmp_path, f"--run.name={name}", "--run.steps=3", "--run.replay_every=2", *flags))
         for name, flags in variants.items()
     }
     assert len(numbers(runs["plain"])) == 3
-    assert numbers(runs["plain"]) == numbers(runs["suffix"]) == numbers(runs["learned"])
+    assert all(numbers(run) == numbers(runs["plain"]) for run in runs.values())
     weights = {name: (tmp_path / name / "checkpoints/step_3/policy/model.safetensors").read_bytes() for name in runs}
-    assert (
-        weights["plain"] == weights["suffix"] == weights["learned"] != (TINY_POLICY / "model.safetensors").read_bytes()
-    )
+    assert set(weights.values()) == {weights["plain"]} != {(TINY_POLICY / "model.safetensors").read_bytes()}
     assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.5  # it was not simply off
-    assert events_of(runs["learned"], DrafterTrained)
-    assert events_of(runs["learned"], DrafterSwapped)
+    for name in ("learned", "kept"):
+        assert events_of(runs[name], DrafterTrained)
+        assert events_of(runs[name], DrafterSwapped)
     assert all(event.identical for run in runs.values() for event in events_of(run, ReplayCompared))
 
 
@@ -233,6 +244,18 @@ def test_a_reward_that_fails_ends_the_run_or_is_counted(tmp_path: Path) -> None:
     run = tlt.train(small(tmp_path, "--run.name=counts", "--task.reward_errors=count", *flags))
     assert [(event.kind, event.count) for event in events_of(run, RewardsFailed)] == [("raised", 2)]
     assert len(steps_of(run)) == 1
+
+
+def test_states_are_kept_where_a_configuration_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter then learns from what the engine has computed while it speculated, and computes none of it again."""
+    fleet = LocalFleet(small(tmp_path, *LEARNED, "--drafting.states=keep"), lambda event: None)
+    config, task = fleet.worker.config, ToyTask()
+    requests = [request for one in ask(0, config, task, TOKENIZER) for request in one.requests]
+    assert len(list(fleet.rollout(0, requests))) == 16
+    monkeypatch.setattr(Recompute, "batch", None)
+    fleet.draft(0, iter([False] * 3 + [True] * 99).__next__)
+    assert fleet.worker.drafter is not None
+    assert fleet.worker.drafter.steps_taken >= 3
 
 
 def test_engine_and_trainer_share_the_policy(tmp_path: Path) -> None:

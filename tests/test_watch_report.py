@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.watching import config_of, events_of_steps, step, whole_run, write_run
 from tlt.cli import main
-from tlt.watch.events import EVENTS_FILE, ReplayCompared, RunFailed, RunResumed, read_run
+from tlt.watch.events import EVENTS_FILE, DrafterTrained, ReplayCompared, RunFailed, RunResumed, read_run
 from tlt.watch.figures import Figure, figures_of, survival
 from tlt.watch.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Frame, tick_words, ticks
 from tlt.watch.report import page, write_report
@@ -120,6 +120,24 @@ def test_other_tokens_are_never_passed_over(tmp_path: Path) -> None:
     assert "Tokens identical: NO." in last_lines(summarise(run), "")
     assert "NOT identical" in in_words(summarise(run))
     assert "OTHER TOKENS" in page(run)
+
+
+def test_accept_lengths_are_pooled_over_verifies(tmp_path: Path) -> None:
+    """A step that hardly drafted says little."""
+    pairs = [(2.0, 1), (4.0, 3), (3.0, 300), (9.0, 100)]
+    steps = [step(number, accept_length=length, verifies=count) for number, (length, count) in enumerate(pairs)]
+    found = summarise(read_run(write_run(config_of(tmp_path), [*steps]))).accept_length
+    assert (found.first, found.last) == (pytest.approx(3.5), pytest.approx(4.5))
+
+
+def test_what_the_drafter_learned_is_told(tmp_path: Path) -> None:
+    def trained(number: int, before: float, after: float) -> DrafterTrained:
+        return DrafterTrained(number, number + 1, 9, 900, 1.0, 0.5, 0.1, "cold", before, after)
+
+    events = [trained(0, 1.03, 1.5), step(0), trained(1, 1.4, 2.25), step(1)]
+    summary = summarise(read_run(write_run(config_of(tmp_path, "--draft.unroll=3"), events)))
+    assert any("3 tokens ahead: 1.03" in line and "2.25 at the end" in line for line in last_lines(summary, ""))
+    assert "1.03 were to be expected before" in in_words(summary)
 
 
 def test_steps_that_drafted_nothing_do_not_count_as_accepting_nothing(tmp_path: Path) -> None:

@@ -158,9 +158,8 @@ class Loop:
                 self.emit(RolloutProgress(number, finished, len(requests), min(left, self.config.engine.rows), tokens))
 
     def _replay(self, number: int, asked: Sequence[Asked], judged: Sequence[Judged], seconds: float) -> None:
-        """Every so many steps: the same answers written plainly, by the same policy."""
-        every = self.config.run.replay_every
-        if not every or number % every:
+        """The same answers written plainly, by the same policy: to compare."""
+        if not is_replayed(number, self.config.run.replay_every):
             return
         self.emit(PhaseStarted(number, "replay"))
         plain, plain_s = self.fleet.replay([request for one in asked for request in one.requests])
@@ -169,6 +168,11 @@ class Loop:
         identical = all(written[answer.key] == answer.tokens for answer in answers)
         tokens = sum(len(answer.tokens) for answer in answers)
         self.emit(ReplayCompared(number, tokens, tlt_s=seconds, plain_s=plain_s, identical=identical))
+
+
+def is_replayed(step: int, every: int) -> bool:
+    """The middle one of every so many steps: it speaks for those around it, and a cold start only for itself."""
+    return every > 0 and step % every == every // 2
 
 
 def ask(step: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list[Asked]:

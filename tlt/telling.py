@@ -113,6 +113,7 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         checkpoint_s=checkpoint_s,
         step_s=step_s,
         saved_s=step.report.saved_s,
+        verifies=step.report.verifies,
     )
 
 
@@ -148,4 +149,6 @@ def drafter_trained(step: int, result: DraftingResult) -> DrafterTrained:
         loss_after=result.after.loss,
         seconds=result.seconds,
         reason=f"{result.began}, then {result.ended}" + (f": {result.alarm}" if result.alarm else ""),
+        accept_before=result.before.accept_length,
+        accept_after=result.after.accept_length,
     )

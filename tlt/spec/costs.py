@@ -81,7 +81,8 @@ def never_falling(values: list[float]) -> list[float]:
 
 _PRIOR_TICKS = 4  # of agreement with the table that drafting is credited with before it ever ran
 _KNOWN_TICKS = 32  # that a correction rests on at most, so that a change is followed
-_BOUNDARY = 16  # ticks after a switch in which the new shape is compared with the one before
+_BOUNDARY = 8  # ticks after a switch in which the new shape is compared with the one before: one busy moment of the
+# machine must not outvote the rest of _KNOWN_TICKS
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 _TOO_DEAR = 0.7  # a whole tick at this share of what the policy's part was to cost is no chance: that cost was wrong

@@ -127,6 +127,7 @@ class StepFinished(Event):
     checkpoint_s: float  # what the run waited for
     step_s: float  # the whole step, everything included but replays
     saved_s: float  # seconds of rollout saved, by the engine's measured cost of plain ticks; negative if lost
+    verifies: int = 0  # drafts checked, each of one answer: what accept_length is the mean over
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ class DrafterTrained(Event):
     loss_after: float
     seconds: float
     reason: str  # why it was trained, and why it stopped
+    accept_before: float = 1.0  # accept length to expect of it alone, draft.unroll tokens ahead, on answers held out …
+    accept_after: float = 1.0  # … and on the same answers afterwards
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ STEP_METRICS = {  # name → field of StepFinished
     "length/truncated": "truncated",
     "rollout/tokens": "tokens",
     "rollout/accept_length": "accept_length",
+    "rollout/verifies": "verifies",
     "rollout/saved_s": "saved_s",
     "policy/version": "policy_version",
     "policy/loss": "loss",

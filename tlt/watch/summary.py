@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tlt.watch.events import (
     AcceptanceCollapsed,
+    DrafterTrained,
     MachineDescribed,
     ReaderFailed,
     Recorded,
@@ -63,7 +64,9 @@ class Summary:
     resumes: int
     reward: Ends
     length: Ends
-    accept_length: Ends  # over the steps that drafted
+    accept_length: Ends  # over the steps that drafted: all their verifies pooled
+    drafter: Ends | None  # accept length to expect of the learned drafter alone, before its first training and now
+    ahead: int  # tokens that it drafts where that is measured
     tokens: int
     step_s: float  # all steps together
     phase_s: dict[str, float]  # by PHASES and "other"
@@ -93,7 +96,9 @@ def summarise(run: Run) -> Summary:
         resumes=len(events_of(run, RunResumed)),
         reward=_ends([step.mean_reward for step in steps]),
         length=_ends([step.length_mean for step in steps]),
-        accept_length=_ends([step.accept_length for step in steps if step.accept_length > 1]),
+        accept_length=_accept_length([step for step in steps if step.accept_length > 1]),
+        drafter=_drafter(events_of(run, DrafterTrained)),
+        ahead=run.config.draft.unroll,
         tokens=sum(step.tokens for step in steps),
         step_s=sum(step.step_s for step in steps),
         phase_s=_phases(steps),
@@ -130,6 +135,22 @@ def _ends(values: Sequence[float]) -> Ends:
     if not values:
         return Ends(0.0, 0.0, 0)
     return Ends(sum(values[:count]) / count, sum(values[-count:]) / count, count)
+
+
+def _accept_length(steps: Sequence[StepFinished]) -> Ends:
+    """Tokens per verify of the first and the last few steps, each end's verifies taken together."""
+    ends = _ends([1.0] * len(steps))
+    return Ends(_pooled(steps[: ends.steps]), _pooled(steps[len(steps) - ends.steps :]), ends.steps)
+
+
+def _pooled(steps: Sequence[StepFinished]) -> float:
+    weights = [step.verifies or 1 for step in steps]  # events of earlier versions do not say how many
+    emitted = sum(weight * step.accept_length for weight, step in zip(weights, steps, strict=True))
+    return emitted / max(1, sum(weights))
+
+
+def _drafter(trained: Sequence[DrafterTrained]) -> Ends | None:
+    return Ends(trained[0].accept_before, trained[-1].accept_after, 1) if trained else None
 
 
 def _replayed(replays: Sequence[ReplayCompared]) -> Replayed | None:
@@ -192,6 +213,11 @@ def last_lines(summary: Summary, where: str) -> list[str]:
             f"Accept length: {accept.first:.2f} tokens per verify in the first {_few(accept)} with drafts, "
             f"{accept.last:.2f} in the last."
         )
+    if summary.drafter:
+        lines.append(
+            f"Learned drafter alone, {summary.ahead} tokens ahead: {summary.drafter.first:.2f} tokens per verify to be "
+            f"expected at first, {summary.drafter.last:.2f} at the end, on answers it had not learned from."
+        )
     replayed = summary.replayed
     if replayed:
         lines += [
@@ -242,6 +268,11 @@ def _saved(summary: Summary) -> str:
         return "Nothing was drafted: rollouts were decoded plainly."
     accept = summary.accept_length
     text = f"The policy accepted {accept.first:.2f} tokens per verify at first and {accept.last:.2f} at the end."
+    if summary.drafter:
+        text += (
+            f" Of the learned drafter alone, drafting {summary.ahead} tokens, {summary.drafter.first:.2f} were to be "
+            f"expected before its first training and {summary.drafter.last:.2f} after its last, on answers held out."
+        )
     replayed = summary.replayed
     if replayed:
         same = "identical token for token" if replayed.identical else "NOT identical, which must not happen"
