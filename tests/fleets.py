@@ -36,7 +36,7 @@ CONFIG = RunConfig(
     engine=EngineSettings(rows=16, kv_gib=0.02),
     spec=SpecSettings(drafter="eagle", path="new", depths=(2,), widths=(1,), verifies=(3,)),
     draft=DraftSettings(window=32, single_steps=4, unroll=2),
-    drafting=DraftingSettings(tokens=256, micro_s=0.0, held_out=64, check=4, probe=1, gain=0.0),
+    drafting=DraftingSettings(tokens=256, micro_s=0.0, held_out=64, check=4),
     train=TrainSettings(learning_rate=1e-3),
     cluster=ClusterSettings(workers=2, cpus_per_worker=0.5, pin=False, hang_s=60.0),
 )

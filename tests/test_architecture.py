@@ -65,6 +65,7 @@ PLAIN = {
     "tlt.spec.suffix",
     "tlt.spec.tuner",
     "tlt.drafting.cadence",
+    "tlt.drafting.deadline",
     "tlt.drafting.idle",
     "tlt.cluster.dispatch",
     "tlt.cluster.timeline",

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tlt.bench.fleet import Slowdown, _idle_share, _idle_used, bench_fleet
-from tlt.bench.options import TrainOptions
+from tlt.bench.fleet import Beside, Ticks, _busy, _idle_share, _idle_used, bench_fleet
+from tlt.bench.options import FleetOptions
 from tlt.config import RunConfig
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
@@ -17,8 +18,9 @@ from tlt.watch.workers import FleetRolledOut
 
 
 class Workers(LocalFleet):
-    def slowdown(self, requests: Sequence[Request]) -> Slowdown:
-        return Slowdown(alone_s=1.0, beside_s=1.01, alone_cpu_s=1.0, beside_cpu_s=1.0, micro_steps=3)
+    def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
+        alone = [Ticks((1.0, 3.0), (1.0, 1.0))] * repeats
+        return Beside(tuple(alone), (Ticks((1.02, 3.02), (1.0, 1.0)),) * repeats, micro_steps=3)
 
 
 def config(*flags: str) -> RunConfig:
@@ -28,23 +30,39 @@ def config(*flags: str) -> RunConfig:
 
 def test_the_same_steps_are_taken_in_every_way(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    bench_fleet(
-        config("--cluster.workers=2"), TrainOptions(json=file, steps=2, groups=2, group_size=2, cap=24), Workers
-    )
+    options = FleetOptions(json=file, seeds=2, steps=2, groups=2, group_size=2, cap=16)
+    bench_fleet(config("--cluster.workers=2"), options, Workers)
     sections = json.loads(file.read_text())["sections"]
     steps = sections["steps"]["records"]
-    assert [(one["variant"], one["step"]) for one in steps] == [
-        (variant, step) for variant in ("one worker", "plain", "frozen", "spot") for step in range(2)
-    ]
+    ways = ("one worker", "plain", "frozen", "spot", "frozen, one shape", "spot, one shape")
+    assert [(one["seed"], one["variant"], one["step"]) for one in steps] == list(product((0, 1), ways, range(2)))
     assert {one["identical"] for one in steps} == {1.0}
-    assert [one["same_rewards"] for one in sections["totals"]["records"]] == [True] * 4
+    assert [one["same_rewards"] for one in sections["totals"]["records"]] == [True] * 12
+    drafters = sections["drafters"]["records"]
+    assert [(one["seed"], one["step"]) for one in drafters] == list(product((0, 1), range(2)))
+    # in the first step both draft with the same one, in the same shape: a chooser's moods are kept out
+    for one in drafters:
+        if one["step"] == 0:
+            assert one["frozen"] == one["spot"] > 1.0
+    assert drafters[0]["frozen"] != drafters[2]["frozen"]  # another seed, other answers
     (busy,) = sections["busy"]["records"]
     assert busy["slowdown"] == pytest.approx(0.01)
+    assert busy["noise"] == 0.0
+
+
+def test_ticks_are_compared_with_themselves() -> None:
+    alone = (Ticks((1.0, 4.0), (1.0, 1.0)), Ticks((1.1, 4.4), (1.0, 1.0)))
+    beside = (Ticks((1.05, 4.2), (1.0, 1.5)), Ticks((9.0, 4.2), (1.0, 1.5)), Ticks((1.05, 9.0), (1.0, 1.5)))
+    busy = _busy(Beside(alone, beside, micro_steps=7))
+    assert busy.noise == pytest.approx(0.1)
+    assert busy.slowdown == pytest.approx(0.0)  # what hits a tick once is not the others' training
+    assert busy.cpu_slowdown == pytest.approx(0.25)
+    assert (busy.ticks, busy.repeats, busy.micro_steps) == (2, 2, 7)
 
 
 def test_one_worker_is_no_fleet() -> None:
     with pytest.raises(ConfigError, match="expected several"):
-        bench_fleet(config(), TrainOptions(), Workers)
+        bench_fleet(config(), FleetOptions(), Workers)
 
 
 def test_idle_time_and_what_became_of_it() -> None:

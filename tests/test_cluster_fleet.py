@@ -18,10 +18,12 @@ from tests.fleets import CONFIG, Letters, TinyHost, open_tiny, wait_for_everyone
 from tests.tiny import letters
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.config import RunConfig
+from tlt.engine.request import Request
 from tlt.errors import StateLost
 from tlt.fleet import LocalFleet
 from tlt.loop import Fleet, Loop
 from tlt.tasks.judge import DirectJudge
+from tlt.types import Key, SamplingParams
 from tlt.watch.events import DrafterTrained, Event
 from tlt.watch.workers import FleetPublished, FleetRolledOut, WorkerLost, WorkerReturned, WorkerSpans
 
@@ -160,6 +162,15 @@ def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
     assert len(set(crowd.prints())) == 1
 
 
+def test_a_writer_takes_the_same_ticks_beside_those_who_train(crowd: Crowd) -> None:
+    crowd.run(1)
+    requests = [Request(Key(9, number), (3, 4, 5), SamplingParams(max_tokens=24)) for number in range(4)]
+    found = crowd.fleet.slowdown(requests, 2)
+    assert (len(found.alone), len(found.beside)) == (2, 2)
+    assert len({len(run.wall_s) for run in (*found.alone, *found.beside)}) == 1
+    assert found.micro_steps > 0
+
+
 @pytest.mark.parametrize("same_machine", [True, False])
 def test_a_checkpoint_is_gone_on_from(
     crowd: Crowd, alone: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
@@ -200,6 +211,7 @@ def test_a_worker_that_is_killed_changes_nothing(
     wait_for_everyone(crowd.fleet, 3)
     assert {event.worker for event in story.of(WorkerReturned)} == {event.worker for event in lost}
     assert len(set(crowd.prints())) == 1  # who returned is as those who stayed
+    assert min(event.seconds for event in lost) > 0
     if trap[0] == "rollout":
         assert lost[0].requests > 0
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt.drafting.idle import Coordinator, HandOut, Order, Report, Rounds, Seat, State
+from tlt.config import DraftingSettings
+from tlt.drafting.cadence import Cadence
+from tlt.drafting.idle import Coordinator, HandOut, Order, Report, Rounds, Seat, State, without_rest
 from tlt.errors import TltError
 
 LEGAL = {
@@ -257,6 +259,14 @@ def test_without_workers_there_is_no_fleet() -> None:
     coordinator = Coordinator(range(1))
     with pytest.raises(TltError, match="no worker is left"):
         coordinator.lost(0)
+
+
+def test_idle_time_is_never_too_good_for_training() -> None:
+    cadence = Cadence(without_rest(DraftingSettings()), cold=False)
+    for _ in range(4):
+        assert cadence.begin(2.0) != "rested"  # as good as ever
+        cadence.goes_on(1.9, 16)  # and training makes it no better
+    assert Cadence(DraftingSettings(), cold=False).begin(2.0) == "rested"
 
 
 # ---- micro-steps

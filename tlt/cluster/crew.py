@@ -24,7 +24,7 @@ from tlt.cluster.ring import RingBroken
 from tlt.config import RunConfig
 from tlt.errors import ClusterError, StateLost
 
-_START_S = 120.0  # seconds to wait for the cluster to start a worker's process
+_START_S = 300.0  # seconds to wait for the cluster to start a worker's process: torch from a busy disk takes long
 _BEAT_S = 1.0  # seconds between two signs of life
 _POLL_S = 0.02  # seconds between two looks at who has arrived
 _LOOK_S = 0.2  # seconds between two looks at who is late
@@ -104,8 +104,18 @@ class Crew:
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free, each worker needs "
                     f"{self._share.cpus:g} and {self._share.gpus:g}; wait for others, or lower cluster.workers"
                 )
+            self._raise_if_late(time.monotonic() - started)
             time.sleep(_POLL_S)
         return arrived
+
+    def _raise_if_late(self, seconds: float) -> None:
+        limit_s = _START_S + self._config.cluster.hang_s
+        if self._applicants and seconds > limit_s:
+            hosts = sorted({one.environment.host for one in self._applicants.values() if one.environment})
+            raise ClusterError(
+                f"workers {sorted(self._applicants)} on {', '.join(hosts)} did not open their policy within "
+                f"{limit_s:g} s; see whether {self._config.model.path} can be read there, or raise cluster.hang_s"
+            )
 
     def apply(self, ranks: Sequence[int]) -> None:
         """Asks the cluster for workers. They come when they can: see `arrivals`."""

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Condition, Event
@@ -18,6 +19,7 @@ import ray
 import torch
 from torch import Tensor
 
+from tlt.bench.fleet import Ticks
 from tlt.cluster.messages import (
     Beat,
     Handed,
@@ -36,7 +38,7 @@ from tlt.cluster.timeline import Span, Timeline
 from tlt.cluster.together import Admission, Mean, Vector
 from tlt.cluster.transfer import Files, fingerprint, on_host, read_files, write_files
 from tlt.config import RunConfig
-from tlt.drafting.idle import Order, Seat, State
+from tlt.drafting.idle import Order, Seat, State, without_rest
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
 from tlt.fleet import Fellows, Worker
@@ -90,6 +92,7 @@ class Host:
         self._seat = Seat(seat)
         self._inbox: deque[Message] = deque()
         self._mail = Event()
+        self._leave_off = Event()
         self._outbox: deque[News] = deque()
         self._news = Condition()
         self._progress = 0
@@ -101,6 +104,7 @@ class Host:
         self._write: Callable[[Path], None] = lambda directory: None
 
     def open(self, config: RunConfig, rank: int, lane: Lane, nccl: bool) -> None:
+        config = replace(config, drafting=without_rest(config.drafting))
         on_cpu = config.model.device == "cpu"
         cores = cores_of(lane, config.cluster.cpus_per_worker) if config.cluster.pin and on_cpu else ()
         pin(cores)
@@ -229,17 +233,30 @@ class Host:
     def replay(self, requests: Sequence[Request]) -> list[Completion]:
         return self._worker.replay(requests)[0]
 
-    def timed_replay(self, requests: Sequence[Request]) -> tuple[float, float]:
-        """Seconds that takes, and seconds of this thread's processor."""
-        busy = time.thread_time()
-        return self._worker.replay(requests)[1], time.thread_time() - busy
+    # ---- what one's training costs another's writing
 
-    def draft_for(self, seconds: float) -> int:
-        """Trains the drafter for so long, alone, to see what that costs the others; how many micro-steps."""
-        until, taken, drafter = time.perf_counter() + seconds, 0, self._drafter
-        while time.perf_counter() < until and drafter.able():
-            taken += drafter.train(lambda: time.perf_counter() >= until).micro_steps
-        return taken
+    def timed_ticks(self, requests: Sequence[Request]) -> Ticks:
+        """How long every tick takes that writes these, plainly."""
+        engine, walls, cpus = self._worker.plain_engine(), list[float](), list[float]()
+        engine.submit(requests)
+        while not engine.idle:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            engine.tick()
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.thread_time() - cpu)
+        return Ticks(tuple(walls), tuple(cpus))
+
+    def draft_on(self) -> int:
+        """Trains the drafter, alone, until `leave_off`; how many micro-steps."""
+        before, drafter = self._drafter.steps_taken, self._drafter
+        self._leave_off.clear()
+        while not self._leave_off.is_set() and drafter.able():
+            drafter.train(self._leave_off.is_set)
+        return drafter.steps_taken - before
+
+    @ray.method(concurrency_group=MAIL)
+    def leave_off(self) -> None:
+        self._leave_off.set()
 
     @property
     def _drafter(self) -> OnlineDrafter:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from tlt.bench.fleet import Slowdown
+from tlt.bench.fleet import Beside, Ticks
 from tlt.cluster.crew import Crew, Outcome
 from tlt.cluster.dispatch import Dispatch, deal
 from tlt.cluster.epoch import Epoch
@@ -37,13 +37,15 @@ from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
 
+_SETTLE_S = 0.5  # before a measurement
+
 
 class RayFleet:
     """`host` is what an actor is made of."""
 
     def __init__(self, config: RunConfig, emit: Emit, *, host: type[Host] = Host) -> None:
         self._config, self._emit = config, emit
-        self._step, self._phase = 0, "start"
+        self._step, self._phase, self._since = 0, "start", time.monotonic()
         self._desk = Coordinator(())
         self._dispatch = Dispatch(config.engine.rows)
         self._reports: dict[int, RollReport] = {}
@@ -98,7 +100,7 @@ class RayFleet:
         """Together, while rewards are judged. Idle workers have had their turn: nobody is kept waiting for more."""
         if until() or not self._drafts:
             return
-        self._phase = "drafting"
+        self._enter("drafting")
         epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, step)
         self._dispatch.begin((), self._crew.members)
         epoch.begin(drafting=True)
@@ -106,7 +108,7 @@ class RayFleet:
         self._tell_drafting(epoch.end())
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
-        self._phase = "replay"
+        self._enter("replay")
         seats = list(self._crew.members)
         self._dispatch.begin(requests, seats)
         shares: dict[int, list[Request]] = {seat: [] for seat in seats}
@@ -121,15 +123,25 @@ class RayFleet:
             found += self.replay(missing)[0]
         return found, time.perf_counter() - started
 
-    def slowdown(self, requests: Sequence[Request]) -> Slowdown:
-        """How long the first worker takes for these requests, plainly, with the others idle and with them training."""
-        writer, *others = list(self._crew.members)
-        members = self._crew.members
-        alone_s, alone_cpu_s = self._crew.one(writer, "timed_replay", requests)
-        training = [members[seat].actor.draft_for.remote(alone_s * 1.5) for seat in others]
-        time.sleep(0.2 * alone_s)  # until they are at it
-        beside_s, beside_cpu_s = self._crew.one(writer, "timed_replay", requests)
-        return Slowdown(alone_s, beside_s, alone_cpu_s, beside_cpu_s, sum(ray.get(training)))
+    def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
+        """The ticks of the first worker that writes these plainly, so often with the others idle, so often beside
+        them while they train. Which comes first changes from pair to pair."""
+        runs: dict[bool, list[Ticks]] = {False: [], True: []}
+        micro_steps = 0
+        for pair in range(repeats):
+            for beside in (False, True) if pair % 2 else (True, False):
+                ticks, taken = self._ticks(requests, beside=beside)
+                runs[beside].append(ticks)
+                micro_steps += taken
+        return Beside(tuple(runs[False]), tuple(runs[True]), micro_steps)
+
+    def _ticks(self, requests: Sequence[Request], *, beside: bool) -> tuple[Ticks, int]:
+        writer, *others = [member.actor for member in self._crew.members.values()]
+        training = [actor.draft_on.remote() for actor in others] if beside else []
+        time.sleep(_SETTLE_S)  # until they are at it, or at rest
+        ticks = ray.get(writer.timed_ticks.remote(requests))
+        ray.get([actor.leave_off.remote() for actor in others])
+        return ticks, sum(ray.get(training))
 
     # ---- learning
 
@@ -186,14 +198,16 @@ class RayFleet:
     # ---- going on later
 
     def snapshot(self) -> Callable[[Path], None]:
-        self._phase = "checkpoint"
+        self._enter("checkpoint")
         seat = min(self._crew.members, key=lambda seat: (not self._crew.on_this_machine(seat), seat))
         keepers = list(self._crew.members) if self._config.cluster.shard else [seat]
         calls = {one: self._crew.members[one].actor.snapshot.remote(one == seat) for one in keepers}
         if self._crew.ask(calls, "checkpoint").lost:
             self._heal("checkpoint")
             return self.snapshot()
-        return partial(_write, self._crew.members[seat].actor, self._crew.on_this_machine(seat))
+        return partial(
+            _write, self._crew.members[seat].actor, self._crew.on_this_machine(seat), self._config.cluster.hang_s
+        )
 
     def restore(self, directory: Path, version: int) -> None:
         files = None
@@ -218,7 +232,7 @@ class RayFleet:
     def _heal(self, phase: str) -> None:
         """All who are there have one state, and one ring. A successor of a lost one takes part as soon as it is there:
         nobody waits for it, and if the cluster has no room for one (its machine is gone), it comes when there is."""
-        self._phase = phase
+        self._enter(phase)
         if self._config.cluster.shard and self._crew.losses:
             raise StateLost("a worker was lost, and its part of the policy with it; go on with --resume")
         self._crew.apply(self._crew.wanting)
@@ -265,7 +279,10 @@ class RayFleet:
         requests = sum(self._dispatch.lost(seat) for seat in gone)
         for seat in gone if self._crew.members else ():
             self._desk.lost(seat)
-        self._emit(WorkerLost(self._step, rank, self._phase, reason, requests))
+        self._emit(WorkerLost(self._step, rank, self._phase, reason, requests, time.monotonic() - self._since))
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._since = phase, time.monotonic()
 
     def _waits(self, phase: str, ranks: Sequence[int], seconds: float) -> None:
         self._emit(FleetWaits(self._step, phase, tuple(ranks), seconds))
@@ -320,11 +337,13 @@ def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
     )
 
 
-def _write(actor: Any, same_machine: bool, directory: Path) -> None:
+def _write(actor: Any, same_machine: bool, hang_s: float, directory: Path) -> None:
     try:
         if same_machine:
-            ray.get(actor.write.remote(directory.absolute()))
+            ray.get(actor.write.remote(directory.absolute()), timeout=hang_s)
         else:
-            write_files(ray.get(actor.written.remote()), directory)
+            write_files(ray.get(actor.written.remote(), timeout=hang_s), directory)
     except RayError as error:
-        raise CheckpointError("the worker that wrote the checkpoint was lost; the one before it is intact") from error
+        raise CheckpointError(
+            "the worker that wrote the checkpoint was lost or hung; the one before it is intact"
+        ) from error

@@ -52,6 +52,7 @@ class WorkerLost(Event):
     phase: str  # what it was at
     reason: str
     requests: int  # that others answer in its place, from the start
+    seconds: float  # since what it was at began: so much of it, at most, is done again
 
 
 @dataclass(frozen=True, slots=True)
