@@ -33,13 +33,13 @@ from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
 from tlt.spec.eagle_widen import widen_drafter
-from tlt.train.drafter import DrafterTrainer, policy_states
-from tlt.train.packing import Example, PackedRow, pack
+from tlt.train.drafter import DrafterTrainer, stream_states
+from tlt.train.packing import Example, pack
 from tlt.train.supervised import SupervisedTrainer, batches
 
 OWN, DOUBLE = "own", "double"  # shapes: as it is; everything twice as wide, for tests
 _TRAINED_SHARE = 0.65  # of the drafter's budget is for training, the rest for the answers it learns from
-_TIMED_STEPS = 3
+_TIMED_STEPS = 6
 _ROW_TOKENS = 32768  # of one pass: with half of that the host is slower than the device
 
 
@@ -180,9 +180,8 @@ def train_drafter(config: RunConfig, wanted: Wanted) -> dict[str, Any]:
     prompts = workloads.drafting(workload, config, wanted.data or wanted.prompts, measured, wanted.place.directory)
     steps = affordable_steps(policy, config.draft, _TRAINED_SHARE * wanted.draft_budget_s)
     config = replace(config, draft=replace(config.draft, steps=steps))
-    del policy  # the trainer opens its own
     started = time.perf_counter()
-    draft_train(config, prompts, str(wanted.place.drafter()))
+    draft_train(config, prompts, str(wanted.place.drafter()), policy)
     return {"settings": asdict(config.draft), "seconds": time.perf_counter() - started, "prompts": prompts}
 
 
@@ -192,24 +191,28 @@ def affordable_steps(policy: Policy, settings: DraftSettings, budget_s: float) -
     length = min(512, settings.tokens_per_batch, model.config.max_positions)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(model.config.vocab, (settings.tokens_per_batch // length, length), generator=generator)
-    (row,) = pack([Example(tuple(tokens), length // 4) for tokens in text.tolist()], settings.tokens_per_batch)
-    single_s, unrolled_s = (_micro_step_s(policy, replace(settings, single_steps=n), row) for n in (2**30, 0))
+    examples = [Example(tuple(tokens), length // 4) for tokens in text.tolist()]
+    single_s, unrolled_s = (_micro_step_s(policy, replace(settings, single_steps=n), examples) for n in (2**30, 0))
     left_s = budget_s - settings.single_steps * single_s
     steps = settings.single_steps + int(max(0.0, left_s) / unrolled_s)
     print(f"drafter: {single_s * 1e3:.1f} ms a step, {unrolled_s * 1e3:.1f} ms unrolled: {steps} steps fit", flush=True)
     return max(1, min(settings.steps, steps))
 
 
-def _micro_step_s(policy: Policy, settings: DraftSettings, row: PackedRow) -> float:
+def _micro_step_s(policy: Policy, settings: DraftSettings, examples: list[Example]) -> float:
+    """From examples to result, as `draft_train` goes."""
     model = policy.model
     shape = EagleConfig.of_policy(model.config, window=settings.window, draft_vocab=settings.vocab)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     drafter.init_weights(seed=0, token_of_draft_v=torch.arange(shape.draft_vocab) if shape.reduced else None)
     trial = DrafterTrainer(drafter, model.head_weight, model.embed, settings)
 
-    calls = 1 + _TIMED_STEPS
-    steps = trial.micro_steps(policy_states(model, row, shape.taps) for _ in range(calls))
-    return timed([partial(next, steps)] * calls, model.embed.device)
+    def run() -> None:
+        rows = (row for _ in range(_TIMED_STEPS) for row in pack(examples, settings.tokens_per_batch))
+        for _ in trial.micro_steps(stream_states(model, rows, shape.taps)):
+            pass
+
+    return timed([run] * 2, model.embed.device) / _TIMED_STEPS
 
 
 def timed(calls: list[Callable[[], Any]], device: torch.device) -> float:

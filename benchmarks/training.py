@@ -48,7 +48,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin
 from tlt.train import policy as policy_training
 from tlt.train.checkpoint import Checkpoints, save_state
-from tlt.train.drafter import DrafterTrainer, policy_states
+from tlt.train.drafter import DrafterTrainer, policy_states, stream_states
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.policy import PolicyTrainer
 from tlt.train.supervised import SupervisedTrainer
@@ -248,7 +248,7 @@ def drafter(stage: Stage) -> Iterator[Record]:
         if name == "packed":
 
             def stream(trainer: DrafterTrainer = trainer, rows: Sequence[PackedRow] = rows) -> None:
-                list(trainer.micro_steps(states(stage, shape, row) for row in rows))
+                list(trainer.micro_steps(stream_states(stage.model, rows, shape.taps)))
 
             yield stage.measure("states and drafter", name, rows, stream)
         del trainer, eagle, batches, step

@@ -4,11 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlt.cli import main
 from tlt.config import DraftSettings
@@ -16,6 +18,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import TltError
 from tlt.kernels import distribution
+from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
 from tlt.model.weights import read_config
 from tlt.policy import TINY_POLICY
@@ -23,7 +26,16 @@ from tlt.spec.align import align
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, candidates
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import load_drafter
-from tlt.train.drafter import RATED_AT, DrafterBatch, DrafterTrainer, distribution_loss, drafter_loss, policy_states
+from tlt.train.drafter import (
+    RATED_AT,
+    DrafterBatch,
+    DrafterTrainer,
+    distribution_loss,
+    drafter_loss,
+    policy_states,
+    stream_states,
+    weigh,
+)
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, accept_length
 from tlt.train.packing import Example, pack
 from tlt.types import Key, SamplingParams
@@ -62,6 +74,48 @@ def fingerprint(model: Transformer) -> str:
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
     return digest.hexdigest()
+
+
+# ---- making batches ready
+
+
+class Seen(TorchDispatchMode):
+    """Which of torch's operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_batches_are_made_ready_without_torch() -> None:
+    """Which would wake up all its threads, many times a step, while the device waits."""
+    given = examples((40, 9, 23))
+    with Seen() as seen:
+        (row,) = pack(given, 72)
+        weigh(align(row.tokens_T, row.mask_T, row.lengths), SETTINGS, SETTINGS.unroll)
+    assert seen.names <= {"detach", "lift_fresh"}
+    with Seen() as seen:
+        PackedLayout.from_lengths(row.lengths)
+    assert seen.names <= {"detach", "lift_fresh"}
+
+
+@pytest.mark.parametrize("at_once", [None, 0, 60, 1000])
+def test_rows_that_share_a_forward_have_the_states_they_would_have_alone(at_once: int | None) -> None:
+    taps = EagleConfig.of_policy(POLICY.config, window=16).taps
+    rows = [row for lengths in ((20, 9), (7,), (30, 4, 5), (12,)) for row in pack(examples(lengths), 64)]
+    found = list(stream_states(POLICY, rows, taps, at_once))
+    for batch, row in zip(found, rows, strict=True):
+        alone = policy_states(POLICY, row, taps)
+        assert torch.equal(batch.aligned.next_T, alone.aligned.next_T)
+        assert batch.aligned.lengths == row.lengths
+        torch.testing.assert_close(batch.features_TF, alone.features_TF, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(batch.hidden_TD, alone.hidden_TD, rtol=1e-9, atol=1e-9)
+    shared = [batch.features_TF.untyped_storage().data_ptr() for batch in found]
+    assert len(set(shared)) == {None: 4, 0: 4, 60: 2, 1000: 1}[at_once]
 
 
 # ---- the loss

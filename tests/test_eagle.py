@@ -181,7 +181,8 @@ def dense_unroll(model: Eagle, aligned: Aligned, features: Tensor, steps: int) -
     state, out, chain_k, chain_v = features @ model.fc.T, [], [], []
     k0 = v0 = state
     for step in range(steps):
-        q, k, v = model._project(EMBED[aligned.next_T.roll(-step)], state, aligned.index_T + step)
+        token = model._normed_tokens(aligned.next_T.roll(-step), EMBED)
+        q, k, v = model._project(token, state, aligned.index_T + step)
         k, v = (x.repeat_interleave(heads.query // heads.kv, dim=1) for x in (k, v))
         if step == 0:
             k0, v0 = k, v
@@ -214,6 +215,15 @@ def test_packed_equals_alone() -> None:
             usable = length - 1 - step
             torch.testing.assert_close(packed[step][part][:usable], alone[step][:usable], **EXACT)
         start += length
+
+
+def test_a_draft_may_be_longer_than_all_there_is() -> None:
+    model = drafter(16)
+    aligned, features = sequences((2,))
+    for found, right in zip(
+        model.unroll(aligned, features, EMBED, 6), dense_unroll(model, aligned, features, 6), strict=True
+    ):
+        torch.testing.assert_close(found, right, **EXACT)
 
 
 def test_the_residual_is_the_state_itself() -> None:

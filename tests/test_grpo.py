@@ -17,6 +17,7 @@ from tlt.train.grpo import (
     counts,
     divergence,
     importance,
+    settled,
     token_weight,
 )
 from tlt.types import Completion, FinishReason, Key, Timing
@@ -135,6 +136,14 @@ def test_importance_by_hand() -> None:
     trainer, engine = tensor(-1.0, -1.0, -1.0, -1.0), tensor(-1.0, -1.0 - LN2, -1.0 - 3 * LN2, -1.0 + LN2)
     torch.testing.assert_close(importance(trainer, engine, cap=2.0), tensor(1.0, 2.0, 2.0, 0.5))
     torch.testing.assert_close(importance(trainer, engine, cap=5.0), tensor(1.0, 2.0, 5.0, 0.5))
+
+
+def test_round_off_is_no_difference() -> None:
+    start = tensor(-1.0, -1.0, -1.0, -1.0)
+    found = settled(tensor(-1.0 + 1e-5, -1.0 - 1e-5, -1.1, -0.9), start, round_off=1e-3)
+    assert found.tolist() == [-1.0, -1.0, -1.1, -0.9]
+    loss, _ = clipped_surrogate(start, found, tensor(2.0, -2.0, 1.0, 1.0), GrpoSettings())
+    assert loss.tolist() == pytest.approx([-2.0, 2.0, -math.exp(0.1), -math.exp(-0.1)])
 
 
 def test_ratios_beyond_reason_stay_finite() -> None:

@@ -195,8 +195,11 @@ def test_a_task_that_judges_for_itself_must_give_a_number() -> None:
 
     with DirectJudge(Absent()) as judge:
         assert judge.judge([answer("3")]) == [Verdict(3.0)]
-        with pytest.raises(TaskError, match=r"the reward of prompt rows\.jsonl:0 is nan"):
+        with pytest.raises(TaskError, match=r"the reward of prompt rows\.jsonl:0 is no number: .*returned nan"):
             judge.judge([answer("nan")])
+        with pytest.raises(ValueError, match="could not convert") as caught:
+            judge.judge([answer("3"), answer("three", 7)])
+        assert caught.value.__notes__ == ["in the reward of prompt rows.jsonl:7; the answer begins 'three'"]
 
 
 # ---- a whole rollout

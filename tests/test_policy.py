@@ -271,6 +271,21 @@ def test_truncated_weights_make_up_for_the_engine(minibatches: int) -> None:
         assert max(weights) == 1.2
 
 
+@pytest.mark.parametrize("settings", [GrpoSettings(), GrpoSettings(importance_cap=2.0, kl=0.1)])
+def test_the_batch_an_answer_was_written_in_leaves_no_trace(settings: GrpoSettings) -> None:
+    """The engine's last bits depend on it, and on the clock. What is no round-off still counts."""
+
+    def learned(off: float) -> list[Tensor]:
+        model = policy(torch.float32)
+        train = replace(ONE_STEP, minibatches=2, epochs=2)
+        trainer = PolicyTrainer(model, train, settings, reference=policy(torch.float32))
+        assert (trainer.update(experiences(model, off=off)).mismatch_max > 1e-6) == (off > 0)
+        return weights_of(model)
+
+    assert_same(learned(2e-5), learned(0.0), rtol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(learned(0.1), learned(0.0), strict=True))
+
+
 def test_two_minibatches_are_two_updates() -> None:
     whole, halves = policy(torch.float64), policy(torch.float64)
     given = experiences(whole)

@@ -139,6 +139,7 @@ NO_NUMBERS = [
     "float('nan')",
     "float('inf')",
     "10**400",
+    "1e200",
     "[1.0]",
     "{'acc': 1}",
     "{'score': None}",

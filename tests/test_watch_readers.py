@@ -29,7 +29,7 @@ from tlt.watch.events import (
     StepFinished,
     read_run,
 )
-from tlt.watch.history import events_of
+from tlt.watch.history import events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS, metrics_of
 from tlt.watch.readers import readers_of
 from tlt.watch.session import Watched
@@ -145,8 +145,44 @@ def test_an_error_is_on_record_and_goes_on_to_the_caller(tmp_path: Path) -> None
     with pytest.raises(TltError, match="first line"):
         watch(config_of(tmp_path), console_of(), events())
     run = read_run(tmp_path / "shown")
-    assert events_of(run, RunFailed) == (RunFailed("TltError", "first line"),)
-    assert "was stopped after 1 of 12 steps (TltError: first line)" in (tmp_path / "shown" / "report.html").read_text()
+    assert events_of(run, RunFailed) == (RunFailed("TltError", "first line\nsecond line"),)
+    page = (tmp_path / "shown" / "report.html").read_text()
+    assert "was stopped after 1 of 12 steps (TltError: first line)" in page
+    assert "<pre>first line\nsecond line</pre>" in page
+
+
+def test_a_bug_leaves_its_traceback_in_the_events_and_in_the_report(tmp_path: Path) -> None:
+    console = console_of()
+    with pytest.raises(ZeroDivisionError), Watched(config_of(tmp_path), "train", "0.1", console=console):
+        print(1 // 0)
+    (failed,) = events_of(read_run(tmp_path / "shown"), RunFailed)
+    assert failed.message.startswith("integer division or modulo by zero\nTraceback")
+    assert "print(1 // 0)" in failed.message
+    assert "print(1 // 0)" in (tmp_path / "shown" / "report.html").read_text()
+    assert "Traceback" not in printed(console)
+
+
+def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "shown").write_text("a file")
+    with pytest.raises(TltError, match=r"shown cannot be written to \(.*give another with --run.out"):
+        watch(config_of(tmp_path), console_of(), [])
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "shown" / "report.html.part").mkdir(parents=True)
+    with pytest.raises(TltError, match=r"report.html cannot be written \(.*events are whole.*`tlt report"):
+        watch(config_of(tmp_path), console_of(), events_of_steps(0, 2))
+    assert len(steps_of(read_run(tmp_path / "shown"))) == 2
+
+
+def test_a_resumed_run_says_what_is_not_as_it_was() -> None:
+    assert notice(RunResumed(4, "runs/a/step_4")) == ("resumed from runs/a/step_4, 4 steps taken", "bold")
+    said = notice(RunResumed(4, "step_4", ("run.steps 8 → 16",)))
+    assert said
+    assert said[0].endswith("4 steps taken; with other settings: run.steps 8 → 16")
+    said = notice(RunResumed(0, ""))
+    assert said
+    assert "begins" in said[0]
 
 
 def test_what_fails_while_telling_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from tests.watching import config_of, events_of_steps, step, whole_run, write_run
 from tlt.cli import main
-from tlt.watch.events import EVENTS_FILE, DrafterTrained, ReplayCompared, RunFailed, RunResumed, read_run
+from tlt.watch.events import (
+    EVENTS_FILE,
+    DrafterSwapped,
+    DrafterTrained,
+    ReplayCompared,
+    RunFailed,
+    RunResumed,
+    read_run,
+)
 from tlt.watch.figures import Figure, figures_of, survival
 from tlt.watch.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Frame, tick_words, ticks
 from tlt.watch.report import page, write_report
@@ -41,6 +49,14 @@ def test_hovering_shows_the_numbers_of_the_events(tmp_path: Path) -> None:
         assert f"step {number + 1}: accept length {taken.accept_length:.3f}" in accepts
         lengths = f"median {40 + number}, p90 {110 + number}, longest {301 + number} tokens"
         assert f"step {number + 1}: {lengths}" in titles(drawing(directory, "Answer lengths"))
+
+
+def test_a_new_drafter_is_marked_where_it_first_drafts(tmp_path: Path) -> None:
+    """The engine gets it at the end of a step: of the last one's nobody has drafted."""
+    swaps = [DrafterSwapped(0, 1), DrafterSwapped(6, 2), DrafterSwapped(11, 3)]
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 12), *swaps])
+    told = [title for title in titles(drawing(directory, "Accept length")) if title.startswith("drafter")]
+    assert told == ["drafter 1 from step 2 on", "drafter 2 from step 8 on"]
 
 
 def test_lines_are_drawn_to_scale(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ after is measured on answers it never learned from. Decides nothing about learni
 """
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -25,28 +26,36 @@ from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
 from tlt.tasks.choose import task_of
-from tlt.train.drafter import DrafterTrainer, policy_states
+from tlt.train.drafter import DrafterTrainer, policy_states, stream_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
 
 
-def draft_train(config: RunConfig, prompts: str, out: str) -> None:
-    """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it."""
+def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> None:
+    """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it.
+
+    `policy` is `config.model`, for whoever has it open already.
+    """
     if Path(out).is_file():
         raise ConfigError(f"--out {out} is a file; expected a directory, which need not be there yet")
     console = Console(highlight=False)
-    policy = open_policy(config.model)
+    spent = _Spent()
+    policy = policy or open_policy(config.model)
+    spent.on("opening")
     learned, held_out = _answers(config, policy, prompts, console)
     drafter = _new_drafter(config, policy, learned)
+    spent.on("answers")
     held = _held(config, policy, drafter.config.taps, held_out)
     before = _measure(drafter, policy, held)
-    started = time.perf_counter()
+    spent.on("measuring")
     tokens = _train(config, policy, drafter, learned, console)
-    seconds = time.perf_counter() - started
+    seconds = spent.on("training")
     after = _measure(drafter, policy, held)
+    spent.on("measuring")
     save_drafter(drafter, out, policy.model.head_weight, _origin(config.model.path, policy))
+    spent.on("saving")
     _tell(console, before, after)
     unrolled = max(0, config.draft.steps - config.draft.single_steps) if config.draft.unroll > 1 else 0
     pace = f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s"
@@ -54,6 +63,7 @@ def draft_train(config: RunConfig, prompts: str, out: str) -> None:
     if not unrolled:
         hint = "raise draft.steps above draft.single_steps, and draft.unroll above 1"
         console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
+    console.print(f"time: {spent}", soft_wrap=True)
     console.print(f"saved {out}", soft_wrap=True)
 
 
@@ -128,6 +138,9 @@ def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], co
         while not engine.idle:
             done += engine.tick()
             progress.update(bar, completed=len(done), note=f"{engine.running} running")
+    graphs = engine.report().graphs
+    if graphs:
+        console.print(f"{graphs.graphs} graphs captured, compilation included, in {graphs.capture_s:.0f} s")
     return done + engine.drain()  # raises if a request failed
 
 
@@ -138,8 +151,9 @@ def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) 
     model = policy.model
     shape = EagleConfig.of_policy(model.config, window=config.draft.window, draft_vocab=config.draft.vocab)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
-    written = torch.tensor([token for answer in learned for token in answer.example.tokens])
-    counts_V = torch.bincount(written, minlength=model.config.vocab)
+    # by way of an array: torch reads a list of numbers several times slower
+    written = array("q", chain.from_iterable(answer.example.tokens for answer in learned))
+    counts_V = torch.bincount(torch.frombuffer(written, dtype=torch.int64), minlength=model.config.vocab)
     ids = draft_vocabulary(counts_V, shape.draft_vocab) if shape.reduced else None
     drafter.init_weights(config.run.seed, ids)
     return drafter
@@ -155,8 +169,7 @@ def _train(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[
     with _progress("drafter", console) as progress:
         bar = progress.add_task("", total=config.draft.steps, note="")
         rows = (row for batch in islice(stream, config.draft.steps) for row in pack(batch, room))  # a batch fits a row
-        states = (policy_states(policy.model, row, drafter.config.taps) for row in rows)
-        for result in trainer.micro_steps(states):
+        for result in trainer.micro_steps(stream_states(policy.model, rows, drafter.config.taps)):
             tokens += result.tokens
             progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
     return tokens
@@ -188,6 +201,24 @@ def _origin(path: str, policy: Policy) -> Origin:
 
 
 # ---- telling
+
+
+class _Spent:
+    """Seconds, by what they were spent on."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def on(self, what: str) -> float:
+        """Since the last call; counted together with what was spent on it before."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self._seconds[what] = self._seconds.get(what, 0.0) + seconds
+        return seconds
+
+    def __str__(self) -> str:
+        return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._seconds.items())
 
 
 def _progress(what: str, console: Console) -> Progress:

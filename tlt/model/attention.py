@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -101,15 +102,15 @@ class PackedLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":
-        sizes = torch.tensor(list(lengths), dtype=torch.int64)
-        ends = sizes.cumsum(0)
-        starts = ends - sizes
-        positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
+        # by numpy: torch would wake up all its threads for a few thousand numbers, in every step
+        sizes_S = np.array(lengths, dtype=np.int64)
+        starts_S1 = np.concatenate(([0], sizes_S.cumsum()))
+        positions_T = np.arange(starts_S1[-1]) - np.repeat(starts_S1[:-1], sizes_S)
         return cls(
-            positions_T=upload(positions, device),
-            starts_S1=upload(functional.pad(ends, (1, 0)).to(torch.int32), device),
-            longest=int(sizes.max()),
-            rectangles=_Rectangles(sizes, device),
+            positions_T=upload(torch.from_numpy(positions_T), device),
+            starts_S1=upload(torch.from_numpy(starts_S1.astype(np.int32)), device),
+            longest=int(sizes_S.max()),
+            rectangles=_Rectangles(torch.from_numpy(sizes_S), device),
         )
 
     @property

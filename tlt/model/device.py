@@ -4,14 +4,34 @@ What always holds: sending queues behind nothing but what was launched before it
 waits for what computed the numbers, not for what was launched after. Knows tensors; knows nothing of what they mean.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+_SMALL = 2**23  # bytes that one thread copies as soon as many would
 
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
     """Sends a host tensor to a device without waiting for what the device is still doing."""
     device = torch.device(device)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return _pinned(x).to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """A copy in memory that a GPU reads by itself."""
+    return x.pin_memory() if x.nbytes > _SMALL else copied(x, torch.empty(x.shape, dtype=x.dtype, pin_memory=True))
+
+
+def copied(x: Tensor, target: Tensor) -> Tensor:
+    """`target`, on the host like x and as large, now with x in it. By numpy: torch would wake up all its threads."""
+    np.copyto(_bytes_of(target), _bytes_of(x.contiguous()))
+    return target
+
+
+def _bytes_of(x: Tensor) -> "np.ndarray[Any, Any]":
+    return x.view(-1).view(torch.uint8).numpy()
 
 
 class Reading:

@@ -6,8 +6,8 @@ g_t, from which the policy's own LM head names x_{t+2}. The next draft step read
 in with each call, never owned and never written; a new Eagle holds no values until `init_weights` or a file gives them;
 `unroll` (training), `extend` and `step` (rollout) compute the same thing. Knows no requests, seeds or files.
 """
-# T packed positions, R rows, S new positions of a row, Q nodes of a row, N slots for them, D hidden, F = 3·D states,
-# V policy's vocabulary, v draft vocabulary, H query heads, K key heads, d head width
+# T packed positions, R rows, S new positions of a row or draft steps, Q nodes of a row, N slots for them, D hidden,
+# F = 3·D states, V policy's vocabulary, v draft vocabulary, H query heads, K key heads, d head width
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -189,10 +189,13 @@ class Eagle(nn.Module):
     def final_norm(self, g_TD: Tensor) -> Tensor:
         return rms_norm(g_TD, self.norm, self.config.layer.norm_eps)
 
-    def _project(self, embedded_TD: Tensor, state_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: [T, heads, d] each."""
-        eps, heads = self.config.layer.norm_eps, self.heads
-        both = torch.cat((rms_norm(embedded_TD, self.embed_norm, eps), rms_norm(state_TD, self.feature_norm, eps)), -1)
+    def _normed_tokens(self, token_ST: Tensor, embed_VD: Tensor) -> Tensor:
+        return rms_norm(embed_VD.detach()[token_ST], self.embed_norm, self.config.layer.norm_eps)
+
+    def _project(self, token_TD: Tensor, state_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: [T, heads, d] each. `token` is normed already, `state` is not."""
+        heads = self.heads
+        both = torch.cat((token_TD, rms_norm(state_TD, self.feature_norm, self.config.layer.norm_eps)), -1)
         qkv_TN = linear(both, self.qkv)
         rows: Any = training_kernels
         if in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN):
@@ -204,7 +207,7 @@ class Eagle(nn.Module):
 
     def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
         """The rest of the layer. The residual is the state as it came, not its norm."""
-        x_TD = state_TD + linear(attended_TN, self.o)
+        x_TD = torch.addmm(state_TD, attended_TN, self.o.t())  # not over the state, which somebody may hold
         normed_TD = rms_norm(x_TD, self.mlp_norm, self.config.layer.norm_eps)
         return linear(linear(normed_TD, self.gate_up, gated=True), self.down, residual=x_TD)
 
@@ -226,11 +229,16 @@ class Eagle(nn.Module):
             if half
             else Band.of(aligned.index_T, self.config.window, device)
         )
+        # of all steps at once, which saves launches: step s reads what stands s places on, round and round
+        rounds = 1 + -(-(steps - 1) // len(next_T))
+        token_ST = torch.cat([next_T] * rounds).unfold(0, len(next_T), 1)[:steps]
+        tokens = self._normed_tokens(token_ST, embed_VD).unbind(0)
+        position_ST = index_T + torch.arange(steps, device=device)[:, None]
         state_TD, out = self.fuse(features_TF), []
         keys = values = None
         chain: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
-            q, k, v = self._project(embed_VD.detach()[next_T.roll(-step)], state_TD, index_T + step)
+            q, k, v = self._project(tokens[step], state_TD, position_ST[step])
             if step == 0:
                 keys, values = band.windows(k), band.windows(v)
             else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from tlt.train.supervised import StepResult
 
 CLIP = 1.0  # largest norm of the gradient
 RATED_AT = 1024  # hidden size that `draft.learning_rate` speaks of
+_TOKENS_AT_ONCE = 32768  # whose states a GPU computes in one forward, where rows are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,42 @@ class DrafterBatch:
     hidden_TD: Tensor  # after the policy's final norm: what its head reads
 
 
-@torch.no_grad()
 def policy_states(model: Transformer, row: PackedRow, taps: Sequence[int]) -> DrafterBatch:
     """One forward of the policy over a packed row of prompts and answers."""
-    device = model.embed.device
-    out = model(upload(row.tokens_T, device), PackedLayout.from_lengths(row.lengths, device), taps)
-    return DrafterBatch(align(row.tokens_T, row.mask_T, row.lengths), gather_taps(out.taps), out.hidden_TD)
+    (batch,) = _states_of(model, [row], taps)
+    return batch
+
+
+def stream_states(
+    model: Transformer, rows: Iterable[PackedRow], taps: Sequence[int], at_once: int | None = None
+) -> Iterator[DrafterBatch]:
+    """A batch per row, as `policy_states` makes them; one forward serves short rows of `at_once` tokens together.
+
+    That is what a GPU wants: the policy has many layers to launch, and a small one computes faster than they are.
+    """
+    if at_once is None:
+        at_once = _TOKENS_AT_ONCE if model.embed.is_cuda else 0
+    group: list[PackedRow] = []
+    tokens = 0
+    for row in rows:
+        if group and tokens + len(row.tokens_T) > at_once:
+            yield from _states_of(model, group, taps)
+            group, tokens = [], 0
+        group.append(row)
+        tokens += len(row.tokens_T)
+    if group:
+        yield from _states_of(model, group, taps)
+
+
+@torch.no_grad()
+def _states_of(model: Transformer, rows: Sequence[PackedRow], taps: Sequence[int]) -> list[DrafterBatch]:
+    device, sizes = model.embed.device, [len(row.tokens_T) for row in rows]
+    tokens_T = torch.from_numpy(np.concatenate([row.tokens_T.numpy() for row in rows]))
+    lengths = [length for row in rows for length in row.lengths]
+    out = model(upload(tokens_T, device), PackedLayout.from_lengths(lengths, device), taps)
+    aligned = [align(row.tokens_T, row.mask_T, row.lengths) for row in rows]  # while the device computes
+    states = zip(aligned, torch.split(gather_taps(out.taps), sizes), torch.split(out.hidden_TD, sizes), strict=True)
+    return [DrafterBatch(*parts) for parts in states]
 
 
 class DrafterSpoilt(TltError):
@@ -101,13 +133,15 @@ class DrafterTrainer:
         return self.launch(batch)()
 
     def micro_steps(self, batches: Iterable[DrafterBatch]) -> Iterator[StepResult]:
-        """One update per batch. A batch is made before the result of the one before it is read: no device waits."""
-        stream = iter(batches)
-        batch = next(stream, None)
-        while batch is not None:
+        """One update per batch. Each is launched before the result of the one before it is read: no device waits."""
+        last: Callable[[], StepResult] | None = None
+        for batch in batches:
             result = self.launch(batch)
-            batch = next(stream, None)
-            yield result()
+            if last:
+                yield last()
+            last = result
+        if last:
+            yield last()
 
     def launch(self, batch: DrafterBatch) -> Callable[[], StepResult]:
         """Starts a micro-step. On a GPU the host is free until it asks for the result, which waits for the device."""
@@ -123,7 +157,7 @@ class DrafterTrainer:
         grad_norm = self._optimizer.update(rate, CLIP)
         self.steps_taken += 1
         numbers = Reading(torch.stack((loss.detach().float(), grad_norm.float())))
-        return partial(self._read, numbers, batch.aligned, weighed.named, rate)
+        return partial(self._read, numbers, self.steps_taken, batch.aligned, weighed.named, rate)
 
     @property
     def _unrolled(self) -> int:
@@ -138,11 +172,11 @@ class DrafterTrainer:
         average([*gradients, weight_1])
         torch._foreach_div_(gradients, weight_1[0])
 
-    def _read(self, numbers: Reading, aligned: Aligned, named: int, rate: float) -> StepResult:
+    def _read(self, numbers: Reading, step: int, aligned: Aligned, named: int, rate: float) -> StepResult:
         loss, grad_norm = numbers.values()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise DrafterSpoilt(
-                f"micro-step {self.steps_taken}: loss {loss}, gradient norm {grad_norm}; the drafter is spoilt: "
+                f"micro-step {step}: loss {loss}, gradient norm {grad_norm}; the drafter is spoilt: "
                 "start again from its last checkpoint with a lower draft.learning_rate"
             )
         return StepResult(loss, len(aligned.next_T), named, grad_norm, rate)
@@ -165,12 +199,12 @@ class Weighed:
     """What a batch can teach, and how much each part of it counts."""
 
     targets: Targets
-    weight_SN: Tensor  # float64, on the host; they sum to 1
-    total: float  # what they summed to before
+    share_S: "np.ndarray[Any, Any]"  # float64: weight of a token that is reached; over all that are it sums to 1
+    total: float  # what it summed to before
 
     @property
     def steps(self) -> int:
-        return len(self.weight_SN)
+        return len(self.share_S)
 
     @property
     def named(self) -> int:
@@ -183,9 +217,9 @@ def weigh(aligned: Aligned, settings: DraftSettings, steps: int) -> Weighed:
     targets = aligned.targets(steps)
     if not len(targets.state_N):
         raise TltError("a batch holds no answer of two tokens or more: nothing for a drafter to learn; leave it out")
-    weight_SN = targets.reached_SN * settings.decay ** torch.arange(steps, dtype=torch.float64)[:, None]
-    total = weight_SN.sum()
-    return Weighed(targets, weight_SN / total, float(total))
+    weight_S = settings.decay ** np.arange(steps, dtype=np.float64)
+    total = float((np.count_nonzero(targets.reached_SN.numpy(), axis=1) * weight_S).sum())
+    return Weighed(targets, weight_S / total, total)
 
 
 def drafter_loss(
@@ -199,18 +233,20 @@ def drafter_loss(
 def weighed_loss(
     model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, weighed: Weighed
 ) -> Tensor:
-    device, positions = batch.features_TF.device, len(batch.aligned.next_T)
+    device, positions, targets = batch.features_TF.device, len(batch.aligned.next_T), weighed.targets
     # sent before anything is launched: what is sent later has to queue behind it
-    flat_SN = upload(weighed.targets.entry_SN + torch.arange(weighed.steps)[:, None] * positions, device)
-    state_N = upload(weighed.targets.state_N, device)
+    rows_SN = targets.entry_SN.numpy() + np.arange(weighed.steps)[:, None] * positions
+    flat_SN, state_N = upload(torch.from_numpy(rows_SN), device), upload(targets.state_N, device)
     wide = torch.promote_types(batch.features_TF.dtype, torch.float32)
-    weight_SN = upload(weighed.weight_SN.to(wide), device)
+    share_S1 = upload(torch.from_numpy(weighed.share_S).to(wide)[:, None], device)
+    weight_SN = upload(targets.reached_SN, device) * share_S1
+    policy_head_vD = model.policy_rows(head_VD)
     states = model.unroll(batch.aligned, batch.features_TF, embed_VD, weighed.steps)
     return distribution_loss(
         model.final_norm(torch.cat(states)),
         batch.hidden_TD.index_select(0, state_N),
-        model.policy_rows(head_VD),
-        model.head_rows(head_VD),
+        policy_head_vD,
+        policy_head_vD if model.own_head_vD is None else model.own_head_vD,
         flat_SN,
         weight_SN,
         settings.total_variation,

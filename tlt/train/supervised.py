@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +75,7 @@ class SupervisedTrainer:
             yield result()
 
     def _prepare(self, batch: Sequence[PackedRow]) -> "_Lessons":
-        answer_tokens = sum(int(row.mask_T.sum()) for row in batch)
+        answer_tokens = sum(int(np.count_nonzero(row.mask_T.numpy())) for row in batch)
         if answer_tokens == 0:
             raise TltError("a batch holds no answer token to learn from; give every example an answer")
         device = self._model.embed.device
@@ -125,12 +126,13 @@ class _Lesson:
 
     @classmethod
     def of(cls, row: PackedRow, device: torch.device) -> "_Lesson":
-        answers_N = row.mask_T.nonzero().squeeze(1)  # on the host: asking a GPU for a size would make it wait
+        # on the host: asking a GPU for a size would make it wait; by numpy: torch would wake up all its threads
+        answers_N = np.flatnonzero(row.mask_T.numpy())
         return cls(
             tokens_T=upload(row.tokens_T, device),
             layout=PackedLayout.from_lengths(row.lengths, device),
-            before_N=upload(answers_N - 1, device),
-            answer_N=upload(row.tokens_T[answers_N], device),
+            before_N=upload(torch.from_numpy(answers_N - 1), device),
+            answer_N=upload(torch.from_numpy(row.tokens_T.numpy()[answers_N]), device),
         )
 
     def loss_sum(self, model: Transformer) -> Tensor:
