@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,10 @@ def test_a_line_holds_the_numbers_of_its_step_under_their_headings() -> None:
         end = head.index(name) + len(name)
         assert line[:end].endswith(said)
     assert line.split()[0] == "3/12"
+    for reward in (-123.4567, 1e12, -99999.9):
+        large = step_line(replace(step(2), mean_reward=reward), 12)
+        assert float(large.split()[1]) == pytest.approx(reward, rel=0.05)
+        assert len(large) == WIDE
 
 
 def test_a_narrow_terminal_gets_fewer_columns() -> None:

@@ -10,25 +10,29 @@ answers the suffix drafter remembers and, unless `checkpoint.buffer` keeps them,
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from tlt import __version__
 from tlt.bench.machine import describe
 from tlt.config import RunConfig
-from tlt.errors import CheckpointError, ConfigError
+from tlt.errors import CheckpointError, ConfigError, TaskError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
+from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
-from tlt.recipe import to_toml
+from tlt.recipe import flat, load_config, to_toml
 from tlt.tasks.choose import judge_of, task_of
+from tlt.tasks.files import FileTask
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
 from tlt.telling import answer_shown, rewards_failed, rollout_finished, step_finished
 from tlt.text import Tokenizer
 from tlt.train.checkpoint import Checkpoints
+from tlt.types import Prompt
 from tlt.watch.events import (
     CONFIG_FILE,
     CheckpointSaved,
@@ -46,6 +50,7 @@ CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _RECORD = "run.json"  # in a checkpoint: what it is
 _FORMAT = 1
+_PER_MESSAGE = 32  # tokens that a chat template puts around a message, at most
 
 OpenFleet = Callable[[RunConfig, Emit], Fleet]
 
@@ -57,11 +62,7 @@ def train(
 
     `resume` goes on from the run's newest checkpoint, or begins where there is none yet.
     """
-    if config.cluster.workers > 1 and open_fleet is LocalFleet:
-        raise ConfigError(
-            f"cluster.workers is {config.cluster.workers}, and one worker was asked to train; "
-            "give open_fleet = tlt.cluster.ray_fleet.RayFleet, or use the command `tlt train`"
-        )
+    _check(config, open_fleet)
     directory = Path(config.run.out) / config.run.name
     checkpoints = Checkpoints(directory / CHECKPOINTS, config.checkpoint.keep)
     with ExitStack() as stack:
@@ -71,7 +72,7 @@ def train(
         judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
         log = stack.enter_context(Watched(config, "train", __version__, resumed=resume))
         if resume:
-            log.emit(RunResumed(newest[0] if newest else 0, str(newest[1]) if newest else ""))
+            log.emit(_resumed(config, newest))
         _Run(config, checkpoints, log).go(task, judge, newest, open_fleet)
     return read_run(directory)
 
@@ -86,7 +87,11 @@ class _Run:
 
     def go(self, task: Task, judge: Judge, newest: tuple[int, Path] | None, open_fleet: OpenFleet) -> None:
         self._describe()
-        tokenizer = Tokenizer.load(source_of(self._config.model))
+        source = source_of(self._config.model)
+        context = read_config(source).max_positions
+        tokenizer = Tokenizer.load(source)
+        if isinstance(task, FileTask):
+            refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
         fleet = open_fleet(self._config, self._log.emit)
         try:
             first = self._restore(fleet, newest)
@@ -194,8 +199,47 @@ class _Saver:
             self._log.emit(pending.result())
 
     def close(self) -> None:
-        """What is being written is written to its end."""
+        """What is being written is written to its end, and told even if the run was stopped by something else."""
         self._thread.shutdown()
+        if self._pending and not self._pending.exception():
+            self.wait()
+
+
+def _check(config: RunConfig, open_fleet: OpenFleet) -> None:
+    """What can be known to be wrong before anything is loaded or written."""
+    if config.task.group < 2:
+        raise ConfigError(
+            f"task.group is {config.task.group}: an answer is learned from by comparing it with others to the same "
+            "prompt; set task.group to 2 or more, 8 for instance"
+        )
+    if config.cluster.workers > 1 and open_fleet is LocalFleet:
+        raise ConfigError(
+            f"cluster.workers is {config.cluster.workers}, and one worker was asked to train; "
+            "give open_fleet = tlt.cluster.ray_fleet.RayFleet, or use the command `tlt train`"
+        )
+
+
+def refuse_long_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int, max_tokens: int) -> None:
+    """A prompt that leaves no room for an answer would end the run whenever its turn came: better at once.
+
+    A token is at least a byte of the prompt's or belongs to the chat template, so few prompts need to be encoded.
+    """
+    template = max(_PER_MESSAGE, len(tokenizer.encode_prompt(prompts[0].content)))
+    long = [prompt for prompt in prompts if _most_tokens(prompt, template) + max_tokens > context]
+    sizes = {prompt.id: len(tokenizer.encode_prompt(prompt.content)) for prompt in long}
+    worst = max(sizes, key=lambda name: sizes[name], default="")
+    if worst and sizes[worst] + max_tokens > context:
+        count = sum(size + max_tokens > context for size in sizes.values())
+        raise TaskError(
+            f"the prompt {worst} has {sizes[worst]} tokens; with sampling.max_tokens {max_tokens} that is more than "
+            f"the policy's context of {context}, and so it is for {count} of {len(prompts)} prompts; shorten or remove "
+            "them, or lower sampling.max_tokens"
+        )
+
+
+def _most_tokens(prompt: Prompt, template: int) -> int:
+    messages = [prompt.content] if isinstance(prompt.content, str) else [one.content for one in prompt.content]
+    return template + sum(len(message.encode()) + _PER_MESSAGE for message in messages)
 
 
 def _starting_point(checkpoints: Checkpoints, resume: bool) -> tuple[int, Path] | None:
@@ -208,13 +252,36 @@ def _starting_point(checkpoints: Checkpoints, resume: bool) -> tuple[int, Path] 
     return newest
 
 
+def _resumed(config: RunConfig, newest: tuple[int, Path] | None) -> RunResumed:
+    if newest is None:
+        return RunResumed(0, "")
+    taken, path = newest
+    now = flat(config)
+    try:
+        before = flat(load_config(path / CONFIG_FILE))
+    except ConfigError:  # no checkpoint, which is told when it is read; or of another version, with other knobs
+        before = now
+    changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now if before[key] != now[key]]
+    return RunResumed(taken, str(path), tuple(changed))
+
+
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
     """Two runs in one directory would write over each other. The lock goes with the process, however it ends."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / _LOCK).open("w") as file:
+    with _lock_file(directory) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is training in {directory}; give this run another run.name") from None
         yield
+
+
+def _lock_file(directory: Path) -> TextIO:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return (directory / _LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory {directory} cannot be written to ({error.strerror}); expected run.out to be a "
+            "directory that can: give another with --run.out"
+        ) from None

@@ -12,16 +12,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
-from math import isfinite
 from multiprocessing.connection import Pipe, wait
 from typing import Any, Protocol, Self
 
 from tlt.config import TaskSettings
 from tlt.errors import TaskError
-from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused
+from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused, number_of
 from tlt.tasks.task import Task
 from tlt.types import Completion, Prompt
 
@@ -61,7 +61,7 @@ class Judge(Protocol):
 
 
 class DirectJudge:
-    """The task's own reward, called in this process: for rewards that are ours."""
+    """The task's own reward, called in this process, for as long as it takes: tlt's own tasks, and Python callers'."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -70,10 +70,12 @@ class DirectJudge:
         return [Verdict(self._reward(prompt, completion)) for prompt, completion in answers]
 
     def _reward(self, prompt: Prompt, completion: Completion) -> float:
-        reward = self._task.reward(prompt, completion)
-        if not isinstance(reward, int | float) or not isfinite(reward):
-            raise TaskError(f"the reward of prompt {prompt.id} is {reward!r}; expected a finite number")
-        return float(reward)
+        with ExitStack() as stack:
+            stack.push(partial(_note, prompt, completion))
+            reward = number_of(self._task.reward(prompt, completion))
+        if isinstance(reward, Failed):
+            raise TaskError(f"the reward of prompt {prompt.id} is no number: {reward.message}; repair the task")
+        return reward
 
     def __enter__(self) -> Self:
         return self
@@ -249,11 +251,21 @@ def _how(code: int) -> str:
 
 
 def _complaint(case: Case, failed: Failed) -> str:
-    beginning = case.answer[:_SHOWN] + "…" * (len(case.answer) > _SHOWN)
+    more_time = "give it more time with task.reward_timeout_s, " if failed.kind == "timed out" else ""
     return (
         f"the reward of prompt {case.prompt_id} {'is' if failed.kind == 'no number' else 'has'} {failed.kind}\n"
         f"{failed.message}\n"
-        f"the answer begins {beginning!r}\n"
-        "repair the reward, give it more time with task.reward_timeout_s, "
+        f"the answer begins {_beginning(case.answer)}\n"
+        f"repair the reward, {more_time}"
         'or count such answers with task.reward_errors = "count"'
     )
+
+
+def _note(prompt: Prompt, completion: Completion, _: object, error: BaseException | None, __: object) -> None:
+    """The task may be the user's: its error passes on, and says what it happened on."""
+    if error:
+        error.add_note(f"in the reward of prompt {prompt.id}; the answer begins {_beginning(completion.text)}")
+
+
+def _beginning(answer: str) -> str:
+    return repr(answer[:_SHOWN] + "…" * (len(answer) > _SHOWN))

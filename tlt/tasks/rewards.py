@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 VERL = "compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': number, …}"
 TRL = "reward_func(prompts, completions, **columns) -> list of numbers"
 _ANSWER = {"verl": "solution_str", "trl": "completions"}  # convention → the parameter that tells it
+_LARGEST = 1e12  # that a reward can be: the squares of larger ones, and differences between them, are lost in float32
 _VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
 
@@ -93,9 +94,10 @@ def score(reward: Reward, cases: Sequence[Case]) -> tuple[float | Failed, ...]:
     """What each answer earns. What the function raises passes through."""
     values = reward.values(cases)
     if len(values) != len(cases):
-        failed = Failed("no number", f"the reward returned {len(values)} values for {len(cases)} answers")
+        said = f"the reward returned {len(values)} values for {len(cases)} answers; expected one each, in order"
+        failed = Failed("no number", said)
         return (failed,) * len(cases)
-    return tuple(_number(value) for value in values)
+    return tuple(number_of(value) for value in values)
 
 
 def open_reward(name: str, convention: str) -> Reward:
@@ -109,7 +111,7 @@ def open_reward(name: str, convention: str) -> Reward:
     return _as_verl(name, function) if _convention(name, function, convention) == "verl" else _as_trl(function)
 
 
-def _number(value: Any) -> float | Failed:
+def number_of(value: Any) -> float | Failed:
     if isinstance(value, Failed):
         return value
     if isinstance(value, SupportsFloat):  # numbers, booleans, and what numpy and torch call a number; not text
@@ -117,9 +119,9 @@ def _number(value: Any) -> float | Failed:
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # an array or tensor of several, 10**400
             number = nan
-        if isfinite(number):
+        if abs(number) <= _LARGEST:
             return number
-    return _no_number(value, "a finite number")
+    return _no_number(value, f"a finite number, at most {_LARGEST:g} in size")
 
 
 def _no_number(value: Any, expected: str) -> Failed:

@@ -94,6 +94,14 @@ def clipped_surrogate(
     return -torch.minimum(plain_N, held_N), plain_N.detach() > held_N.detach()
 
 
+def settled(old_N: Tensor, start_N: Tensor, round_off: float) -> Tensor:
+    """The old log-probabilities, and in place of those that differ by round-off alone the policy's own at the start.
+
+    Which batch a token was written in then leaves no trace: the update is a function of the tokens.
+    """
+    return torch.where((start_N - old_N).abs() <= round_off, start_N, old_N)
+
+
 def divergence(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """k3: e^d − d − 1 with d = reference − policy. Never negative, and on average KL(policy ‖ reference)."""
     d_N = (reference_N - logprob_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

@@ -14,6 +14,10 @@ what the filtered sampler did. Old log-probabilities are the engine's, of the po
 far the trainer's own are from them is in every result. With `grpo.importance_cap` the ratio is to the trainer's own at
 the start of the step, and the rest of the way to the engine's is a weight, cut off at the cap.
 
+The engine's log-probabilities depend in their last bits on the batch a token was written in, hence on speculation and
+on the clock. In float32 and float64 a difference of that size is taken for none: curves are then the same bit by bit,
+as long as the tokens are. In half precision engine and trainer really differ, and the engine's are taken as they are.
+
 Several workers. Each is given its share of the answers and `sum_over_workers`, which adds tensors over all of them in
 place. Means are taken over the totals of all workers (one call per minibatch), so the gradients of N workers are added,
 not averaged (one call per update), and N shares give the numbers of one worker with all. Where a library averages
@@ -45,6 +49,8 @@ from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.sums import Report, Sums
 from tlt.types import Completion, Experience, SamplingParams
+
+_ROUND_OFF = {torch.float32: 1e-3, torch.float64: 1e-6}  # nats, far above what is seen; the engine tells float32
 
 SumOverWorkers = Callable[[Sequence[Tensor]], None]
 
@@ -92,6 +98,7 @@ class PolicyTrainer:
         self._grpo = grpo
         self._reference = reference if grpo.kl else None
         self._temperature = sampling.temperature
+        self._round_off = _ROUND_OFF.get(model.embed.dtype, 0.0)
         self._sum_over_workers = sum_over_workers or (lambda tensors: None)
         self._passes = passes or (lambda own: own)
         self._schedule = Schedule(train.learning_rate, train.warmup_steps, train.decay_steps)
@@ -104,8 +111,9 @@ class PolicyTrainer:
         """One step: `train.minibatches` × `train.epochs` updates of the weights, in place."""
         rate = learning_rate(self.steps_taken, self._schedule)
         parts = [self._prepare(experiences[i :: self._train.minibatches]) for i in range(self._train.minibatches)]
-        if self._grpo.importance_cap and self._train.minibatches * self._train.epochs > 1:
-            for part in parts:
+        if self._grpo.importance_cap or self._round_off:
+            # the first update sees the policy at the start of the step by itself
+            for part in parts if self._train.epochs > 1 else parts[1:]:
                 part.rows = [self._anchored(row) for row in self._rows(part)]
         reports: list[Report] = []
         for part in parts * self._train.epochs:
@@ -139,7 +147,7 @@ class PolicyTrainer:
         sums = Sums(self._model.embed.device)
         for row in self._rows(part):
             hidden_ND = self._hidden(self._model, row)
-            loss_of = _RowLoss(row, self._grpo, sums)
+            loss_of = _RowLoss(row, self._grpo, sums, self._round_off)
             loss, _, entropy_N = token_loss(
                 hidden_ND, self._model.head_weight, row.token_N, loss_of, temperature=self._temperature
             )
@@ -283,16 +291,20 @@ class _Part:
 class _RowLoss:
     """The loss of a row's tokens, chunk by chunk; what it sees on the way goes into the sums."""
 
-    def __init__(self, row: _Row, settings: GrpoSettings, sums: Sums) -> None:
+    def __init__(self, row: _Row, settings: GrpoSettings, sums: Sums, round_off: float) -> None:
         self._row = row
         self._settings = settings
         self._sums = sums
+        self._round_off = round_off
 
     def __call__(self, logprob_C: Tensor, chunk: slice) -> Tensor:
         row = self._row
         settings = self._settings
         now_C, old_C = logprob_C.detach(), row.old_N[chunk]
         start_C = now_C if row.anchor_N is None else row.anchor_N[chunk]
+        off_C = (start_C - old_C).abs()
+        if self._round_off:
+            old_C = grpo.settled(old_C, start_C, self._round_off)
         anchor_C = start_C if settings.importance_cap else old_C
         loss_C, clipped_C = grpo.clipped_surrogate(logprob_C, anchor_C, row.advantage_N[chunk], settings)
         if settings.importance_cap:
@@ -305,7 +317,6 @@ class _RowLoss:
             kl_C = grpo.divergence(logprob_C, row.reference_N[chunk])
             loss_C = loss_C + settings.kl * kl_C
             self._sums.add(kl=kl_C.detach().sum())
-        off_C = (start_C - old_C).abs()
         self._sums.add(tokens=len(now_C), clipped=clipped_C.sum(), mismatch=off_C.sum())
         self._sums.see_mismatch(off_C.max())
         return loss_C * row.weight_N[chunk]

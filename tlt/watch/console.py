@@ -31,7 +31,7 @@ from tlt.watch.events import (
     RunStarted,
     StepFinished,
 )
-from tlt.watch.summary import duration
+from tlt.watch.summary import duration, first_line
 from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 
 _RECENT = 10  # steps whose mean time the remaining ones are reckoned by
@@ -96,10 +96,10 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("reward", 7, lambda step: f"{step.mean_reward:.3f}"),
-    _Column("length p50", 12, lambda step: f"{step.length_p50}"),
+    _Column("reward", 9, lambda step: _reward(step.mean_reward)),
+    _Column("length p50", 11, lambda step: f"{step.length_p50}"),
     _Column("p90", 6, lambda step: f"{step.length_p90}"),
-    _Column("longest", 9, lambda step: f"{step.length_max}"),
+    _Column("longest", 8, lambda step: f"{step.length_max}"),
     _Column("cut", 5, lambda step: f"{step.truncated:.0%}"),
     _Column("accept", 7, lambda step: f"{step.accept_length:.2f}" if step.accept_length > 1 else "–"),
     _Column("rollout", 9, lambda step: _short(step.rollout_s)),
@@ -125,6 +125,10 @@ def _columns(wide: bool) -> list[_Column]:
     return [column for column in _COLUMNS if wide or not column.spare]
 
 
+def _reward(mean: float) -> str:
+    return f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.2g}"  # what a user's function returns may be large
+
+
 def _short(seconds: float) -> str:
     sign = "−" if seconds < -0.005 else ""
     seconds = abs(seconds)
@@ -134,8 +138,9 @@ def _short(seconds: float) -> str:
 def notice(event: Event) -> tuple[str, str] | None:
     """What an event other than a step's has to say, and how loudly (a style); None for the quiet ones."""
     match event:
-        case RunResumed(step=step, path=path):
-            return f"resumed from {path}, {step} steps taken", "bold"
+        case RunResumed(step=step, path=path, changed=changed):
+            text = f"resumed from {path}, {step} steps taken" if path else "nothing to resume yet: begins"
+            return f"{text}; with other settings: {', '.join(changed)}" if changed else text, "bold"
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
         case DrafterTrained() as trained:
@@ -162,7 +167,7 @@ def notice(event: Event) -> tuple[str, str] | None:
         case ReaderFailed(reader=reader, message=message):
             return f"{reader} is left out from now on: {message}. The run goes on; its events are complete", "bold red"
         case RunFailed(kind=kind, message=message):
-            return f"stopped by {kind}: {message}".rstrip(": "), "bold red"
+            return f"stopped by {kind}: {first_line(message)}".rstrip(": "), "bold red"
         case _:
             return None
 

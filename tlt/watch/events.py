@@ -50,6 +50,7 @@ class RunResumed(Event):
 
     step: int  # steps taken
     path: str  # of the checkpoint
+    changed: tuple[str, ...] = ()  # settings that are others than when it was written: `key old → new`
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class DrafterTrained(Event):
 class DrafterSwapped(Event):
     """The engine drafts with this version from now on."""
 
-    step: int
+    step: int  # at the end of which; it drafts in the next
     version: int
 
 
@@ -220,7 +221,7 @@ class RunFailed(Event):
     """The last event of a run that was stopped by an error or by its user."""
 
     kind: str  # of the error
-    message: str
+    message: str  # its first line says what happened; the user's traceback, or ours, may follow
 
 
 @dataclass(frozen=True, slots=True)

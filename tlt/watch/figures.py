@@ -72,13 +72,16 @@ def _reward(steps: Sequence[StepFinished]) -> Figure:
 
 def _accept_length(steps: Sequence[StepFinished], swaps: Sequence[DrafterSwapped]) -> Figure:
     drafted = [step for step in steps if step.accept_length > 1]
+    last = steps[-1].step + 1
+    # handed to the engine at the end of a step: it drafts in the next one
+    marks = [Mark(swap.step + 2, f"drafter {swap.version} from step {swap.step + 2} on") for swap in swaps]
     lines = _with_running_mean("accept length", drafted, [step.accept_length for step in drafted], "c4")
     svg = line_chart(
         lines,
-        Axis("step", (1.0, float(steps[-1].step + 1)), whole=True),
+        Axis("step", (1.0, float(last)), whole=True),
         Axis("tokens per verify", (1.0,)),
         columns=_columns(drafted, lambda step: f"accept length {step.accept_length:.3f}"),
-        marks=[Mark(swap.step + 1, f"drafter {swap.version} from step {swap.step + 1} on") for swap in swaps],
+        marks=[mark for mark in marks if mark.x <= last],
         rule=1.0,
     )
     words = "Tokens gained from one pass of the policy, its own included. 1 is plain decoding."

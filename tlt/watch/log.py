@@ -103,7 +103,15 @@ def start_run(config: RunConfig, verb: str, version: str, readers: Iterable[Read
     anew, and what an earlier run of that name left in the file no longer counts.
     """
     directory = Path(config.run.out) / config.run.name
-    log = EventLog(directory / EVENTS_FILE, readers)
-    (directory / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+    try:
+        log = EventLog(directory / EVENTS_FILE, readers)
+        aside = directory / f"{CONFIG_FILE}.part"
+        aside.write_text(to_toml(config), encoding="utf-8")
+        aside.replace(directory / CONFIG_FILE)  # whole, or as it was: a run can be told after any crash
+    except OSError as error:
+        raise TltError(
+            f"the run's directory {directory} cannot be written to ({error.strerror}); expected run.out to be a "
+            "directory that can: give another with --run.out, or make room"
+        ) from error
     log.emit(RunStarted(verb=verb, seed=config.run.seed, version=version))
     return log

@@ -14,7 +14,7 @@ from pathlib import Path
 from tlt.config import RunConfig
 from tlt.errors import TltError
 from tlt.recipe import flat, to_toml
-from tlt.watch.events import AnswerShown, Run, StepFinished, read_run
+from tlt.watch.events import AnswerShown, Run, RunFailed, StepFinished, read_run
 from tlt.watch.figures import Figure, figures_of
 from tlt.watch.history import counted, events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS
@@ -28,8 +28,15 @@ def write_report(run: Run, directory: str | Path) -> Path:
     """Writes the run's page into its directory, and says where it is."""
     target = Path(directory) / REPORT_FILE
     aside = target.with_suffix(".html.part")
-    aside.write_text(page(run), encoding="utf-8")
-    os.replace(aside, target)
+    text = page(run)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, target)
+    except OSError as error:
+        raise TltError(
+            f"the report {target} cannot be written ({error.strerror}); the run's events are whole: make room, or see "
+            f"that the directory can be written to, then `tlt report {directory}`"
+        ) from error
     return target
 
 
@@ -119,6 +126,9 @@ def _figure(figure: Figure) -> str:
 
 def _details(run: Run) -> Iterator[str]:
     yield "<section>"
+    for failed in events_of(run, RunFailed):
+        if "\n" in failed.message:
+            yield _folded("What stopped it", f"<pre>{escape(failed.message)}</pre>", open_=True)
     if answers := events_of(run, AnswerShown):
         yield _folded("What the policy writes", _answers(answers), open_=True)
     if steps := steps_of(run):

@@ -4,6 +4,7 @@ However the run ends, its end is in the events, the report is written from them 
 goes wrong while telling never hides what went wrong in the run.
 """
 
+import traceback
 from pathlib import Path
 from types import TracebackType
 
@@ -43,7 +44,7 @@ class Watched:
             return
         try:
             name = "interruption" if issubclass(kind, KeyboardInterrupt) else kind.__name__
-            self._log.emit(RunFailed(name, str(error).partition("\n")[0]))
+            self._log.emit(RunFailed(name, _whole(error)))
             self._log.close()
             self._tell()
         except (TltError, OSError) as other:  # a full disk, most likely: also what `error` is about
@@ -61,3 +62,10 @@ class Watched:
 
     def _say(self, text: str, style: str) -> None:
         self._console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _whole(error: BaseException | None) -> str:
+    """All that is known of what stopped the run: of a bug its traceback, too."""
+    if error is None or isinstance(error, TltError | KeyboardInterrupt):
+        return str(error or "")
+    return f"{error}\n{''.join(traceback.format_exception(error)).strip()}".strip()

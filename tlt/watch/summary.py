@@ -171,7 +171,7 @@ def _end(records: Sequence[Recorded]) -> tuple[str, str]:
             case RunFinished():
                 return "finished", ""
             case RunFailed(kind=kind, message=message):
-                return "stopped", f"{kind}: {message}".rstrip(": ")
+                return "stopped", f"{kind}: {first_line(message)}".rstrip(": ")
             case RunStarted():
                 break
     return "running", ""
@@ -192,6 +192,10 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def first_line(message: str) -> str:
+    return message.partition("\n")[0]
 
 
 def in_words(summary: Summary) -> str:
