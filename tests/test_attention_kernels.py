@@ -262,15 +262,15 @@ def test_a_branch_is_invisible_to_its_sibling(kernels: ModuleType) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("queries", [4, 5], ids=["alike", "ragged"])
-def test_a_node_that_is_no_number_harms_those_below_it_alone(kernels: ModuleType, queries: int) -> None:
+@pytest.mark.parametrize(("queries", "columns"), [(4, 32), (5, 32), (4, 1)], ids=["alike", "ragged", "one column"])
+def test_a_node_that_is_no_number_harms_those_below_it_alone(kernels: ModuleType, queries: int, columns: int) -> None:
     """Node 2 is NaN and has the child 3; its sibling 1 and their root do not see it: no bit of theirs may change."""
     batch = make_batch([(4, 70), (queries, 40)], n_kv=2, group=2, d_head=32, dtype=WHERE[kernels][1], tree_words=1)
     tree = [[0b0001], [0b0011], [0b0101], [0b1101]]
     batch = replace(batch, tree_mask=torch.tensor(tree + [[0b1]] * queries, dtype=torch.int32))
     before = run(kernels, batch, 0.2).clone()
     page = int(batch.page_table[0, 68 // PAGE])
-    batch.k_cache[page, 68 % PAGE] = math.nan
+    batch.k_cache[page, 68 % PAGE, :, :columns] = math.nan
     batch.v_cache[page, 68 % PAGE] = math.nan
     after = run(kernels, batch, 0.2)
     assert torch.equal(after[[0, 1, *range(4, 4 + queries)]], before[[0, 1, *range(4, 4 + queries)]])

@@ -227,7 +227,7 @@ def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token(ahead: bool)
     engine = engine_with(learned, lambda batch: shape_of(3, 2, 6) if batch else Shape(), ahead, rows=6)
     engine.submit(batch)
     done = [completion for _ in range(8) for completion in engine.tick()]
-    engine._speculation.load_drafter(dict(other.named_parameters()), version=1)  # type: ignore[attr-defined]
+    engine.load_drafter(dict(other.named_parameters()), version=1)
     done += engine.drain()
     assert tokens_of({completion.key: completion for completion in done}) == plain(batch)
     assert learned.version == 1
@@ -311,3 +311,60 @@ def test_reading_late_changes_no_token_whatever_happens_meanwhile(seed: int) -> 
     assert tokens_of(done) == plain(batch)
     assert late > 5, "hardly any tick was read late: this shows nothing"
     assert engine.report().pages.used == 0
+
+
+class Told(Always):
+    """Keeps what it is told."""
+
+    def __init__(self, choose) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(choose)
+        self.outcomes: list[Outcome] = []
+
+    def observe(self, outcome: Outcome) -> tuple[()]:
+        self.outcomes.append(outcome)
+        return ()
+
+
+def told_engine(learned: LearnedDrafting) -> tuple[Engine, Told]:
+    told = Told(lambda running: shape_of(3, 2, 5) if running else Shape())
+    engine = Engine(MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned))
+    engine._ahead = True
+    return engine, told
+
+
+def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture or a prefill between two ticks: neither the tick read behind it nor the one launched knows its time."""
+    engine, told = told_engine(drafting())
+    captured, tick, prepare = 0.0, 0, engine._speculation.prepare
+    monkeypatch.setattr(Runner, "capture_s", property(lambda runner: captured))
+
+    def capturing(keys: Sequence[Key], shape: Shape) -> None:
+        nonlocal captured
+        captured += tick == 7
+        prepare(keys, shape)
+
+    monkeypatch.setattr(engine._speculation, "prepare", capturing)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine.submit(requests(2, params=[params], seed=1))
+    for tick in range(14):
+        if tick == 10:
+            engine.submit(requests(1, params=[params], seed=2))
+        engine.tick()
+    timed = [outcome.seconds is not None for outcome in told.outcomes if not outcome.shape.off]
+    # ticks 1 to 11; the first takes in the prompts, 6 and 7 stand around the capture, 9 and 10 around the prefill
+    assert timed == [False, True, True, True, True, False, False, True, False, False, True]
+
+
+def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
+    learned, other = drafting(), drafting().drafter
+    engine, told = told_engine(learned)
+    engine.submit(requests(2, params=[SamplingParams(max_tokens=60, ignore_eos=True)], seed=1))
+    for _ in range(6):
+        engine.tick()
+    before = len(told.outcomes)
+    engine.load_drafter(dict(other.named_parameters()), version=1)
+    for _ in range(6):
+        engine.tick()
+    fresh = told.outcomes[before:]
+    assert fresh[0].walks, "what was learned before the change is told in time"
+    assert [bool(outcome.walks) for outcome in fresh[1:]] == [False, *[True] * (len(fresh) - 2)]

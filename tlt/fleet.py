@@ -67,11 +67,11 @@ class Worker:
         reference = open_policy(config.model).model if config.grpo.kl else None
         make = fellows.make_trainer or partial(self._trainer, fellows)
         self.trainer = make(self.policy.model, reference)
-        self._chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
+        chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
         self._learned = learned_drafting(self.policy, config)
         online = self._learned if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None
-        self.engine = build_engine(self.policy, self._with_room(), self._chooser, self._learned, keeper)
+        self.engine = build_engine(self.policy, self._with_room(), chooser, self._learned, keeper)
         self.drafter = self._online_drafter(online, keeper, fellows) if online else None
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
@@ -82,13 +82,19 @@ class Worker:
             model, train, grpo, reference=reference, sampling=sampling, sum_over_workers=fellows.add_up
         )
 
-    def _with_room(self) -> RunConfig:
-        """The engine takes what is free on a GPU if nobody says how much: here the trainer needs some of it, too."""
+    def _with_room(self, taken: bool = False) -> RunConfig:
+        """The engine takes what is free on a GPU if nobody says how much: here the trainer needs some of it, too.
+
+        `taken`: the trainer has what it needs, and what it only keeps for later is as good as free.
+        """
         config, model = self.config, self.policy.model
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
-        free, _ = torch.cuda.mem_get_info(model.embed.device)
-        moments = _TRAINER_BYTES * sum(weight.numel() for weight in model.parameters())
+        device = model.embed.device
+        free, _ = torch.cuda.mem_get_info(device)
+        if taken:
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        moments = 0 if taken else _TRAINER_BYTES * sum(weight.numel() for weight in model.parameters())
         kv_gib = max(_LEAST_KV_GIB, _ENGINE_SHARE * (free - moments) / GIB)
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
 
@@ -138,7 +144,7 @@ class Worker:
 
     def plain_engine(self) -> Engine:
         """Another engine for the same policy, that does not speculate."""
-        settings = self._with_room().engine
+        settings = self._with_room(taken=True).engine
         plain = Engine(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
         plain.measure()  # as the engine was when it was built: graphs are captured outside of the time
         return plain
@@ -149,6 +155,7 @@ class Worker:
         """Until told to stop, and beyond it for the share of a step that may be spent on it."""
         if self.drafter is None:
             return None
+        self.drafter.able()  # takes in what has arrived, whether or not it trains now
         extra_s = self.drafter.allowance_s
         if extra_s < self.drafter.least_s and _soon(until):
             return None  # it saves up
@@ -171,8 +178,7 @@ class Worker:
         """Hands a drafter to the engine, between ticks; its version, if the engine had another."""
         if self._learned is None or self._learned.version == version:
             return None
-        self._learned.load(weights, version)
-        self._chooser.drafter_changed(self._learned.name)
+        self.engine.load_drafter(weights, version)
         return version
 
     # ---- going on later

@@ -35,7 +35,7 @@ from tlt.watch.workers import FleetPublished, FleetRolledOut
 
 ALONE, PLAIN, FROZEN, SPOT = "one worker", "plain", "frozen", "spot"
 FROZEN_FIXED, SPOT_FIXED = "frozen, one shape", "spot, one shape"
-_REPEATS = 4  # of each half of the last measurement: an even number, as the halves are halved again
+_REPEATS = 10  # of each half of the last measurement: an even number, as the halves are halved again
 
 Answers = Mapping[Key, tuple[int, ...]]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from tlt.bench.fleet import Beside, Ticks
 from tlt.cluster.crew import Crew, Outcome
@@ -343,6 +343,10 @@ def _write(actor: Any, same_machine: bool, hang_s: float, directory: Path) -> No
             ray.get(actor.write.remote(directory.absolute()), timeout=hang_s)
         else:
             write_files(ray.get(actor.written.remote(), timeout=hang_s), directory)
+    except RayTaskError as error:
+        raise CheckpointError(
+            f"the worker could not write the checkpoint ({error.cause}); the one before is intact"
+        ) from error
     except RayError as error:
         raise CheckpointError(
             "the worker that wrote the checkpoint was lost or hung; the one before it is intact"

@@ -62,7 +62,7 @@ def longest_piece(lengths: Sequence[int], total: int) -> int:
     for place, length in enumerate(sorted(lengths)):
         count = len(lengths) - place
         if length * count > left:
-            return max(1, left // count)
+            return max(2, left // count)  # of a single token nothing is drafted
         left -= length
     return max(lengths)
 
@@ -199,7 +199,9 @@ class StateKeeper:
 def keeper_of(policy: Transformer, taps: Sequence[int], config: RunConfig) -> StateKeeper | None:
     """What the engine should hand its states to, as the configuration asks: nothing where they are computed again."""
     wanted = config.drafting.states
-    if wanted == "auto":
+    if wanted == "auto" and policy.embed.is_cuda:
+        wanted = "recompute"  # told of states, an engine must read every tick before the next: that is not measured
+    elif wanted == "auto":
         most = _MEASURED_TOKENS[policy.embed.device.type]
         running, tokens = min(_TAIL, config.engine.rows), min(config.drafting.tokens, most)
         wanted = "keep" if measure_states(policy, taps, running=running, tokens=tokens).keep else "recompute"

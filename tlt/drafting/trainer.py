@@ -218,6 +218,8 @@ class OnlineDrafter:
         if alarm:
             self._return_to_good()
             self._cadence.spoilt()
+        if ended == "stopped" and not session.micro_steps:
+            self._micro_s, self._check_s = self._micro_s / 2, self._check_s / 2  # or one slow one would be the last
         left_s, earned_s = self._saved_s + self._earned_s - deadline.waited_s, self._earned_s
         self._saved_s = max(-_OWED_STEPS * earned_s, min(left_s, _SAVED_STEPS * earned_s))
         if self._cadence.cold:

@@ -7,8 +7,10 @@ On a GPU a tick is launched before the previous one's tokens are read, so that t
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
@@ -34,7 +36,7 @@ from tlt.types import Completion, FinishReason, Key, Timing
 class EngineReport:
     ticks: int
     tokens: int  # handed out in completions
-    dropped: int  # tokens computed for stays that were already over
+    dropped: int  # rows computed for stays that were already over
     preemptions: int
     pages: Census
     graphs: PoolReport | None  # None without a graph pool
@@ -50,6 +52,7 @@ class _Flight:
     shape: Shape = OFF
     steps: int = 1  # tokens of each request that may come out of it, at most
     begun_s: float = 0.0
+    timed: bool = True  # nothing else was done while it was launched
 
 
 class Engine:
@@ -200,7 +203,7 @@ class Engine:
         """
         unread = self._may_stay_unread(shape)
         completions = [] if unread else self._land()
-        begun_s = time.perf_counter()
+        begun_s, captured_s = time.perf_counter(), self._runner.capture_s
         if not self._scheduler.running:
             return completions + self._plain_tick()  # those to draft for have just ended
         if self._read_s is None:
@@ -210,21 +213,27 @@ class Engine:
         self._runner.prepare(plan)
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
         steps = min(max(shape.depth, self._speculation.deepest) + 1, shape.verify)
-        launched = _Flight(plan, self._runner.launch(plan, drafts, steps=steps), shape, steps, begun_s)
+        pending = self._runner.launch(plan, drafts, steps=steps)
         self._ticks += 1
         self._following = self._speculation.foresee(len(keys))
         self._speculation.prepare(keys, self._following)
+        late = self._ahead and not self._hands_out
+        # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well
+        timed = not late or not (plan.chunks or self._runner.capture_s > captured_s)
         if unread:
-            completions += self._read_trees(unread)
-        if self._ahead and not self._hands_out:
-            self._flight = launched
-            return completions
-        return completions + self._read_trees(launched)
+            completions += self._read_trees(replace(unread, timed=unread.timed and timed))
+        launched = _Flight(plan, pending, shape, steps, begun_s, timed)
+        if not late:
+            return completions + self._read_trees(launched)
+        self._flight = launched
+        return completions
 
     def _may_stay_unread(self, shape: Shape) -> _Flight | None:
         """The verification in flight, if one is and this shape can be verified behind it."""
         flight = self._flight
-        if flight is None or flight.shape.off or flight.steps + shape.verify > MOST_NODES:
+        if flight is None or flight.shape.off:
+            return None
+        if flight.steps + shape.verify + self._speculation.deepest > MOST_NODES:  # trees grow behind both
             return None
         return flight if self._speculation.needs_no_tokens(shape) else None
 
@@ -235,7 +244,8 @@ class Engine:
                 self._scheduler.advance(stay, len(tokens))
         seconds, once_s = self._since_last_read(flight.begun_s)
         emitted = [() if stay.over else tokens for stay, tokens in zip(plan.stays, drawn.tokens, strict=True)]
-        self._speculation.verified(flight.shape, emitted, None if plan.chunks else seconds, once_s)
+        alone = flight.timed and not plan.chunks
+        self._speculation.verified(flight.shape, emitted, seconds if alone else None, once_s)
         return self._read(plan, drawn)
 
     def _land(self) -> list[Completion]:
@@ -272,6 +282,10 @@ class Engine:
             self._scheduler.forget_cache()
             self._speculation.policy_changed()
             self._version = version
+
+    def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Another version of the learned drafter, between two ticks."""
+        self._speculation.load_drafter(weights, version)
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""

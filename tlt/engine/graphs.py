@@ -16,6 +16,7 @@ import torch
 T = TypeVar("T")
 
 _TIMED_RUNS = 3  # of a graph that was just captured
+_ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class GraphPool(Generic[T]):
         with torch.cuda.stream(self._side):
             function()
             torch.cuda.synchronize(self._device)
+            if torch.cuda.mem_get_info(self._device)[0] < _ROOM:
+                torch.cuda.empty_cache()  # while it captures, the allocator hands nothing back, however much it keeps
             before = torch.cuda.memory_reserved(self._device)
             graph, result = self._recorded(function)
         torch.cuda.synchronize(self._device)
@@ -63,7 +66,7 @@ class GraphPool(Generic[T]):
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
         try:
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may be writing checkpoints
             try:
                 result = function()
             finally:

@@ -7,8 +7,8 @@ What always holds:
   prefilled is the prompt without that token, shared by all requests with that prompt.
 - Plain ticks are planned before the tokens of the tick in flight are known: a stay that turns out to be over computes
   one token more, which is dropped. Work is executed in plan order, so that a page may change hands between two plans.
-- A tick that verifies draft trees emits as many tokens as the policy accepts; `advance` tells how many before the next
-  plan is made.
+- A tick that verifies draft trees emits as many tokens as the policy accepts. `advance` tells how many, before the next
+  plan is made or, where that plan is told how many they may be at most (`unread`), after it.
 """
 
 from collections import Counter

@@ -92,7 +92,8 @@ def take_tile(
         k_ND = tl.load(k_ptr + offset_ND)
         v_ND = tl.load(v_ptr + offset_ND)
     if SPARE:  # its score is NaN to those who see it; to the others its value must not be, whatever its weight
-        v_ND = tl.where(k_ND == k_ND, v_ND, 0.0)
+        spoilt_N = tl.max((k_ND != k_ND).to(tl.int32), 1) > 0
+        v_ND = tl.where(spoilt_N[:, None], 0.0, v_ND)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
     if MASKED:
         if TREE_WORDS > 0:

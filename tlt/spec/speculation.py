@@ -84,6 +84,9 @@ class Speculation(Protocol):
     def policy_changed(self) -> None:
         """The policy's tensors hold another version from the next tick on."""
 
+    def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Another version of the learned drafter, between two ticks; the same version again is nothing."""
+
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
     def end(self, key: Key, answer: Sequence[int]) -> None: ...
@@ -132,6 +135,9 @@ class NoSpeculation:
 
     def policy_changed(self) -> None:
         pass
+
+    def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        raise ValueError("nobody speculates here; expected a learned drafter to load weights into")
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
@@ -206,7 +212,6 @@ class Speculating:
             self._learned.policy_changed()
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Another version of the learned drafter, between two ticks; the same version again is nothing."""
         if self._learned is None:
             raise ValueError(f"drafters are {sorted(self._drafters)}; expected a learned one to load weights into")
         if version != self._learned.version:
@@ -250,7 +255,8 @@ class Speculating:
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
         odd = self._learned is not None and self._learned.took_in()
         if planted is not None:
-            self._proposed.append(_Proposed(keys, [time.perf_counter() - started], caught_up_s, odd, planted=planted))
+            took_s = [time.perf_counter() - started]
+            self._proposed.append(_Proposed(keys, took_s, caught_up_s, odd, self._version, planted=planted))
             return None
         columns, drafts_s = [], []
         for drafter in drafters:
@@ -258,7 +264,7 @@ class Speculating:
             columns.append(drafter.propose(keys, answers, shape))
             drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
-        self._proposed.append(_Proposed(keys, drafts_s, caught_up_s, odd, parts))
+        self._proposed.append(_Proposed(keys, drafts_s, caught_up_s, odd, self._version, parts))
         return [_joined(row, shape.verify - 1) for row in parts]
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
@@ -267,6 +273,10 @@ class Speculating:
 
     def needs_no_tokens(self, shape: Shape) -> bool:
         return self._learned is not None and shape.drafters == (self._learned.name,)
+
+    @property
+    def _version(self) -> int:
+        return self._learned.version if self._learned is not None else 0
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
@@ -280,7 +290,10 @@ class Speculating:
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
         self._learn()
-        self._lesson = _Lesson(shape, self._proposed.popleft(), emitted, seconds, once_s)
+        proposed = self._proposed.popleft()
+        if any(later.odd for later in self._proposed):  # this one was read behind another's catching up
+            seconds = None
+        self._lesson = _Lesson(shape, proposed, emitted, seconds, once_s)
 
     def _learn(self) -> None:
         """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
@@ -294,7 +307,8 @@ class Speculating:
         self._accepted += sum(walked.accepted for walked in walks)
         self._drafting_s += sum(proposed.drafts_s)
         self._once_s += once_s
-        outcome = Outcome(lesson.shape, len(lesson.emitted), walks, seconds, once_s, proposed.drafts_s)
+        told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
+        outcome = Outcome(lesson.shape, len(lesson.emitted), told, seconds, once_s, proposed.drafts_s)
         self._alarms += self._tuner.observe(outcome)
 
     def _walks(self, lesson: "_Lesson") -> list[Walked]:
@@ -338,6 +352,7 @@ class _Proposed:
     drafts_s: list[float]  # what each drafter took on the host …
     caught_up_s: float  # … and what they spent catching up before
     odd: bool  # whether some of the tick's time on the device was catching up
+    version: int  # of the learned drafter
     parts: Sequence[tuple[Draft, ...]] = ()
     planted: Planted | None = None  # instead of the parts: one drafter's, on the device
 
