@@ -20,7 +20,8 @@ from tlt.watch.workers import FleetRolledOut
 class Workers(LocalFleet):
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
         alone = [Ticks((1.0, 3.0), (1.0, 1.0))] * repeats
-        return Beside(tuple(alone), (Ticks((1.02, 3.02), (1.0, 1.0)),) * repeats, micro_steps=3)
+        beside, counting = ((Ticks((1 + x, 3 + x), (1.0, 1.0)),) * repeats for x in (0.02, 0.1))
+        return Beside(tuple(alone), beside, 3, counting)
 
 
 def config(*flags: str) -> RunConfig:
@@ -46,14 +47,15 @@ def test_the_same_steps_are_taken_in_every_way(tmp_path: Path) -> None:
             assert one["frozen"] == one["spot"] > 1.0
     assert drafters[0]["frozen"] != drafters[2]["frozen"]  # another seed, other answers
     (busy,) = sections["busy"]["records"]
-    assert busy["slowdown"] == pytest.approx(0.01)
+    assert (busy["slowdown"], busy["counting"]) == (pytest.approx(0.01), pytest.approx(0.05))
     assert busy["noise"] == 0.0
 
 
 def test_ticks_are_compared_with_themselves() -> None:
     alone = (Ticks((1.0, 4.0), (1.0, 1.0)), Ticks((1.1, 4.4), (1.0, 1.0)))
     beside = (Ticks((1.05, 4.2), (1.0, 1.5)), Ticks((9.0, 4.2), (1.0, 1.5)), Ticks((1.05, 9.0), (1.0, 1.5)))
-    busy = _busy(Beside(alone, beside, micro_steps=7))
+    busy = _busy(Beside(alone, beside, 7, counting=alone))
+    assert busy.counting == busy.cpu_counting == 0.0
     assert busy.noise == pytest.approx(0.1)
     assert busy.slowdown == pytest.approx(0.0)  # what hits a tick once is not the others' training
     assert busy.cpu_slowdown == pytest.approx(0.25)

@@ -55,6 +55,7 @@ class Beside:
     alone: tuple[Ticks, ...]  # the others idle
     beside: tuple[Ticks, ...]  # the others training the drafter
     micro_steps: int  # that they took meanwhile
+    counting: tuple[Ticks, ...]  # the others counting: busy cores, and nothing else
 
 
 class WorkerFleet(Fleet, Protocol):
@@ -126,8 +127,10 @@ class Busy:
     beside_ms: float
     slowdown: float  # share
     noise: float  # the same between repetitions with everyone else idle: what says nothing
-    cpu_slowdown: float  # both in processor time
+    counting: float  # the same beside workers that only count: what the machine's cores cost each other anyway
+    cpu_slowdown: float  # all three in processor time
     cpu_noise: float
+    cpu_counting: float
     ticks: int
     repeats: int
     micro_steps: int
@@ -299,15 +302,18 @@ class _Bench:
 
 def _busy(found: Beside) -> Busy:
     """Tick by tick: how much work a tick is changes much, how long the same tick takes little."""
-    alone, beside = ([run.wall_s for run in runs] for runs in (found.alone, found.beside))
-    cpu_alone, cpu_beside = ([run.cpu_s for run in runs] for runs in (found.alone, found.beside))
+    ways = (found.alone, found.beside, found.counting)
+    alone, beside, counting = ([run.wall_s for run in runs] for runs in ways)
+    cpu_alone, cpu_beside, cpu_counting = ([run.cpu_s for run in runs] for runs in ways)
     return Busy(
         alone_ms=1e3 * fmean(_typical(alone)),
         beside_ms=1e3 * fmean(_typical(beside)),
         slowdown=_slower(alone, beside),
         noise=_slower(alone[::2], alone[1::2]),
+        counting=_slower(alone, counting),
         cpu_slowdown=_slower(cpu_alone, cpu_beside),
         cpu_noise=_slower(cpu_alone[::2], cpu_alone[1::2]),
+        cpu_counting=_slower(cpu_alone, cpu_counting),
         ticks=len(_typical(alone)),
         repeats=len(alone),
         micro_steps=found.micro_steps,

@@ -249,10 +249,17 @@ class Host:
     def draft_on(self) -> int:
         """Trains the drafter, alone, until `leave_off`; how many micro-steps."""
         before, drafter = self._drafter.steps_taken, self._drafter
-        self._leave_off.clear()
         while not self._leave_off.is_set() and drafter.able():
             drafter.train(self._leave_off.is_set)
+        self._leave_off.clear()  # at the end: it may be told to leave off before it has begun
         return drafter.steps_taken - before
+
+    def count_on(self) -> int:
+        """Keeps a core busy with nothing until `leave_off`; no micro-steps."""
+        while not self._leave_off.is_set():
+            pass
+        self._leave_off.clear()
+        return 0
 
     @ray.method(concurrency_group=MAIL)
     def leave_off(self) -> None:

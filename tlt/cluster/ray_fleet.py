@@ -125,23 +125,26 @@ class RayFleet:
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
         """The ticks of the first worker that writes these plainly, so often with the others idle, so often beside
-        them while they train. Which comes first changes from pair to pair."""
-        runs: dict[bool, list[Ticks]] = {False: [], True: []}
+        them while they train, and while they count. Which comes first changes from round to round."""
+        ways = ["idle", "draft_on", "count_on"]
+        runs: dict[str, list[Ticks]] = {way: [] for way in ways}
         micro_steps = 0
-        for pair in range(repeats):
-            for beside in (False, True) if pair % 2 else (True, False):
-                ticks, taken = self._ticks(requests, beside=beside)
-                runs[beside].append(ticks)
+        for number in range(repeats):
+            for way in ways[number % 3 :] + ways[: number % 3]:
+                ticks, taken = self._ticks(requests, way)
+                runs[way].append(ticks)
                 micro_steps += taken
-        return Beside(tuple(runs[False]), tuple(runs[True]), micro_steps)
+        alone, beside, counting = (tuple(runs[way]) for way in ways)
+        return Beside(alone, beside, micro_steps, counting)
 
-    def _ticks(self, requests: Sequence[Request], *, beside: bool) -> tuple[Ticks, int]:
+    def _ticks(self, requests: Sequence[Request], way: str) -> tuple[Ticks, int]:
         writer, *others = [member.actor for member in self._crew.members.values()]
-        training = [actor.draft_on.remote() for actor in others] if beside else []
+        at_it = [getattr(actor, way).remote() for actor in others if way != "idle"]
         time.sleep(_SETTLE_S)  # until they are at it, or at rest
         ticks = ray.get(writer.timed_ticks.remote(requests))
-        ray.get([actor.leave_off.remote() for actor in others])
-        return ticks, sum(ray.get(training))
+        if at_it:
+            ray.get([actor.leave_off.remote() for actor in others])
+        return ticks, sum(ray.get(at_it))
 
     # ---- learning
 
