@@ -123,9 +123,7 @@ class OnlineDrafter:
         self._step_from: float | None = None  # when the last training ended
         self._earned_s = 0.0  # what training might have taken of the last step that it was tried in …
         self._saved_s = 0.0  # … and what is left of all so far; below 0, what it took too much
-        self._look_s = self._micro_s = self._check_s = (
-            0.0  # of the last states and measurement, micro-step, measurement
-        )
+        self._look_s = self._micro_s = self._check_s = 0.0  # of the last look at what is held out, micro-step, check
         self.version = 0  # of the drafter given out; each better one counts one up
 
     @classmethod
