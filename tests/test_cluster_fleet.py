@@ -68,8 +68,7 @@ def run(config: RunConfig, fleet: Fleet, story: Story, steps: int = STEPS, first
 @pytest.fixture(scope="module")
 def alone() -> Story:
     """The undisturbed run of one worker in this process."""
-    patch = pytest.MonkeyPatch()
-    with patch.context():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tlt.fleet.open_policy", open_tiny)
         story = Story()
         return run(CONFIG, LocalFleet(CONFIG, story.events.append), story)
