@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlt
@@ -175,6 +175,7 @@ def with_value(config: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(config, **{name: with_value(getattr(config, name), tail, value) if tail else value})
 
 
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     config = RunConfig()
