@@ -155,7 +155,7 @@ class Worker:
         """Until told to stop, and beyond it for the share of a step that may be spent on it."""
         if self.drafter is None:
             return None
-        self.drafter.able()  # takes in what has arrived, whether or not it trains now
+        self.drafter.take_in()  # whether or not it trains now: what has arrived has no bounds
         extra_s = self.drafter.allowance_s
         if extra_s < self.drafter.least_s and _soon(until):
             return None  # it saves up

@@ -173,8 +173,7 @@ class TrainOptions:
     cap: int = 0
 
     def scale(self, on_gpu: bool) -> TrainScale:
-        given = {"steps": self.steps, "prompts": self.groups, "group": self.group_size, "cap": self.cap}
-        return replace(QUICK_TRAIN if _quick(self.quick, on_gpu) else FULL_TRAIN, **_told(given))
+        return _train_scale(self, QUICK_TRAIN, on_gpu)
 
 
 QUICK_FLEET = TrainScale(steps=8, prompts=32, group=4, cap=256)
@@ -192,8 +191,12 @@ class FleetOptions:
     cap: int = 0
 
     def scale(self, on_gpu: bool) -> TrainScale:
-        given = {"steps": self.steps, "prompts": self.groups, "group": self.group_size, "cap": self.cap}
-        return replace(QUICK_FLEET if _quick(self.quick, on_gpu) else FULL_TRAIN, **_told(given))
+        return _train_scale(self, QUICK_FLEET, on_gpu)
+
+
+def _train_scale(options: TrainOptions | FleetOptions, quick: TrainScale, on_gpu: bool) -> TrainScale:
+    sizes = {"steps": options.steps, "prompts": options.groups, "group": options.group_size, "cap": options.cap}
+    return replace(quick if _quick(options.quick, on_gpu) else FULL_TRAIN, **_told(sizes))
 
 
 def _quick(asked: bool | None, on_gpu: bool) -> bool:

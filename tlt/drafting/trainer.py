@@ -158,7 +158,7 @@ class OnlineDrafter:
                 sample = Sample.of(completion.prompt_tokens, completion.tokens, prompt_id, version)
                 self._arrived.append(replace(sample, states=states))
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """What has arrived: some of a newer version to measure on, the rest to learn from."""
         arrived, self._arrived = self._arrived, []
         self._upcoming = None if arrived else self._upcoming
@@ -178,7 +178,7 @@ class OnlineDrafter:
 
     def able(self) -> bool:
         """Whether there are answers to learn from and others to measure on."""
-        self._take_in()
+        self.take_in()
         return bool(self._held) and len(self._buffer) > 0
 
     @property
