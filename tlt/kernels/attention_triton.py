@@ -168,8 +168,9 @@ def _attention_kernel(
     """Program (key head, (split, row block), request): its rows over its share of the context.
 
     Alone at work it writes the output. Otherwise it leaves its part in memory, and the last to arrive sums all parts.
+    A program with nothing to do leaves before it waits, and keeps no other from its place: lengths are older than the
+    kernel before this one, which lets this one come only after its own wait.
     """
-    start(PDL)
     head, request = tl.program_id(0), tl.program_id(2)
     split = tl.program_id(1) // row_blocks
     row_block = row_blocks - 1 - tl.program_id(1) % row_blocks  # longest causal rows first
@@ -184,6 +185,7 @@ def _attention_kernel(
     )
     if split >= at_work:
         return
+    start(PDL)
 
     row_M = tl.arange(0, BLOCK_M)
     column_D = tl.arange(0, BLOCK_D)
