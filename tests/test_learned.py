@@ -18,8 +18,8 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
-from tlt.engine.runner import Runner
-from tlt.engine.scheduler import Chunk
+from tlt.engine.runner import Pending, Runner
+from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
 from tlt.model.attention import PackedLayout
 from tlt.spec.align import align
@@ -324,6 +324,38 @@ class Told(Always):
     def observe(self, outcome: Outcome) -> tuple[()]:
         self.outcomes.append(outcome)
         return ()
+
+
+def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was grown for it stands elsewhere in its answer: its tree is cleared, and the host must not think otherwise,
+    or the tuner learns from tokens that nobody verified."""
+    dice, back = random.Random(1), 0
+    shapes = [shape_of(*numbers) for numbers in ((3, 1, 4), (4, 3, 9), (7, 2, 12))]
+    engine = engine_with(
+        *(drafting(), lambda running: dice.choice(shapes) if running else Shape(), True),
+        rows=6,
+        page_size=4,
+        kv_gib=kv_gib(68, 4),
+    )
+    launch = Runner.launch
+
+    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, steps: int = 1) -> Pending:
+        nonlocal back
+        if plan.nodes > 1:
+            proposed = engine._speculation._proposed[-1]
+            trees = [bool(depth_Q.any()) for depth_Q in runner.trees(plan.nodes).depth_RQ[: len(plan.stays)]]
+            assert [bool(proposed.of(row)[0].tokens) for row in range(len(plan.stays))] == trees
+            back += sum(
+                plan.stays[entry.row].progress.preemptions > 0 and not trees[entry.row] for entry in plan.entries
+            )
+        return launch(runner, plan, drafts, steps)
+
+    monkeypatch.setattr(Runner, "launch", look)
+    engine.submit(
+        requests(10, group=2, seed=1, params=[SamplingParams(max_tokens=n, ignore_eos=True) for n in (17, 40, 60)])
+    )
+    engine.drain()
+    assert back, "nobody came back at once: this shows nothing"
 
 
 def told_engine(learned: LearnedDrafting) -> tuple[Engine, Told]:

@@ -15,7 +15,7 @@ from tlt.config import EngineSettings, RunConfig
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.spec.acceptance import Track, Walked
-from tlt.spec.alarm import Alarm
+from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.drafter import NoDrafter, SuffixDrafting
 from tlt.spec.fixed import Fixed
@@ -210,6 +210,33 @@ def test_a_measured_size_is_not_learned_again() -> None:
 
 
 # ---- alarms
+
+
+class Listening(Fixed):
+    """One shape for ever; raises the alarm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self._watch = CollapseWatch("x")
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        alarm = self._watch.see(outcome.shape, outcome.walks)
+        return (alarm,) if alarm else ()
+
+
+def test_a_key_that_comes_again_is_heard_again(slow: Slow) -> None:
+    """As in a rollout that is repeated: an answer may speak a few times only, but this is another one."""
+    speculating = Speculating([slow], Listening(CHAIN))
+    for emitted, collapsed in (([7, 8, 9], False), ([7, 8, 9], False), ([4], True)):
+        for number in range(60):
+            key = Key(0, number)
+            speculating.begin(key, "p", (1,), PARAMS)
+            for _ in range(9):
+                speculating.propose([key], [[1]], CHAIN)
+                speculating.verified(CHAIN, [emitted], seconds=1.0)
+            speculating.end(key, emitted)
+        assert bool(speculating.alarms) == collapsed
+    assert not speculating._answers
 
 
 class Alarming(NoSpeculation):

@@ -34,7 +34,7 @@ class Walked:
 
     accepted: int  # draft tokens the policy walked through; the verify emitted one more
     tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
-    request: Hashable = None  # which one; None: nobody says, and it is taken for one of its own
+    request: Hashable = None  # which one of all there were; None: nobody says, and it is taken for one of its own
 
 
 def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:

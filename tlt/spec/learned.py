@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt.kernels.states import keep_states
 from tlt.model.transformer import Transformer
 from tlt.spec.candidates import DrawKeys
-from tlt.spec.costs import DRAFT, EXTEND, Measured
+from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, gather_taps
 from tlt.spec.growth import Grove, Soil
@@ -61,6 +61,32 @@ class _Trees:
 _NOT_READY = -2  # first parent of a row from which nothing can be grown yet
 
 
+@dataclass(frozen=True, slots=True)
+class _Recalled:
+    """Rows that enter with one prefix, and where the states that were kept of it go: E rows, N = E · S places."""
+
+    row_E: np.ndarray
+    first: int  # position that has a state
+    slot_S: np.ndarray
+    token_ES: np.ndarray  # drawn from each state
+
+    @classmethod
+    def of(cls, prefix: tuple[int, ...], entered: Sequence[Entered], kept: int, window: int) -> "_Recalled":
+        first = len(prefix) - kept
+        token_ES = np.empty((len(entered), kept), dtype=np.int64)
+        if kept:
+            token_ES[:, :-1] = prefix[first + 1 :]
+            token_ES[:, -1] = [entry.token for entry in entered]
+        slot_S = np.arange(first, len(prefix)) % window
+        return cls(np.array([entry.row for entry in entered]), first, slot_S, token_ES)
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Rows, first positions; row, slot and token of every place."""
+        rows, kept = self.token_ES.shape
+        held_E = np.full(rows, self.first)
+        return self.row_E, held_E, np.repeat(self.row_E, kept), np.tile(self.slot_S, rows), self.token_ES.ravel()
+
+
 class LearnedDrafting:
     """An Eagle behind the drafters' protocol, and the keeper of the states it reads."""
 
@@ -97,6 +123,7 @@ class LearnedDrafting:
         self._took_in = False  # many at once, since somebody asked
         self._ticks = 0
         self._planted: _Trees | None = None
+        self._entered: list[int] = []  # rows that requests came into since these trees were grown
         self._prompts = PromptStates(window, self._states_RWF[0, :0])
         self._sharpening = Sharpening()
 
@@ -173,6 +200,8 @@ class LearnedDrafting:
         planted = self._planted
         if planted is None or planted.shape != shape or planted.tick != self._ticks:
             planted = self._planted = self._grow(keys, shape)
+        for row in self._entered:  # who was preempted and is back at once: its tree was cleared, nothing is verified
+            planted.row_of.pop(keys[row], None)
         return planted
 
     # ---- the keeper's protocol
@@ -210,7 +239,7 @@ class LearnedDrafting:
         for source, target in moves:
             origin[target] = origin.get(source, source)
         device = self._row.device
-        both = _send([list(origin), list(origin.values())], device)
+        both = _send([np.array(list(origin)), np.array(list(origin.values()))], device)
         ring = self._soil.ring
         rows: list[Tensor] = [self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R]
         rows += [ring.k_RKWd, ring.v_RKWd, ring.position_RW, self._soil.g_RD]
@@ -221,31 +250,35 @@ class LearnedDrafting:
             state[both[0]] = state[both[1]]
 
     def _enter(self, entered: Sequence[Entered]) -> None:
-        """Of each is known what was kept of its prefix, at best; no tree was grown."""
-        together: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
+        rollout begins, and what is launched for each of them would hold the first ticks up."""
+        together: dict[tuple[int, ...], list[Entered]] = {}
         for entry in entered:
-            together.setdefault((entry.prefix, entry.token), []).append(entry.row)
-        for (prefix, token), rows in together.items():
-            row = _send([rows], self._row.device)[0]
-            held = self._recall(row, prefix, token)
-            self._held_R[row] = held
-            self._taken_R[row] = held
-            self._ready_R[row] = False
-            self._soil.ring.forget(row)
-            self._behind = max(self._behind, len(prefix) - held)
-            if self._planted is not None:
-                self._staged().trees(self._planted.shape.verify).clear(row)
-
-    def _recall(self, row: Tensor, prefix: tuple[int, ...], token: int) -> int:
-        """Lays the states of a prefix into rows, as far as they were kept; the first position that has one."""
-        states_SF = self._prompts.states(prefix)
-        first = len(prefix) - len(states_SF)
-        if len(states_SF):
-            drawn_S = _send([[*prefix[first + 1 :], token]], row.device)[0]
-            slot_S = torch.arange(first, len(prefix), device=row.device) % self._window
-            self._states_RWF[row[:, None], slot_S] = states_SF
-            self._tokens_RW[row[:, None], slot_S] = drawn_S
-        return first
+            together.setdefault(entry.prefix, []).append(entry)
+        kept = {prefix: self._prompts.states(prefix) for prefix in together}
+        recalled = [_Recalled.of(prefix, together[prefix], len(kept[prefix]), self._window) for prefix in together]
+        row_E, held_E, row_N, slot_N, token_N = _send(
+            [np.concatenate(column) for column in zip(*(one.columns() for one in recalled), strict=True)],
+            self._row.device,
+        )
+        self._tokens_RW[row_N, slot_N] = token_N
+        seen = 0
+        for one, states_SF in zip(recalled, kept.values(), strict=True):
+            count = len(one.row_E) * len(states_SF)
+            if count:
+                at = slice(seen, seen + count)
+                shape = (len(one.row_E), len(states_SF))
+                self._states_RWF[row_N[at].view(shape), slot_N[at].view(shape)] = states_SF
+            seen += count
+            self._behind = max(self._behind, len(states_SF))
+        self._held_R[row_E] = held_E
+        self._taken_R[row_E] = held_E
+        self._ready_R[row_E] = False
+        self._soil.ring.forget(row_E)
+        if self._planted is not None:
+            self._staged().trees(self._planted.shape.verify).clear(row_E)
+            if self._planted.tick == self._ticks:
+                self._entered += [entry.row for entry in entered]
 
     # ---- growing
 
@@ -260,6 +293,7 @@ class LearnedDrafting:
             raise ValueError(f"a tree {shape.depth} deep; this drafter was made for at most {self._deepest}")
         stage, rows = self._staged(), self._staged().padded(len(keys))
         self._learn_sharpness(len(keys))
+        self._entered = []
         if self._behind > _TAKEN_IN[-1]:
             self._take_in(len(keys))
         grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
@@ -344,7 +378,13 @@ class LearnedDrafting:
             roots, level = self._levels(rows, grove)
             begun = stage.time(*extend) + stage.time(*roots)
             measured += [Measured(EXTEND, rows, begun), Measured(DRAFT, rows * grove.width, stage.time(*level))]
-        return measured
+        return measured + [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
+
+    def _measure_catching_up(self, size: int) -> Measured:
+        """With all that a window holds, at most; the cost of batches in between lies in between."""
+        rows, most = self._staged().padded(size), _TAKEN_IN[-1]
+        seconds = self._staged().time(("extend", rows, most), lambda: self._extend(rows, most))
+        return Measured(CATCH_UP, rows, seconds * math.ceil(self._window / most))
 
     # ---- sharpness
 
@@ -358,6 +398,9 @@ class LearnedDrafting:
         self._beta.fill_(self.beta)
 
 
-def _send(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Host numbers on the device, without waiting for it."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def _send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Host numbers on the device, in one copy and without waiting for it."""
+    together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))
+    if device.type == "cuda":
+        together = together.pin_memory()
+    return list(torch.split(together.to(device, non_blocking=True), [len(column) for column in columns]))

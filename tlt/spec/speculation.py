@@ -194,6 +194,8 @@ class Speculating:
         self.keeper: Keeper = learned or NoKeeper()
         self.deepest, self.widest = deepest, widest
         self._proposed: deque[_Proposed] = deque()  # of the ticks under way, oldest first
+        self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
+        self._begun = 0  # answers so far
         self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
@@ -220,10 +222,13 @@ class Speculating:
             self._tuner.drafter_changed(self._learned.name)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._answers[key] = self._begun
+        self._begun += 1
         for drafter in self._drafters.values():
             drafter.begin(key, prompt_id, prompt, params)
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
+        self._answers.pop(key, None)
         for drafter in self._drafters.values():
             drafter.end(key, answer)
 
@@ -293,7 +298,8 @@ class Speculating:
         proposed = self._proposed.popleft()
         if any(later.odd for later in self._proposed):  # this one was read behind another's catching up
             seconds = None
-        self._lesson = _Lesson(shape, proposed, emitted, seconds, once_s)
+        answers = [self._answers.get(key) for key in proposed.keys]  # now: they may have ended when it is looked into
+        self._lesson = _Lesson(shape, proposed, emitted, answers, seconds, once_s)
 
     def _learn(self) -> None:
         """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
@@ -308,7 +314,8 @@ class Speculating:
         self._drafting_s += sum(proposed.drafts_s)
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
-        outcome = Outcome(lesson.shape, len(lesson.emitted), told, seconds, once_s, proposed.drafts_s)
+        spent = (seconds, once_s, proposed.drafts_s, proposed.caught_up_s)
+        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent)
         self._alarms += self._tuner.observe(outcome)
 
     def _walks(self, lesson: "_Lesson") -> list[Walked]:
@@ -320,7 +327,7 @@ class Speculating:
             Walked(
                 len(tokens) - 1,
                 tuple(track(draft, tokens, shape) for draft in proposed.of(row)) if row % stride == offset else (),
-                proposed.keys[row],
+                lesson.answers[row],
             )
             for row, tokens in enumerate(lesson.emitted)
             if tokens
@@ -367,6 +374,7 @@ class _Lesson:
     shape: Shape
     proposed: _Proposed
     emitted: Sequence[Sequence[int]]
+    answers: Sequence[int | None]  # whose tokens these are, by number; None: nobody said when it began
     seconds: float | None
     once_s: float
 
