@@ -1,8 +1,7 @@
 """The tuner: which shape this tick, from what was measured. "Off" is always a candidate.
 
 What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning
-costs at most a small share of the time so far (and a first allowance of two plain ticks), counted against the best
-known shape.
+costs at most a small share of the time so far, counted against the best known shape: so nothing is tried at first.
 Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
 """
 
@@ -29,6 +28,7 @@ class Outcome:
     seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
     once_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
     drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
+    caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while
 
 
 class TunerPolicy(Protocol):
@@ -51,7 +51,6 @@ class TunerPolicy(Protocol):
 @dataclass(frozen=True, slots=True)
 class TunerSettings:
     exploration: float = 0.005  # share of all time that may be lost by learning
-    allowance_ticks: float = 2.0  # plain ticks that may be lost before there is any time to take a share of
     margin: float = 0.01  # a shape must promise this much more than the one in use …
     doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known
     least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
@@ -151,8 +150,9 @@ class _Ledger:
     lost: float = 0.0  # a probe that paid off gives back, but never below 0
     open: list[_Probe] = field(default_factory=list)  # chosen, not yet observed: booked at their worst
 
-    def left(self, allowance: float) -> float:
-        return self.share * self.spent + allowance - self.lost - sum(probe.worst for probe in self.open)
+    @property
+    def left(self) -> float:
+        return self.share * self.spent - self.lost - sum(probe.worst for probe in self.open)
 
     def close(self, shape: Shape, size: int, tick: int) -> _Probe | None:
         """The probe this tick was, if it was one. One that never ran is dropped."""
@@ -196,7 +196,7 @@ class Tuner:
         stand = self._stands.get(size)
         if stand is None or self._ticks >= stand.until:
             stand = self._review(size)
-        if stand.probe is not None and not self._ledger.open and stand.worst <= self._budget_left(size):
+        if stand.probe is not None and not self._ledger.open and stand.worst <= self._ledger.left:
             return self._try(stand, size)
         return stand.shape
 
@@ -261,7 +261,7 @@ class Tuner:
         self.evaluations += len(seconds)
         rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
         self._decide(stand, rates)
-        self._plan_probe(stand, rates, seconds)
+        self._plan_probe(stand, size, rates, seconds)
         return stand
 
     def _decide(self, stand: _Stand, rates: dict[Shape, float]) -> None:
@@ -290,7 +290,7 @@ class Tuner:
 
     # ---- learning
 
-    def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float]) -> None:
+    def _plan_probe(self, stand: _Stand, size: int, rates: dict[Shape, float], seconds: dict[Shape, float]) -> None:
         """The drafters least is known about that are worth a try now, in the shape that promises most."""
         stand.probe = None
         for drafters in sorted(self._sets, key=self._acceptance.evidence):
@@ -302,8 +302,9 @@ class Tuner:
             if not mine or drafters == stand.shape.drafters:
                 continue
             if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
-                worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) for shape in mine}
-                left = self._ledger.left(self._settings.allowance_ticks * seconds[OFF])
+                first_s = self._costs.catching_up(mine[0], stand.shape, size)
+                worst = {shape: max(0.0, first_s + seconds[shape] - 1.0 / stand.rate) for shape in mine}
+                left = self._ledger.left
                 affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
                 stand.probe = max(affordable, key=rates.__getitem__)
                 stand.worst = worst[stand.probe]
@@ -333,9 +334,6 @@ class Tuner:
             pause.until, stand.probe = self._ticks + pause.wait, None
         return shape
 
-    def _budget_left(self, size: int) -> float:
-        return self._ledger.left(self._settings.allowance_ticks * (self._costs.seconds(OFF, size) or 0.0))
-
     # ---- observing
 
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
@@ -349,7 +347,7 @@ class Tuner:
         probe = ledger.close(outcome.shape, size, self._ticks)
         if probe is not None:
             tally.explored += 1
-            ledger.lost = max(0.0, ledger.lost + seconds - per_request / probe.rate)
+            ledger.lost = max(0.0, ledger.lost + seconds + outcome.caught_up_s - per_request / probe.rate)
         tally.ticks[(size, outcome.shape)] += 1
         tally.verifies += len(outcome.walks)
         tally.accepted += accepted
