@@ -4,16 +4,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlt.cli import main
 from tlt.config import DraftSettings
+from tlt.draft import draft_export
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import TltError
@@ -25,7 +25,7 @@ from tlt.policy import TINY_POLICY
 from tlt.spec.align import align
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, candidates
 from tlt.spec.eagle import Eagle, EagleConfig
-from tlt.spec.eagle_files import load_drafter
+from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
 from tlt.train.drafter import (
     RATED_AT,
     DrafterBatch,
@@ -79,26 +79,14 @@ def fingerprint(model: Transformer) -> str:
 # ---- making batches ready
 
 
-class Seen(TorchDispatchMode):
-    """Which of torch's operations are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_batches_are_made_ready_without_torch() -> None:
     """Which would wake up all its threads, many times a step, while the device waits."""
     given = examples((40, 9, 23))
-    with Seen() as seen:
+    with tiny.Seen() as seen:
         (row,) = pack(given, 72)
         weigh(align(row.tokens_T, row.mask_T, row.lengths), SETTINGS, SETTINGS.unroll)
     assert seen.names <= {"detach", "lift_fresh"}
-    with Seen() as seen:
+    with tiny.Seen() as seen:
         PackedLayout.from_lengths(row.lengths)
     assert seen.names <= {"detach", "lift_fresh"}
 
@@ -434,6 +422,41 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
     assert main(arguments) in (1, 2)
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["train", "tiny", "--prompts", "toy", "--out", "{}"], "--out"), (["export", "x", "{}"], "TARGET")],
+)
+def test_what_a_directory_holds_is_never_written_over(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: str,
+) -> None:
+    monkeypatch.setattr("tlt.draft.open_policy", lambda _: pytest.fail("work was done first"))
+    monkeypatch.setattr("tlt.draft.read_drafter_config", lambda _: {"tlt": {"policy": "tiny"}})
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "model.safetensors").write_bytes(b"dear")
+    assert main(["draft", *(word.format(kept) for word in arguments)]) == 2
+    assert f"{named} {kept} holds something already" in capsys.readouterr().err
+    assert [file.read_bytes() for file in kept.iterdir()] == [b"dear"]
+
+
+def test_a_drafter_that_cannot_be_saved_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(_drafter: object, path: Path, *_: object, **__: object) -> None:
+        (path / "config.json").write_text("{")
+        raise OSError("the disk is full")
+
+    source = tmp_path / "source"
+    save_drafter(drafter(), source, POLICY.head_weight, Origin("tiny", ()))
+    monkeypatch.setattr("tlt.draft.save_drafter", half)
+    monkeypatch.setattr("tlt.draft.open_policy", lambda _: SimpleNamespace(model=POLICY))
+    with pytest.raises(OSError, match="the disk is full"):
+        draft_export(str(source), str(tmp_path / "target"), "flat", None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_drafter_is_saved_beside_you_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:

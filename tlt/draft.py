@@ -4,9 +4,12 @@ Owns the order of things: the policy answers prompts, the drafter learns from it
 after is measured on answers it never learned from. Decides nothing about learning.
 """
 
+import os
+import shutil
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -38,24 +41,23 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
 
     `policy` is `config.model`, for whoever has it open already.
     """
-    if Path(out).is_file():
-        raise ConfigError(f"--out {out} is a file; expected a directory, which need not be there yet")
     console = Console(highlight=False)
     spent = _Spent()
-    policy = policy or open_policy(config.model)
-    spent.on("opening")
-    learned, held_out = _answers(config, policy, prompts, console)
-    drafter = _new_drafter(config, policy, learned)
-    spent.on("answers")
-    held = _held(config, policy, drafter.config.taps, held_out)
-    before = _measure(drafter, policy, held)
-    spent.on("measuring")
-    tokens = _train(config, policy, drafter, learned, console)
-    seconds = spent.on("training")
-    after = _measure(drafter, policy, held)
-    spent.on("measuring")
-    save_drafter(drafter, out, policy.model.head_weight, _origin(config.model.path, policy))
-    spent.on("saving")
+    with _place_beside(out, "--out") as place:
+        policy = policy or open_policy(config.model)
+        spent.on("opening")
+        learned, held_out = _answers(config, policy, prompts, console)
+        drafter = _new_drafter(config, policy, learned)
+        spent.on("answers")
+        held = _held(config, policy, drafter.config.taps, held_out)
+        before = _measure(drafter, policy, held)
+        spent.on("measuring")
+        tokens = _train(config, policy, drafter, learned, console)
+        seconds = spent.on("training")
+        after = _measure(drafter, policy, held)
+        spent.on("measuring")
+        save_drafter(drafter, place, policy.model.head_weight, _origin(config.model.path, policy))
+        spent.on("saving")
     _tell(console, before, after)
     unrolled = max(0, config.draft.steps - config.draft.single_steps) if config.draft.unroll > 1 else 0
     pace = f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s"
@@ -77,15 +79,46 @@ def draft_export(source: str, target: str, form: str, policy_path: str | None) -
     path = policy_path or recorded
     if path is None:
         raise ConfigError(f"{source} does not say which policy it belongs to; name it with --policy")
-    policy = open_policy(ModelSettings(path=path, device="cpu", dtype="float32"))
-    head_VD, embed_VD = policy.model.head_weight, policy.model.embed
-    named = words.get("torch_dtype", "float32")
-    drafter = load_drafter(
-        source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
-    )
-    embedding = embed_VD if formats[0] == "speculators" else None
-    save_drafter(drafter, target, head_VD, _origin(path, policy), form=formats[0], embed_VD=embedding)
+    with _place_beside(target, "TARGET") as place:
+        policy = open_policy(ModelSettings(path=path, device="cpu", dtype="float32"))
+        head_VD, embed_VD = policy.model.head_weight, policy.model.embed
+        named = words.get("torch_dtype", "float32")
+        drafter = load_drafter(
+            source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
+        )
+        embedding = embed_VD if formats[0] == "speculators" else None
+        save_drafter(drafter, place, head_VD, _origin(path, policy), form=formats[0], embed_VD=embedding)
     Console(highlight=False).print(f"saved {target} in the {form} format", soft_wrap=True)
+
+
+@contextmanager
+def _place_beside(out: str, argument: str) -> Iterator[Path]:
+    """An empty directory that gets the name `out` once all is in it, or is removed. What is at `out` already stays."""
+    target = Path(out).resolve()
+    if target.is_file():
+        raise ConfigError(f"{argument} {out} is a file; expected a directory, which need not be there yet")
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(
+            f"{argument} {out} holds something already, and nothing is written over; "
+            f"give {argument} another directory, or remove what is there"
+        )
+    place = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{argument} {out} cannot be made ({error.strerror}); give {argument} a directory that can"
+        ) from None
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, place)
+        yield place
+        undo.pop_all()
+    try:
+        place.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{argument} {out} was taken meanwhile ({error.strerror}); the drafter is at {place}, to be moved"
+        ) from None
 
 
 # ---- answers
