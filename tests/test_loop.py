@@ -15,6 +15,7 @@ from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet
 from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences, is_replayed
 from tlt.policy import TINY_POLICY
+from tlt.spec.learned import LearnedDrafting
 from tlt.tasks.judge import Answer, DirectJudge, Verdict
 from tlt.tasks.judging import Judging
 from tlt.tasks.toy import ToyTask
@@ -211,6 +212,20 @@ class SamePrompts(ToyTask):
         return super().sample(0, count)
 
 
+class Ending(ToyTask):
+    """Has three prompts."""
+
+    def sample(self, step: int, count: int) -> Sequence[Prompt]:
+        return super().sample(0, 3)[step * count : (step + 1) * count]
+
+
+def test_a_task_may_ask_less_than_it_was_to_but_not_nothing(tmp_path: Path) -> None:
+    config = small(tmp_path, "--task.prompts=2", "--task.group=2", "--run.steps=3", "--train.minibatches=8")
+    with pytest.raises(TaskError, match=r"Ending\.sample\(2, 2\) returned no prompts; expected 2, one at least"):
+        tlt.train(config, Ending())
+    assert len(steps_of(read_run(tmp_path / config.run.name))) == 2
+
+
 def test_reward_rises_and_a_users_task_is_asked(tmp_path: Path) -> None:
     flags = ["--run.steps=6", "--task.group=16", "--engine.rows=64", "--model.dtype=float32"]
     config = small(tmp_path, *flags, "--sampling.temperature=1.5")
@@ -272,6 +287,17 @@ def test_engine_and_trainer_share_the_policy(tmp_path: Path) -> None:
     held.restore(tmp_path / "saved", 3)
     assert worker.policy.model.embed.abs().max() > 0
     assert {name: weight.data_ptr() for name, weight in worker.policy.model.named_parameters()} == before
+
+
+def test_other_weights_are_told_to_the_drafter_once_even_under_the_same_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = LocalFleet(small(tmp_path, *LEARNED), lambda event: None).worker
+    told: list[int] = []
+    monkeypatch.setattr(LearnedDrafting, "policy_changed", lambda self: told.append(worker.engine.version))
+    for count, version in enumerate((1, 1, 2), start=1):  # a state taken over from another worker keeps its version
+        worker.publish(version)
+        assert len(told) == count
 
 
 def test_a_run_is_not_written_over(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
-"""Small real parts for tests: random policies of any dtype and a tokenizer of one character per token."""
+"""Small real parts for tests: random policies of any dtype and a tokenizer of one character per token; and who sees
+what torch is asked to do."""
+
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
@@ -54,3 +58,15 @@ class _Letters:
 
 def letters() -> Tokenizer:
     return Tokenizer(_Letters(), frozenset({EOS}))
+
+
+class Seen(TorchDispatchMode):
+    """Which of torch's operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tlt.config import GrpoSettings, RunConfig
 from tlt.engine.request import Request
+from tlt.errors import TaskError
 from tlt.tasks.judge import Judge
 from tlt.tasks.judging import Judged, Judging
 from tlt.tasks.task import Task
@@ -177,8 +178,15 @@ def is_replayed(step: int, every: int) -> bool:
 
 def ask(step: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list[Asked]:
     """The step's prompts with `task.group` requests each. No key is used twice in a run."""
+    prompts = list(task.sample(step, config.task.prompts) or ())
+    if not prompts:
+        raise TaskError(
+            f"{type(task).__module__}.{type(task).__qualname__}.sample({step}, {config.task.prompts}) returned no "
+            f"prompts; expected {config.task.prompts}, one at least: begin again with the first where they end, "
+            f"or lower run.steps to {step}"
+        )
     asked = []
-    for index, prompt in enumerate(task.sample(step, config.task.prompts)):
+    for index, prompt in enumerate(prompts):
         tokens = tuple(tokenizer.encode_prompt(prompt.content))
         first = (step << 32) + index * config.task.group
         keys = [Key(config.run.seed, first + answer) for answer in range(config.task.group)]
