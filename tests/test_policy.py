@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.tiny import VOCAB, letters, policy
+from tests.tiny import VOCAB, Seen, letters, policy
 from tlt.config import GrpoSettings, TrainSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
@@ -104,6 +104,36 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float
 
 def weights_of(model: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in model.parameters()]
+
+
+# ---- making rows ready
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_are_made_ready_without_torch(dtype: torch.dtype) -> None:
+    """Which would wake up all its threads, row after row; and with the very numbers torch would have put there."""
+    given = [replace(e, advantage=e.advantage / 3) for e in experiences(policy(torch.float64), off=0.3)]
+    trainer = PolicyTrainer(policy(dtype), ONE_STEP, GrpoSettings(loss="sequence"))
+    part = trainer._prepare(given)
+    (packed,) = part.packed
+    with Seen() as seen:
+        row = trainer._row(packed, part.learned, part.totals)
+    assert seen.names <= {"detach", "lift_fresh"}
+    wide = torch.promote_types(dtype, torch.float32)
+    members = [given[index] for index in packed.members]
+    sizes = torch.tensor([len(e.rollout.completion.tokens) for e in members])
+    answers_N = packed.mask_T.nonzero().squeeze(1)
+    weights = [1 / (len(given) * size) for size in sizes.tolist()]
+    told = torch.tensor([one for e in members for one in e.rollout.completion.policy_logprobs], dtype=torch.float64)
+    for found, expected in (
+        (row.before_N, answers_N - 1),
+        (row.token_N, packed.tokens_T[answers_N]),
+        (row.advantage_N, torch.tensor([e.advantage for e in members], dtype=wide).repeat_interleave(sizes)),
+        (row.weight_N, torch.tensor(weights, dtype=wide).repeat_interleave(sizes)),
+        (row.old_N, told.to(wide)),
+    ):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
 
 
 # ---- the loss and its gradient

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -217,26 +218,28 @@ class PolicyTrainer:
         layout = PackedLayout.from_lengths((2,), device)
         return _Row(empty_N.new_zeros(2), layout, empty_N, empty_N, numbers_N, numbers_N, numbers_N)
 
+    @np.errstate(over="ignore")  # what becomes infinite is refused with its loss
     def _row(self, packed: PackedRow, experiences: Sequence[Experience], totals: grpo.Totals) -> "_Row":
         device = self._model.embed.device
-        wide = torch.promote_types(self._model.embed.dtype, torch.float32)
+        wide = np.float64 if self._model.embed.dtype == torch.float64 else np.float32
         members = [experiences[index] for index in packed.members]
-        sizes = torch.tensor([len(e.rollout.completion.tokens) for e in members])
-        weights = [grpo.token_weight(size, totals, self._grpo) for size in sizes.tolist()]
+        sizes_S = np.array([len(e.rollout.completion.tokens) for e in members])
+        weights = [grpo.token_weight(size, totals, self._grpo) for size in sizes_S.tolist()]
+        # by numpy, as rows are packed: torch would wake up all its threads for a few thousand numbers
         old = array("d", chain.from_iterable(self._old(e.rollout.completion) for e in members))
 
         def per_token(values: Sequence[float]) -> Tensor:
-            return upload(torch.tensor(values, dtype=wide).repeat_interleave(sizes), device)
+            return upload(torch.from_numpy(np.repeat(np.array(values, dtype=wide), sizes_S)), device)
 
-        answers_N = packed.mask_T.nonzero().squeeze(1)
+        answers_N = np.flatnonzero(packed.mask_T.numpy())
         row = _Row(
             tokens_T=upload(packed.tokens_T, device),
             layout=PackedLayout.from_lengths(packed.lengths, device),
-            before_N=upload(answers_N - 1, device),
-            token_N=upload(packed.tokens_T[answers_N], device),
+            before_N=upload(torch.from_numpy(answers_N - 1), device),
+            token_N=upload(torch.from_numpy(packed.tokens_T.numpy()[answers_N]), device),
             advantage_N=per_token([e.advantage for e in members]),
             weight_N=per_token(weights),
-            old_N=upload(torch.frombuffer(old, dtype=torch.float64).to(wide), device),
+            old_N=upload(torch.from_numpy(np.frombuffer(old).astype(wide)), device),
         )
         if self._reference is None:
             return row
@@ -331,7 +334,7 @@ def _result(reports: Sequence[Report], parts: Sequence[_Part], rate: float) -> U
         grad_norm=mean("grad_norm"),
         learning_rate=rate,
         tokens=sum(len(row.tokens_T) for part in parts for row in part.packed),
-        answer_tokens=sum(int(row.mask_T.sum()) for part in parts for row in part.packed),
+        answer_tokens=sum(int(np.count_nonzero(row.mask_T.numpy())) for part in parts for row in part.packed),
         updates=len(reports),
         clipped=mean("clipped"),
         kl=mean("kl"),
