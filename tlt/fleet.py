@@ -167,8 +167,6 @@ class Worker:
     def publish(self, version: int) -> None:
         """The tensors already hold this version of the policy: whoever has derived something from them is told."""
         self.engine.load_policy(version)
-        if self._learned:
-            self._learned.policy_changed()
 
     def swap_drafter(self) -> int | None:
         """Hands the newest drafter to the engine; its version, if the engine had another."""

@@ -274,14 +274,13 @@ class Engine:
         return tuple(self._in_flight[key].tokens)
 
     def load_policy(self, version: int) -> None:
-        """The policy's tensors now hold another version: nothing computed with the old one is used again.
+        """The policy's tensors now hold other weights: nothing computed with the old ones is used again.
 
         Requests under way go on with the new policy; their completions name the version of the last token.
         """
-        if version != self._version:
-            self._scheduler.forget_cache()
-            self._speculation.policy_changed()
-            self._version = version
+        self._scheduler.forget_cache()
+        self._speculation.policy_changed()
+        self._version = version
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Another version of the learned drafter, between two ticks."""
