@@ -5,6 +5,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -83,6 +85,7 @@ class TinyHost(Host):
         self._sessions.reach = self._reach
         self._trap, self._countdown, self._signal = "", 0, signal.SIGKILL
         self._delay = 0.0
+        self._before_writing: tuple[int, float, bool] = (0, 0.0, False)
         super().open(config, rank, lane, nccl)
 
     def arm(self, where: str, countdown: int = 1, how: int = signal.SIGKILL) -> None:
@@ -97,6 +100,25 @@ class TinyHost(Host):
     def dawdle(self, seconds: float) -> None:
         """Every tick takes longer: the others run dry first."""
         self._delay = seconds
+
+    def write_slowly(self, pieces: int, pause_s: float, *, for_ever: bool = False) -> None:
+        """The next snapshots are preceded by so many small files, a moment apart; or nothing follows on these."""
+        self._before_writing = (pieces, pause_s, for_ever)
+
+    def snapshot(self, keep: bool) -> None:
+        super().snapshot(keep)
+        pieces, pause_s, for_ever = self._before_writing
+        whole = self._write
+
+        def slowly(directory: Path) -> None:
+            for number in range(pieces):
+                (directory / f"{number}.piece").write_text("a piece")
+                time.sleep(pause_s)
+            if for_ever:
+                Event().wait()
+            whole(directory)
+
+        self._write = slowly
 
     def _tick(self) -> None:
         self._reach("rollout")

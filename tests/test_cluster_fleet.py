@@ -19,7 +19,7 @@ from tests.tiny import letters
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.config import RunConfig
 from tlt.engine.request import Request
-from tlt.errors import StateLost
+from tlt.errors import CheckpointError, StateLost
 from tlt.fleet import LocalFleet
 from tlt.loop import Fleet, Loop
 from tlt.tasks.judge import DirectJudge
@@ -101,6 +101,7 @@ class Crowd:
         for rank in range(self.config.cluster.workers):
             actor = self.actor(rank)
             ray.get([actor.take.remote(self._first), actor.dawdle.remote(0.0), actor.arm.remote("")])
+            ray.get(actor.write_slowly.remote(0, 0.0))
 
     def dawdle(self, rank: int) -> None:
         ray.get(self.actor(rank).dawdle.remote(0.02))
@@ -182,6 +183,24 @@ def test_a_checkpoint_is_gone_on_from(
     again = run(crowd.config, crowd.fleet, Story(), 2, first=1)
     assert again.tokens == alone.tokens[1:2]
     assert again.losses == pytest.approx(alone.losses[1:2], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("same_machine", [True, False])
+def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
+    crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
+) -> None:
+    crew = crowd.fleet._crew
+    monkeypatch.setattr(crew, "on_this_machine", lambda seat: same_machine)
+    monkeypatch.setattr(crowd.fleet, "_config", with_workers(3, hang_s=1.5))
+    ray.get([member.actor.write_slowly.remote(30, 0.1) for member in crew.members.values()])
+    write = crowd.fleet.snapshot()
+    write(tmp_path)
+    assert len(list(tmp_path.glob("*.piece"))) == 30
+    crowd.fleet.restore(tmp_path, 1)  # it is whole
+    ray.get([member.actor.write_slowly.remote(1, 0.0, for_ever=True) for member in crew.members.values()])
+    (tmp_path / "next").mkdir()
+    with pytest.raises(CheckpointError, match="was lost or hung"):
+        crowd.fleet.snapshot()(tmp_path / "next")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The parts of a fleet, each alone: who gets which requests, shares of an update, sums, gradients that meet."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.cli import main
+from tlt.cluster import transfer
 from tlt.cluster.dispatch import Dispatch, deal
 from tlt.cluster.ring import MeetingPlace, Ring, RingBroken
 from tlt.cluster.timeline import Span, seconds_of
@@ -276,6 +279,32 @@ def test_a_directory_arrives_as_it_was(tmp_path) -> None:
     write_files(read_files(source), target)
     assert (target / "deep" / "x.bin").read_bytes() == bytes(range(256))
     assert (target / "empty").read_bytes() == b""
+
+
+def test_a_directory_arrives_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_PIECE", 100)
+    source, target = tmp_path / "a", tmp_path / "b"
+    (source / "deep").mkdir(parents=True)
+    contents = {"deep/x.bin": bytes(range(256)), "even": bytes(200), "empty": b""}
+    for name, content in contents.items():
+        (source / name).write_bytes(content)
+    pieces = list(transfer.pieces_of(source))
+    assert [len(content) for _, content in pieces] == [100, 100, 56, 0, 100, 100]
+    for name, content in pieces:
+        transfer.append_piece(name, content, target)
+    assert {name: (target / name).read_bytes() for name in contents} == contents
+
+
+def test_what_is_written_shows_even_where_the_size_is_known_beforehand(tmp_path: Path) -> None:
+    seen = [transfer.extent(tmp_path)]
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(2**20)
+        seen.append(transfer.extent(tmp_path))
+        for _ in range(2):
+            file.write(bytes(2**19))
+            os.fsync(file.fileno())
+            seen.append(transfer.extent(tmp_path))
+    assert seen == sorted(set(seen))
 
 
 def test_seconds_by_name() -> None:

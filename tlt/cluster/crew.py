@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from tlt.cluster.host import MAIL, POST, Host
 from tlt.cluster.messages import Beat, News
@@ -68,6 +68,19 @@ class Outcome:
     answers: Mapping[int, Any]  # by seat
     parted: tuple[int, ...]  # seats of those who were left alone in the ring
     lost: tuple[int, ...]
+
+
+def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float) -> None:
+    """Until what is awaited is there, however long that takes: but GetTimeoutError once what `ask` calls for has been
+    the same, or has not come, for so long."""
+    moved, seen, call = time.monotonic(), None, ask()
+    while not ray.wait([awaited], timeout=_LOOK_S)[0]:
+        if ray.wait([call], timeout=0)[0]:
+            now, call = ray.get(call), ask()
+            if now != seen:
+                moved, seen = time.monotonic(), now
+        if time.monotonic() - moved > limit_s:
+            raise GetTimeoutError(f"no progress for {limit_s:g} s")
 
 
 class Crew:

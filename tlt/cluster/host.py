@@ -7,7 +7,7 @@ does as `LocalFleet` would: being an actor adds no behaviour to it.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,10 @@ from tempfile import TemporaryDirectory
 from threading import Condition, Event
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt.bench.fleet import Ticks
@@ -36,7 +38,7 @@ from tlt.cluster.ring import Meeting, MeetingPlace, Ring, RingBroken, breaking
 from tlt.cluster.sessions import Sessions
 from tlt.cluster.timeline import Span, Timeline
 from tlt.cluster.together import Admission, Mean, Vector
-from tlt.cluster.transfer import Files, fingerprint, on_host, read_files, write_files
+from tlt.cluster.transfer import Files, extent, fingerprint, on_host, pieces_of, write_files
 from tlt.config import RunConfig
 from tlt.drafting.idle import Order, Seat, State, without_rest
 from tlt.drafting.trainer import OnlineDrafter
@@ -102,6 +104,7 @@ class Host:
         self._loaded = self._swaps = 0  # version of the drafter that the engine has; how often it took a better one
         self._place: MeetingPlace | None = None
         self._write: Callable[[Path], None] = lambda directory: None
+        self._writes_to: Path | None = None
 
     def open(self, config: RunConfig, rank: int, lane: Lane, nccl: bool) -> None:
         config = replace(config, drafting=without_rest(config.drafting))
@@ -371,14 +374,21 @@ class Host:
     @ray.method(concurrency_group=MAIL)
     def write(self, directory: Path) -> None:
         """The last snapshot, on this machine."""
+        self._writes_to = directory
         self._write(directory)
 
     @ray.method(concurrency_group=MAIL)
-    def written(self) -> Files:
-        """The last snapshot, for a directory on another machine."""
+    def written(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        """The last snapshot in pieces, for a directory on another machine."""
         with TemporaryDirectory() as directory:
-            self._write(Path(directory))
-            return read_files(Path(directory))
+            self._writes_to = Path(directory)
+            self._write(self._writes_to)
+            yield from pieces_of(self._writes_to)
+
+    @ray.method(concurrency_group=MAIL)
+    def extent(self) -> int:
+        """Of what was written of the snapshot by now."""
+        return extent(self._writes_to) if self._writes_to else 0
 
     def restore(self, directory: Path, version: int) -> None:
         self._worker.restore(directory, version)

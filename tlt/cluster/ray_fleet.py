@@ -18,14 +18,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from tlt.bench.fleet import Beside, Ticks
-from tlt.cluster.crew import Crew, Outcome
+from tlt.cluster.crew import Crew, Outcome, wait_while_it_moves
 from tlt.cluster.dispatch import Dispatch, deal
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.messages import Published, RollReport
 from tlt.cluster.placement import check_room, connect, share_of
 from tlt.cluster.timeline import seconds_of
-from tlt.cluster.transfer import read_files, write_files
+from tlt.cluster.transfer import append_piece, read_files
 from tlt.config import RunConfig
 from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
@@ -340,12 +340,27 @@ def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
     )
 
 
+def _moving(stream: Any, ask: Callable[[], Any], hang_s: float) -> Iterator[Any]:
+    while True:
+        wait_while_it_moves(stream, ask, hang_s)
+        try:
+            piece = next(stream)
+        except StopIteration:
+            return
+        yield piece
+
+
 def _write(actor: Any, same_machine: bool, hang_s: float, directory: Path) -> None:
+    """Takes as long as it takes while it goes on: a large policy on a slow disk is no hang."""
     try:
         if same_machine:
-            ray.get(actor.write.remote(directory.absolute()), timeout=hang_s)
+            call = actor.write.remote(directory.absolute())
+            wait_while_it_moves(call, actor.extent.remote, hang_s)
+            ray.get(call)
         else:
-            write_files(ray.get(actor.written.remote(), timeout=hang_s), directory)
+            for piece in _moving(actor.written.remote(), actor.extent.remote, hang_s):
+                name, content = ray.get(piece)
+                append_piece(name, content, directory)
     except RayTaskError as error:
         raise CheckpointError(
             f"the worker could not write the checkpoint ({error.cause}); the one before is intact"

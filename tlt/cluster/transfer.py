@@ -1,6 +1,7 @@
 """What of a worker travels: states as copies in host memory, directories as their files, weights as a fingerprint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Files = dict[str, NDArray[np.uint8]]  # contents by path
+_PIECE = 64 * 1024**2  # bytes
+_BLOCK = 512  # bytes, in which a file system tells what lies on its disk
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -48,3 +51,27 @@ def write_files(files: Files, directory: Path) -> None:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         content.tofile(path)
+
+
+def pieces_of(directory: Path) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """A directory as it can be sent where it is large: file by file, piece by piece, for `append_piece`."""
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        for start in range(0, max(1, path.stat().st_size), _PIECE):
+            yield str(path.relative_to(directory)), np.fromfile(path, dtype=np.uint8, count=_PIECE, offset=start)
+
+
+def append_piece(name: str, content: NDArray[np.uint8], directory: Path) -> None:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        content.tofile(file)
+
+
+def extent(directory: Path) -> int:
+    """A number that grows while something is written there: a file may have its size before it has its bytes."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):  # it has got another name meanwhile
+            found = path.stat()
+            total += found.st_size + found.st_blocks * _BLOCK
+    return total
