@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt.kernels import attention, attention_triton, elementwise, elementwise_triton
-from tlt.kernels.attention_triton import Launch, plan_launch
+from tlt.kernels.attention_plan import Launch, plan_launch
+from tlt.kernels.attention_shares import list_shares
 
 PAGE = 16
 CACHED_BYTES = 120e6  # two L2 caches of an H200: rotate among at least this much
@@ -64,12 +65,16 @@ class Batch:
     tree_mask: Tensor | None
     max_query: int
     bytes_moved: int
+    listed: dict[Launch, Tensor] = field(default_factory=dict)  # shares, by launch
 
     def call(self, layer: int, *, launch: Launch | None = None, pdl: bool = False, out: Tensor | None = None) -> Tensor:
+        launch = launch or planned(self)
+        if launch not in self.listed:
+            self.listed[launch] = list_shares(self.context_len, launch)  # once for all layers, as an engine does it
         return attention_triton.paged_attention(
             self.q, self.k_caches[layer], self.v_caches[layer], self.query_start, self.context_len, self.page_table,
             max_query=self.max_query, scale=self.q.shape[2] ** -0.5, tree_mask_TW=self.tree_mask,
-            launch=launch, pdl=pdl, out=out,
+            launch=launch, pdl=pdl, out=out, shares_S=self.listed[launch],
         )  # fmt: skip
 
     def reference(self, layer: int) -> Tensor:
@@ -153,8 +158,8 @@ def check_all(shape: Shape) -> None:
     cases = [([700, 1, 64, 333], 1, False), ([260, 0, 99], 8, True), ([90, 1500], 32, True), ([1000, 512], 512, False)]
     for contexts, queries, tree in [*cases, ([5000], 1, False), ([100] * 60, 40, True)]:
         batch = make_batch(shape, contexts, queries, tree=tree, most_layers=1)
-        plan = default_plan(shape, batch)
-        for launch in (plan, replace(plan, combine="separate"), replace(plan, splits=7, min_split=plan.block_n)):
+        plan = planned(batch)
+        for launch in (plan, replace(plan, extra=0), replace(plan, extra=23, min_split=plan.block_n)):
             out = batch.call(0, launch=launch, out=torch.full_like(batch.q, math.nan))
             report(f"attention {len(contexts)} requests, {queries} queries, {launch}", out, batch.reference(0))
             for _ in range(20):
@@ -189,10 +194,10 @@ def report(what: str, got: Tensor, expected: Tensor) -> None:
         raise SystemExit(f"{what}: relative error {error:.2e}; expected less than 1e-2")
 
 
-def default_plan(shape: Shape, batch: Batch) -> Launch:
+def planned(batch: Batch) -> Launch:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    group = shape.n_q // shape.n_kv
-    return plan_launch(len(batch.context_len), shape.n_kv, group, batch.max_query, multiprocessors)
+    n_kv = batch.k_caches.shape[3]
+    return plan_launch(len(batch.context_len), n_kv, batch.q.shape[1] // n_kv, batch.max_query, multiprocessors)
 
 
 def rope_arguments(shape: Shape, tokens: int) -> tuple[Tensor, ...]:
@@ -228,10 +233,10 @@ def time_decoding(table: Table, shape: Shape, *, quick: bool, pdl: bool) -> None
         for requests in (1, 8, 64, 256):
             for context in (1024,) if quick else (128, 512, 1024, 4096):
                 batch = make_batch(shape, [context] * requests, queries, tree=queries > 1)
-                plan = default_plan(shape, batch)
+                plan = planned(batch)
                 us = microseconds(lambda layer, batch=batch: batch.call(layer, pdl=pdl), len(batch.k_caches))
                 name = f"{shape.name} R={requests} L={context} q={queries}"
-                table.add(name, us, batch.bytes_moved, rows_x_splits=f"{plan.block_m}x{plan.splits}")
+                table.add(name, us, batch.bytes_moved, rows=plan.block_m, shares=plan.shares(requests))
     straggler = make_batch(shape, [256] * 63 + [8192], 1, tree=False)
     us = microseconds(lambda layer: straggler.call(layer, pdl=pdl), len(straggler.k_caches))
     table.add(f"{shape.name} R=64 L=256, one of 8192", us, straggler.bytes_moved)
@@ -307,7 +312,7 @@ def tune(table: Table, *, short: bool = False) -> None:
     for requests, context, queries in cases:
         shape = SHAPES[0]
         batch = make_batch(shape, [context] * requests, queries, tree=queries > 1)
-        plan = default_plan(shape, batch)
+        plan = planned(batch)
         neighbours = [plan, *(replace(plan, **change) for change in changes(plan, queries * shape.n_q // shape.n_kv))]
         times = [(time_launch(batch, launch), launch) for launch in neighbours]
         for us, launch in sorted(times, key=lambda pair: pair[0])[:5] + times[:1]:
@@ -324,11 +329,9 @@ def changes(plan: Launch, rows: int) -> list[dict[str, Any]]:
     changed += [{"num_warps": n} for n in (2, 4, 8) if n != plan.num_warps and not (n == 2 and plan.block_m >= 64)]
     tiles = [(block_n, stages) for block_n in (32, 64, 128, 256) for stages in (1, 2, 3, 4) if block_n * stages < 600]
     changed += [{"block_n": block_n, "num_stages": stages} for block_n, stages in tiles]
-    changed += [{"splits": n, "min_split": 64} for n in (1, 2, 4, 8, 16, 32) if n != plan.splits]
+    changed += [{"extra": n, "min_split": 64} for n in (0, 8, 16, 32, 64, 128, 255) if n != plan.extra]
     heights = [n for n in (16, 32, 64, 128) if n != plan.block_m and n < 2 * rows]
     changed += [{"block_m": n, "num_warps": 8 if n == 128 else 4} for n in heights]
-    if plan.splits > 1:
-        changed += [{"combine": "separate"}]
     return changed
 
 

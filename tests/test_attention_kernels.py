@@ -17,6 +17,7 @@ from tlt.kernels import attention, elementwise
 
 pytest.importorskip("triton")
 from tlt.kernels import attention_triton, elementwise_triton
+from tlt.kernels.attention_shares import list_shares
 
 GPU = torch.cuda.is_available()
 WHERE = {attention: ("cpu", torch.float64), elementwise: ("cpu", torch.float64)} | dict.fromkeys(
@@ -230,21 +231,46 @@ def naive_causal_window(batch: Batch, window: int) -> Tensor:
     return out
 
 
-SPLIT = attention_triton.Launch(block_m=16, block_n=16, splits=4, min_split=16, num_warps=4, num_stages=2)
+SPLIT = attention_triton.Launch(block_m=16, block_n=16, extra=9, min_split=16, num_warps=4, num_stages=2)
 
 
-@pytest.mark.parametrize(("splits", "combine"), [(1, "fused"), (3, "fused"), (3, "separate"), (8, "fused")])
+@pytest.mark.parametrize("extra", [0, 1, 5, 40])
 @pytest.mark.parametrize("case", ["decode", "verify", "mixed", "padded"])
-def test_splits_change_nothing_but_rounding(case: str, splits: int, combine: str) -> None:
+def test_shares_change_nothing_but_rounding(case: str, extra: int) -> None:
     lengths, words = RAGGED[case]
     dtype = WHERE[attention_triton][1]
     batch = make_batch(lengths, n_kv=1, group=3, d_head=32, dtype=dtype, tree_words=words)
-    launch = replace(SPLIT, splits=splits, combine=combine)
+    launch = replace(SPLIT, extra=extra)
     window = 0 if words else 40
     got = run(attention_triton, batch, 0.2, window, launch=launch)
     expected = run(attention, batch, 0.2, window)
     assert_close(attention_triton, got, expected)
     assert all(not counters.any() for counters in attention_triton._counters.values())
+
+
+@pytest.mark.parametrize("extra", [0, 1, 7, 100])
+@pytest.mark.parametrize("contexts", [[1], [300, 0, 17], [0, 0], [64] * 20, [40] * 30 + [3000], [2000, 1000, 500, 7]])
+@pytest.mark.parametrize("min_split", [16, 512])
+def test_contexts_are_divided_evenly(contexts: list[int], extra: int, min_split: int) -> None:
+    """Every key is read once, by shares of one length; a shorter one would not have been enough of them."""
+    launch = replace(SPLIT, extra=extra, min_split=min_split)
+    device = WHERE[attention_triton][0]
+    length, *listed = list_shares(torch.tensor(contexts, dtype=torch.int32, device=device), launch).tolist()
+    tiles = [math.ceil(context / 16) for context in contexts]
+    counts = [max(1, math.ceil(count / length)) for count in tiles]
+    assert listed[: sum(counts)] == [256 * r + share for r, count in enumerate(counts) for share in range(count)]
+    assert set(listed[sum(counts) :]) <= {-1}
+    assert len(listed) == len(contexts) + extra
+    shorter = length - max(1, length // 8)  # the search takes steps of an eighth
+    if length > min_split // 16:
+        assert shorter < 1 or sum(max(1, math.ceil(n / shorter)) for n in tiles) > len(listed)
+
+
+def test_a_straggler_is_shared_out() -> None:
+    """One long context among 64: whoever reads most of it reads little more than the others read of theirs."""
+    contexts = torch.tensor([250] * 63 + [4000], dtype=torch.int32, device=WHERE[attention_triton][0])
+    launch = attention_triton.plan_launch(64, 16, 3, 1, 132)
+    assert list_shares(contexts, launch)[0] * launch.block_n <= 512
 
 
 @BOTH
@@ -406,11 +432,11 @@ def test_launches_fit_the_chip(n_requests: int, max_query: int) -> None:
     launch = attention_triton.plan_launch(n_requests, 16, 3, max_query, 132)
     assert 16 <= launch.block_m <= 128
     assert launch.min_split % launch.block_n == 0
-    programs = n_requests * 16 * math.ceil(max_query * 3 / launch.block_m)
-    assert programs >= 132 or launch.splits > 1
-    if launch.splits > 1:
-        assert programs <= attention_triton.COUNTERS
-        assert programs * launch.splits * launch.block_m * 64 * 4 <= 64 << 20  # bytes of parts
+    per_share = 16 * math.ceil(max_query * 3 / launch.block_m)
+    assert launch.shares(n_requests) * per_share >= 132
+    if launch.extra:
+        assert n_requests * per_share <= attention_triton.COUNTERS
+        assert launch.shares(n_requests) * per_share * launch.block_m * 64 * 4 <= 64 << 20  # bytes of parts
 
 
 def test_too_many_blocks_for_the_counters() -> None:
@@ -419,19 +445,19 @@ def test_too_many_blocks_for_the_counters() -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("combine", ["fused", "separate"])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_a_captured_graph_follows_its_inputs(combine: str, pdl: bool) -> None:
+def test_a_captured_graph_follows_its_inputs(pdl: bool) -> None:
     """Captured at some context lengths, replayed at others, many times: counters reset themselves, bits repeat."""
     batch = make_batch([(3, 300), (3, 40), (3, 129)], n_kv=2, group=3, d_head=64, dtype=torch.bfloat16, tree_words=1)
     device = {name: getattr(batch, name).cuda() for name in ("query_start", "context_len", "page_table", "tree_mask")}
     q, k, v = (t.to("cuda", torch.bfloat16) for t in (batch.q, batch.k_cache, batch.v_cache))
-    launch = replace(SPLIT, splits=8, combine=combine)
+    launch = replace(SPLIT, extra=21)
+    shares = list_shares(device["context_len"], launch)
 
     def call() -> Tensor:
         return attention_triton.paged_attention(
             q, k, v, device["query_start"], device["context_len"], device["page_table"], max_query=3, scale=0.125,
-            tree_mask_TW=device["tree_mask"], launch=launch, pdl=pdl,
+            tree_mask_TW=device["tree_mask"], launch=launch, pdl=pdl, shares_S=shares if pdl else None,
         )  # fmt: skip
 
     call()
@@ -440,6 +466,7 @@ def test_a_captured_graph_follows_its_inputs(combine: str, pdl: bool) -> None:
         out = call()
     for contexts in ([300, 40, 129], [17, 3, 100], [250, 0, 64]):
         device["context_len"].copy_(torch.tensor(contexts))
+        shares.copy_(list_shares(device["context_len"], launch))
         expected = naive(replace(batch, context_len=torch.tensor(contexts)), 0.125)
         graph.replay()
         first = out.clone()

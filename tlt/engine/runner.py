@@ -20,7 +20,7 @@ from tlt.engine.graphs import GraphPool, PoolReport, bucket, buckets
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
-from tlt.model.attention import PagedLayout, kernels_for
+from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.drafter import Entered, Keeper, NoKeeper, RowView
@@ -271,6 +271,7 @@ class Runner:
             pages_RP=inputs.pages_RP,
             max_query=1,
             exact=self._exact,
+            shares_S=shares_of(inputs.context_R, self._model.config, 1),
         )
         out = self._model(inputs.token_R, layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
@@ -314,6 +315,7 @@ class Runner:
             max_query=nodes,
             tree_mask_TW=None if self._exact else trees.mask_RQW.flatten(0, 1),
             exact=self._exact,
+            shares_S=shares_of(inputs.context_R, self._model.config, nodes),
         )
         out = self._model(trees.token_RQ.flatten(), layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
@@ -366,15 +368,18 @@ class Runner:
             starts.append(len(tokens))
         width = max(len(chunk.pages) for chunk in chunks)
         tables = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
+        context_R = self._send([chunk.start + len(chunk.tokens) for chunk in chunks], torch.int32)
+        most = max(len(chunk.tokens) for chunk in chunks)
         layout = PagedLayout(
             cache=self._cache,
             positions_T=self._send(positions, torch.int64),
             slots_T=self._send(slots, torch.int32),
             query_start_R1=self._send(starts, torch.int32),
-            context_R=self._send([chunk.start + len(chunk.tokens) for chunk in chunks], torch.int32),
+            context_R=context_R,
             pages_RP=self._send(tables, torch.int32),
-            max_query=max(len(chunk.tokens) for chunk in chunks),
+            max_query=most,
             exact=self._exact,
+            shares_S=shares_of(context_R, self._model.config, most),
         )
         out = self._model(self._send(tokens, torch.int64), layout, self._keeper.taps)
         if out.taps:

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt.kernels.attention_plan import Launch, plan_launch
+from tlt.kernels.attention_shares import list_shares
 from tlt.kernels.cache_triton import copy_kv, rope_and_write, start
 
-__all__ = ["Launch", "copy_kv", "paged_attention", "plan_launch", "rope_and_write"]
+__all__ = ["Launch", "copy_kv", "paged_attention", "plan_launch", "rope_and_write", "shares_of"]
 
 COUNTERS = 1 << 18  # (request, key head, row block) triples of one launch
 MULTIPROCESSORS_OF_NO_GPU = 2  # what the interpreter plans for
@@ -33,12 +34,22 @@ def _set_bits(word):
 
 
 @triton.jit
+def _share(share_ptr, SHARED: tl.constexpr):
+    """Whose context this program reads, which share of it, and how many tiles that is; a request of −1: nothing."""
+    program = tl.program_id(2)
+    request, split, tiles = program, program * 0, program * 0 + (1 << 24)
+    if SHARED:
+        listed = tl.load(share_ptr + 1 + program)
+        request, split, tiles = listed >> 8, listed & 255, tl.load(share_ptr)
+    return request, split, tiles
+
+
+@triton.jit
 def _work(
-    query_len, context_len, first_row, splits,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
-    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr,
+    query_len, context_len, first_row, share_tiles,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Keys [low, high) a row block reads, those below `shared` seen by all rows; tiles per split; splits at work."""
+    """Keys [low, high) a row block reads, those below `shared` seen by all rows; shares of the request at work."""
     first_position = context_len - query_len
     first_query = first_row // GROUP
     last_query = tl.minimum(first_row + BLOCK_M - 1, query_len * GROUP - 1) // GROUP
@@ -56,9 +67,7 @@ def _work(
         low = tl.maximum(window_from, 0) // BLOCK_N * BLOCK_N
         shared = low  # the window's edge cuts through tiles: mask them all
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_N)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
-    at_work = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
-    return low, high, shared, tiles_per_split, at_work
+    return low, high, shared, tl.maximum(tl.cdiv(tiles, share_tiles), 1)
 
 
 @triton.jit
@@ -156,32 +165,34 @@ def sum_splits(
     return acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
 
 
-@triton.jit(do_not_specialize=["splits", "row_blocks"])
+@triton.jit(do_not_specialize=["row_blocks"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, context_len_ptr, page_table_ptr, tree_ptr,
-    partial_ptr, lse_ptr, counter_ptr, scale_log2, splits, row_blocks,
+    q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, context_len_ptr, page_table_ptr, tree_ptr, share_ptr,
+    partial_ptr, lse_ptr, counter_ptr, scale_log2, row_blocks,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_page, stride_slot, stride_head, stride_table,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, CHUNK: tl.constexpr,
-    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (key head, (split, row block), request): its rows over its share of the context.
+    """Program (key head, row block, share of a context; without SHARED a request): its rows over its keys.
 
     Alone at work it writes the output. Otherwise it leaves its part in memory, and the last to arrive sums all parts.
     A program with nothing to do leaves before it waits, and keeps no other from its place: lengths are older than the
     kernel before this one, which lets this one come only after its own wait.
     """
-    head, request = tl.program_id(0), tl.program_id(2)
-    split = tl.program_id(1) // row_blocks
-    row_block = row_blocks - 1 - tl.program_id(1) % row_blocks  # longest causal rows first
+    request, split, share_tiles = _share(share_ptr, SHARED)
+    if request < 0:
+        return
+    head = tl.program_id(0)
+    row_block = row_blocks - 1 - tl.program_id(1)  # longest causal rows first
     query_start = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - query_start
     context_len = tl.load(context_len_ptr + request)
     first_row = row_block * BLOCK_M
     if first_row >= query_len * GROUP:
         return
-    low, high, shared, tiles_per_split, at_work = _work(
-        query_len, context_len, first_row, splits, GROUP, BLOCK_M, BLOCK_N, MIN_TILES, TREE_WORDS, WINDOW
+    low, high, shared, at_work = _work(
+        query_len, context_len, first_row, share_tiles, GROUP, BLOCK_M, BLOCK_N, TREE_WORDS, WINDOW
     )
     if split >= at_work:
         return
@@ -214,8 +225,8 @@ def _attention_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     page_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table
     k_head_ptr, v_head_ptr = k_ptr + head * stride_head, v_ptr + head * stride_head
-    begin = low + split * tiles_per_split * BLOCK_N
-    end = tl.minimum(begin + tiles_per_split * BLOCK_N, high)
+    begin = low + split * share_tiles * BLOCK_N
+    end = tl.minimum(begin + share_tiles * BLOCK_N, high)
     middle = tl.maximum(tl.minimum(shared // BLOCK_N * BLOCK_N, end), begin)
     middle = begin + (middle - begin) // BLOCK_N * BLOCK_N
     page_N = pages_of(page_row_ptr, begin, end, BLOCK_N, PAGE)
@@ -235,59 +246,26 @@ def _attention_kernel(
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
     out_ptrs = out_ptr + (token_M * stride_ot + head_M * stride_oh)[:, None] + column_D[None, :]
-    if at_work == 1:
+    if not SHARED:  # noqa: SIM114, known when it is compiled: without shares there is nothing else
+        tl.store(out_ptrs, out_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
+    elif at_work == 1:
         tl.store(out_ptrs, out_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
     else:
-        block = (request * tl.num_programs(0) + head) * row_blocks + row_block
-        part_row_M = (block * splits + split).to(tl.int64) * BLOCK_M + row_M
+        column = head * row_blocks + row_block
+        base = (column * tl.num_programs(2) + tl.program_id(2) - split).to(tl.int64) * BLOCK_M
+        part_row_M = base + split * BLOCK_M + row_M
         tl.store(partial_ptr + part_row_M[:, None] * BLOCK_D + column_D[None, :], out_MD)
         tl.store(lse_ptr + part_row_M, tl.where(sum_M == 0.0, -float("inf"), peak_M + tl.log2(sum_M)))
-        if FUSED:
-            # all threads' stores, then one thread's release: whoever counts to the end has acquired them all
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
-            if arrived == at_work - 1:
-                tl.store(counter_ptr + block, 0)  # ready for the next launch
-                base = block.to(tl.int64) * splits * BLOCK_M
-                total_MD = sum_splits(
-                    partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M, CHUNK, BLOCK_M, BLOCK_M, BLOCK_D
-                )
-                tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
-
-
-@triton.jit(do_not_specialize=["splits", "row_blocks"])
-def _combine_kernel(
-    out_ptr, query_start_ptr, context_len_ptr, partial_ptr, lse_ptr, splits, row_blocks, stride_ot, stride_oh,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (key head, ROWS rows, request): sums the parts that `_attention_kernel` left, where it left several."""
-    start(PDL)
-    head, request = tl.program_id(0), tl.program_id(2)
-    from_row = tl.program_id(1) * ROWS
-    row_block = from_row // BLOCK_M
-    query_start = tl.load(query_start_ptr + request)
-    query_len = tl.load(query_start_ptr + request + 1) - query_start
-    context_len = tl.load(context_len_ptr + request)
-    if from_row >= query_len * GROUP:
-        return
-    _, _, _, _, at_work = _work(
-        query_len, context_len, row_block * BLOCK_M, splits, GROUP, BLOCK_M, BLOCK_N, MIN_TILES, TREE_WORDS, WINDOW
-    )
-    if at_work == 1:
-        return
-    row_M = from_row + tl.arange(0, ROWS)
-    column_D = tl.arange(0, BLOCK_D)
-    block = (request * tl.num_programs(0) + head) * row_blocks + row_block
-    base = block.to(tl.int64) * splits * BLOCK_M
-    total_MD = sum_splits(
-        partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M % BLOCK_M, CHUNK, BLOCK_M, ROWS, BLOCK_D
-    )
-    token_M = (query_start + row_M // GROUP).to(tl.int64)
-    out_ptrs = out_ptr + (token_M * stride_ot + (head * GROUP + row_M % GROUP) * stride_oh)[:, None] + column_D[None, :]
-    row_ok_MD = (row_M < query_len * GROUP)[:, None] & (column_D < D)[None, :]
-    tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
+        # all threads' stores, then one thread's release: whoever counts to the end has acquired them all
+        tl.debug_barrier()
+        block = request * tl.num_programs(0) * row_blocks + column
+        arrived = tl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
+        if arrived == at_work - 1:
+            tl.store(counter_ptr + block, 0)  # ready for the next launch
+            total_MD = sum_splits(
+                partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M, CHUNK, BLOCK_M, BLOCK_M, BLOCK_D
+            )
+            tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
 
 
 def paged_attention(
@@ -305,9 +283,12 @@ def paged_attention(
     sliding_window: int = 0,
     pdl: bool = False,
     launch: Launch | None = None,
+    shares_S: Tensor | None = None,
 ) -> Tensor:
     """As `attention.paged_attention`, except that tokens no request owns are left as they are in `out`.
 
+    `shares_S` are those of `shares_of` for these contexts, where several layers share them. `pdl` wants them, and a
+    kernel in between that waits for whoever wrote them and the lengths: programs look at both before they wait.
     The first call on a device must not be inside a graph capture: it makes the arrival counters (and compiles).
     """
     check_strides(q_THd, k_cache, v_cache, page_table_RP, tree_mask_TW)
@@ -315,34 +296,34 @@ def paged_attention(
     group = q_THd.shape[1] // n_kv
     launch = launch or plan_launch(n_requests, n_kv, group, max_query, multiprocessors_of(q_THd.device))
     row_blocks = triton.cdiv(max_query * group, launch.block_m)
-    blocks = n_requests * n_kv * row_blocks
+    if launch.extra and shares_S is None:
+        shares_S, pdl = list_shares(context_len_R, launch), False
+    programs = launch.shares(n_requests)
+    parts = programs * n_kv * row_blocks if launch.extra else 0
     block_d = max(16, triton.next_power_of_2(d_head))  # what the matrix units take at least
-    fused = launch.combine == "fused"
     out = torch.empty_like(q_THd) if out is None else out
-    parts = blocks * launch.splits if launch.splits > 1 else 0
     partial = torch.empty((parts, launch.block_m, block_d), dtype=torch.float32, device=q_THd.device)
     lse = torch.empty((parts, launch.block_m), dtype=torch.float32, device=q_THd.device)
-    shape = {
-        "GROUP": group, "D": d_head, "BLOCK_D": block_d, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "MIN_TILES": max(1, launch.min_split // launch.block_n),
-        "TREE_WORDS": 0 if tree_mask_TW is None else tree_mask_TW.shape[1], "WINDOW": sliding_window, "PDL": pdl,
-    }  # fmt: skip
-    _attention_kernel[(n_kv, row_blocks * launch.splits, n_requests)](
+    _attention_kernel[(n_kv, row_blocks, programs)](
         q_THd, k_cache, v_cache, out, query_start_R1, context_len_R, page_table_RP,
         query_start_R1 if tree_mask_TW is None else tree_mask_TW,
-        partial, lse, arrival_counters(q_THd.device, blocks if parts and fused else 0),
-        scale * 1.4426950408889634, launch.splits, row_blocks,
+        query_start_R1 if shares_S is None else shares_S,
+        partial, lse, arrival_counters(q_THd.device, n_requests * n_kv * row_blocks if parts else 0),
+        scale * 1.4426950408889634, row_blocks,
         q_THd.stride(0), q_THd.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table_RP.stride(0),
-        PAGE=page_size, CHUNK=in_flight(launch.block_m * block_d), FUSED=fused, **shape,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=pdl,
+        GROUP=group, D=d_head, BLOCK_D=block_d, PAGE=page_size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        CHUNK=in_flight(launch.block_m * block_d), TREE_WORDS=0 if tree_mask_TW is None else tree_mask_TW.shape[1],
+        WINDOW=sliding_window, SHARED=parts > 0, PDL=pdl, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        launch_pdl=pdl,
     )  # fmt: skip
-    if parts and not fused:
-        _combine_kernel[(n_kv, row_blocks * launch.block_m // 16, n_requests)](
-            out, query_start_R1, context_len_R, partial, lse, launch.splits, row_blocks, out.stride(0), out.stride(1),
-            ROWS=16, CHUNK=in_flight(16 * block_d), **shape, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
     return out
+
+
+def shares_of(context_len_R: Tensor, n_kv: int, group: int, max_query: int) -> Tensor | None:
+    """Who reads what in the attention of all layers of one forward; None where no context is divided."""
+    launch = plan_launch(len(context_len_R), n_kv, group, max_query, multiprocessors_of(context_len_R.device))
+    return list_shares(context_len_R, launch) if launch.extra else None
 
 
 def in_flight(elements: int) -> int:
@@ -373,7 +354,7 @@ def arrival_counters(device: torch.device, blocks: int) -> Tensor:
     if blocks > COUNTERS:
         raise ValueError(
             f"{blocks} (request, key head, row block) triples share contexts in one attention call; expected at most "
-            f"{COUNTERS}: cut the batch, or launch with splits=1 or combine='separate'"
+            f"{COUNTERS}: cut the batch, or launch without extra shares"
         )
     if device not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

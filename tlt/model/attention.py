@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt.kernels import attention as torch_kernels
+from tlt.model.config import ModelConfig
 from tlt.model.device import upload
 from tlt.model.kv import KVCache
 from tlt.model.linear import in_gpu_rollout, in_gpu_training, rms_norm
@@ -181,6 +182,7 @@ class PagedLayout:
     max_query: int  # most queries of one request: sizes the launch
     tree_mask_TW: Tensor | None = None  # int32 bits: which queries of its own request a node sees; None = causal
     exact: bool = False  # on a GPU in bfloat16; has no tree mask
+    shares_S: Tensor | None = None  # who reads which part of which context, on a GPU (`shares_of`)
 
     def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
         kernels = kernels_for(qkv_TN.device)
@@ -200,6 +202,8 @@ class PagedLayout:
             from tlt.kernels.exact_attention_triton import paged_attention
 
             return paged_attention(*where, **how, pdl=True).flatten(1)
+        if q_THd.is_cuda:
+            how["shares_S"] = self.shares_S
         attended: Tensor = kernels.paged_attention(*where, **how, tree_mask_TW=self.tree_mask_TW, pdl=True)
         return attended.flatten(1)
 
@@ -211,6 +215,16 @@ def kernels_for(device: torch.device) -> Any:
     from tlt.kernels import attention_triton
 
     return attention_triton
+
+
+def shares_of(context_R: Tensor, config: ModelConfig, max_query: int) -> Tensor | None:
+    """How contexts are divided among programs, once for all layers; None where nobody asks."""
+    if not context_R.is_cuda:
+        return None
+    shares_S: Tensor | None = kernels_for(context_R.device).shares_of(
+        context_R, config.kv_heads, config.heads // config.kv_heads, max_query
+    )
+    return shares_S
 
 
 def _rectangles(starts_S: Tensor, sizes_S: Tensor) -> tuple[list[_Rectangle], Tensor]:
