@@ -1,10 +1,85 @@
-"""Shared set-up: kernels run in Triton's interpreter where there is no GPU, and nothing reaches for a model hub."""
+"""Shared set-up: kernels run in Triton's interpreter where there is no GPU, nothing reaches for a model hub, and what
+takes long begins first."""
 
 import os
+import sys
+from importlib.util import find_spec
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is first imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # the operations are small, and tests run beside each other
+
+# Some thirty processes are started by tests, Ray's among them: what one has compiled, the others need not.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# The files that take longest, the one that waits most before all: beside it there is then something to compute, and
+# at the end there are only short ones to share out.
+LONGEST_FIRST = (
+    "test_cluster_fleet",
+    "test_exact",
+    "test_linear_kernels",
+    "test_learned",
+    "test_sampler_triton",
+    "test_cluster_nodes",
+    "test_resume",
+    "test_workloads",
+    "test_loop",
+    "test_training_kernels",
+    "test_tuner",
+    "test_attention_kernels",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would begin with the files of many tests, which are the quickest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_engines() -> None:
+    """Those that are not told otherwise would each fill a GiB with zeros; and what a tick costs is timed less often."""
+    from tlt.engine import memory, runner
+
+    if not torch.cuda.is_available():
+        memory.CPU_GIB, runner._TIMED_RUNS = 1 / 16, 3
+
+
+def _hurry_the_interpreter() -> None:
+    """Triton's interpreter looks through its whole language at each call of a jitted function, to replace what it has
+    replaced already, and writes a table of dtypes to look one up: together a third of its time."""
+    from triton.runtime import interpreter
+
+    if not all(hasattr(interpreter, name) for name in ("_patch_builtin", "_patch_attr", "_get_np_dtype")):
+        return  # another version, which is then as slow as it is
+    is_builtin, dtype_of = interpreter.tl.core.is_builtin, interpreter._get_np_dtype
+    names: dict[int, list[str]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
+        if id(package) not in names:  # a kernel's launch comes before the calls in it: nothing is replaced yet
+            names[id(package)] = [name for name in dir(package) if is_builtin(getattr(package, name, None))]
+        builtins = names[id(package)]
+        if builtins and is_builtin(getattr(package, builtins[0])):  # they are replaced, and put back, all together
+            for name in builtins:
+                interpreter._patch_attr(package, name, getattr(package, name), builder, *scope)
+
+    def np_dtype(dtype: Any) -> Any:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = dtype_of(dtype)
+        return dtypes[dtype.name]
+
+    interpreter._patch_builtin, interpreter._get_np_dtype = patch_builtin, np_dtype
+
+
+if not torch.cuda.is_available() and find_spec("triton"):
+    _hurry_the_interpreter()

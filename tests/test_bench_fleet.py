@@ -26,7 +26,8 @@ class Workers(LocalFleet):
 
 def config(*flags: str) -> RunConfig:
     small = ["--engine.rows=8", "--draft.answers=8", "--draft.held_out=2", "--draft.steps=2", "--spec.drafter=eagle"]
-    return load_config(None, [*small, "--spec.path=new", *flags])
+    one_size = ["--spec.depths=[2]", "--spec.widths=[1]", "--spec.verifies=[3]"]
+    return load_config(None, [*small, *one_size, "--spec.path=new", *flags])
 
 
 def test_the_same_steps_are_taken_in_every_way(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
 def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
     story = crowd.run(1)
     before = len(story.of(DrafterTrained))
-    deadline = time.monotonic() + 3.0
+    deadline = time.monotonic() + 2.0
     crowd.fleet.draft(0, lambda: time.monotonic() > deadline)
     trained = story.of(DrafterTrained)[before:]
     assert sum(event.micro_steps for event in trained) > 0

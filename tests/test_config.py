@@ -175,6 +175,16 @@ def with_value(config: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(config, **{name: with_value(getattr(config, name), tail, value) if tail else value})
 
 
+@pytest.fixture(scope="module")
+def docs_read_once() -> Iterator[None]:
+    """Reading the comments takes longer than all the rest, and they stay the same."""
+    docs = knob_docs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tlt.recipe.knob_docs", lambda: docs)
+        yield
+
+
+@pytest.mark.usefixtures("docs_read_once")
 @settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -210,7 +220,7 @@ class Reads:
     def __init__(self, sources: list[str]) -> None:
         self.sections = {key for key, _ in sections(RunConfig, "")}
         self.by_class = {kind.__name__: key for key, kind in sections(RunConfig, "")} | {"RunConfig": ""}
-        trees = [ast.parse(source) for source in sources]
+        trees = [list(ast.walk(ast.parse(source))) for source in sources]
         self.keys: set[str] = set()
         everywhere = {pair for tree in trees for pair in self.annotated(tree, ast.AnnAssign)}
         for tree in trees:
@@ -220,17 +230,17 @@ class Reads:
                 self.follow_assignments(tree)
             self.collect(tree)
 
-    def annotated(self, tree: ast.Module, kind: type[ast.arg] | type[ast.AnnAssign]) -> set[tuple[str, str]]:
+    def annotated(self, tree: list[ast.AST], kind: type[ast.arg] | type[ast.AnnAssign]) -> set[tuple[str, str]]:
         found = set()
-        for node in ast.walk(tree):
+        for node in tree:
             if isinstance(node, kind) and node.annotation is not None:
                 holder = node.arg if isinstance(node, ast.arg) else tail_name(node.target)
                 classes = {tail_name(part) for part in ast.walk(node.annotation)} & self.by_class.keys()
                 found |= {(holder, self.by_class[name]) for name in classes}
         return found
 
-    def follow_assignments(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
+    def follow_assignments(self, tree: list[ast.AST]) -> None:
+        for node in tree:
             if isinstance(node, ast.Assign):
                 for target, value in assigned(node):
                     self.holders |= {(tail_name(target), key) for key in self.sections_held(value)}
@@ -244,8 +254,8 @@ class Reads:
             held |= {f"{parent}.{node.attr}".strip(".") for parent in self.sections_held(node.value)} & self.sections
         return held
 
-    def collect(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
+    def collect(self, tree: list[ast.AST]) -> None:
+        for node in tree:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 self.keys |= {f"{section}.{node.attr}" for section in self.sections_held(node.value) if section}
 

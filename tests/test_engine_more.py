@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -171,13 +172,15 @@ def plainly(request: Request) -> tuple[int, ...]:
     return engine.drain()[0].tokens
 
 
-CROWD_EXPECTED = {request.key: list(plainly(request)) for request in CROWD}
+@cache
+def crowd_expected() -> dict[Key, list[int]]:
+    return {request.key: list(plainly(request)) for request in CROWD}
 
 
 def test_the_crowd_is_answered_alone_as_by_hand() -> None:
     for request in CROWD:
         if not request.params.stop and not request.params.ignore_eos:
-            assert CROWD_EXPECTED[request.key] == one_by_one(request, SHORT)[0]
+            assert crowd_expected()[request.key] == one_by_one(request, SHORT)[0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -185,7 +188,7 @@ def test_any_history_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     """Requests come and keys come again, pages run out, shapes and policy versions change, pages start as garbage."""
     dice = random.Random(seed)
     page_size, ahead, speculates = dice.choice((1, 4, 16)), seed % 2 == 0, seed % 3 > 0
-    longer = {key: [*tokens, *[5] * 8] for key, tokens in CROWD_EXPECTED.items()}
+    longer = {key: [*tokens, *[5] * 8] for key, tokens in crowd_expected().items()}
     guess = oracle(longer, miss=0.2, seed=seed) if dice.random() < 0.7 else at_random(seed)
     fits_one = -(-(CONTEXT + MOST_NODES * speculates) // page_size) + 1
     knobs = EngineSettings(
@@ -216,7 +219,7 @@ def test_any_history_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
         done += engine.tick()
     assert Counter(completion.key for completion in done) == asked
     for completion in done:
-        assert list(completion.tokens) == CROWD_EXPECTED[completion.key]
+        assert list(completion.tokens) == crowd_expected()[completion.key]
     scheduler = engine._scheduler
     assert not scheduler._awaited
     assert not scheduler._filtered
@@ -242,11 +245,11 @@ def test_rotary_tables_reach_as_far_as_trees_do() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_speculation_leaves_a_single_row_its_whole_context(ahead: bool) -> None:
     request = next(r for r in CROWD if len(r.prompt) == 15 and r.params.ignore_eos)
-    speculation = Scripted(oracle(CROWD_EXPECTED), fixed(Shape(("x",), 20, 4, MOST_NODES)))
+    speculation = Scripted(oracle(crowd_expected()), fixed(Shape(("x",), 20, 4, MOST_NODES)))
     engine = Engine(SHORT, letters(), EngineSettings(rows=1), speculation=speculation)
     engine._ahead = ahead
     engine.submit([request])
-    assert answers(engine.drain()) == {request.key: CROWD_EXPECTED[request.key]}
+    assert answers(engine.drain()) == {request.key: crowd_expected()[request.key]}
 
 
 # ---- callers' mistakes and other people's exceptions

@@ -105,11 +105,11 @@ def test_exact_attention_equals_the_naive_loop(case: str, window: int, small_par
 
 @pytest.mark.parametrize("window", [0, 50])
 def test_a_query_is_the_same_alone_in_chains_in_pieces_and_in_company(window: int, small_parts: None) -> None:
-    length, places = 135, [0, 1, 30, 61, 63, 64, 127, 130]
+    length, places = 135, [0, 1, 63, 64, 130]
     batch = make_batch([(length, length)], n_kv=1, group=3, d_head=64, dtype=DTYPE)
     whole = attend(batch, window)
     one_by_one = [(place, place + 1) for place in places]
-    for programs in (1, 2, 3) if GPU or not window else (2,):
+    for programs in (1, 2, 3) if GPU else (3,) if window else (1, 2):
         alone = torch.cat([attend(newest(batch, [span]), window, programs) for span in one_by_one[1::3]])
         assert torch.equal(alone, whole[places[1::3]])
         together = attend(newest(batch, one_by_one), window, programs)
@@ -139,8 +139,8 @@ def test_the_usual_attention_would_not_pass() -> None:
     tensors = [tensor.to(DEVICE, DTYPE) for tensor in (batch.q, batch.k_cache, batch.v_cache)]
     tensors += [tensor.to(DEVICE) for tensor in (batch.query_start, batch.context_len, batch.page_table)]
     outs = []
-    for splits in (1, 4):
-        launch = attention_triton.Launch(16, 64, splits, 64, 4, 3)
+    for extra in (0, 3):
+        launch = attention_triton.Launch(16, 64, extra, 64, 4, 3)
         found = attention_triton.paged_attention(
             *tensors, max_query=1, scale=0.125, launch=launch, out=torch.empty_like(tensors[0])
         )
@@ -276,8 +276,8 @@ def test_prompts_chains_and_single_tokens_leave_the_same_bits(
 
     whole, cache = compute([(0, 24)])
     for pieces, beside in (
-        ([(0, 7), (7, 14), *((at, at + 1) for at in range(14, 18)), (18, 24)], 1),
-        ([(0, 14), (14, 18), (18, 24)], 5),
+        ([(0, 7), (7, 15), (15, 16), (16, 17), (17, 24)], 1),  # pages and parts end at 16
+        ([(0, 20), (20, 24)], 5),
     ):
         found, own = compute(pieces, beside)
         assert torch.equal(found, whole)

@@ -284,8 +284,9 @@ def test_reading_late_changes_no_token_whatever_happens_meanwhile(seed: int) -> 
     dice = random.Random(seed)
     room = MODEL.config.max_positions
     batch = requests(14, group=2, seed=seed, params=[SamplingParams(max_tokens=n) for n in (1, 2, 5, 17, 40)])
-    longest = SamplingParams(max_tokens=room - len(batch[-1].prompt), ignore_eos=True)
-    batch[-1] = replace(batch[-1], params=longest)  # its drafts reach beyond the last position
+    long = (batch[-1].prompt * room)[: room - 100]
+    until_full = SamplingParams(max_tokens=100, ignore_eos=True)
+    batch[-1] = replace(batch[-1], prompt=long, params=until_full)  # its drafts reach beyond the last position
     learned = [shape_of(*numbers) for numbers in ((1, 1, 2), (3, 1, 4), (4, 3, 9), (7, 2, 12))]
     shapes = [*learned, *learned, Shape(), Shape(("suffix",), 5, 2, 8), Shape(("eagle", "suffix"), 4, 2, 9)]
     pages = -(-(room + MOST_NODES) // 16) + dice.randint(2, 12)

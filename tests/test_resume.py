@@ -122,7 +122,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> ForkServerContext:
     """New processes in which everything is imported already: that is what takes time in such small runs."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tlt.reinforce", "torch._dynamo"])
+    text = ["transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"]
+    context.set_forkserver_preload(["tlt.reinforce", "torch._dynamo", *text])
     return context
 
 

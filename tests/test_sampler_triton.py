@@ -94,7 +94,8 @@ def test_plain_rows_equal_torch(vocab_size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), FILTERED_CASES)
 def test_filtered_rows_equal_torch(vocab_size: int, dtype: torch.dtype) -> None:
-    assert_equal_samples(logits_for(len(FILTERED), vocab_size, dtype, spread=1.5), FILTERED)
+    params = FILTERED if ON_GPU or vocab_size < 5000 else FILTERED[1:4]
+    assert_equal_samples(logits_for(len(params), vocab_size, dtype, spread=1.5), params)
 
 
 def test_thresholds_equal_torch_on_every_sign_scale_and_tie() -> None:
@@ -146,7 +147,7 @@ def test_the_split_of_the_vocabulary_changes_no_token(tiles: int) -> None:
         counters=256,
         tiles=tiles,
     )
-    assert torch.equal(out.token_R, sampler._sample_fused(logits_RV, rows, None).token_R)
+    assert torch.equal(out.token_R.cpu(), sampler.sample(logits_RV.cpu(), rows_for(PLAIN, 3)).token_R)
 
 
 @pytest.mark.gpu

@@ -79,7 +79,8 @@ def learn_in_shards(rank: int, size: int, rendezvous: Path, results: Path) -> No
 @pytest.fixture(scope="module")
 def in_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("sharded")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports torch once for both
+    context.set_forkserver_preload(["tests.test_sharded", "tlt.train.sharded", "torch._dynamo"])
     arguments = [(rank, 2, directory / "meet", directory / "results.pt") for rank in range(2)]
     processes = [context.Process(target=learn_in_shards, args=each) for each in arguments]
     for process in processes:
