@@ -56,6 +56,7 @@ PLAIN = {
     "tlt.engine.admission",
     "tlt.engine.request",
     "tlt.engine.scheduler",
+    "tlt.engine.waiting",
     "tlt.engine.pages",
     "tlt.spec.acceptance",
     "tlt.spec.alarm",

@@ -15,9 +15,9 @@ from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS, Admission
 from tlt.engine.engine import Engine
 from tlt.engine.pages import PageBook
-from tlt.engine.request import Request
+from tlt.engine.request import Progress, Request
 from tlt.engine.sampler import SamplingRows, sample
-from tlt.engine.scheduler import Progress, Scheduler
+from tlt.engine.scheduler import Scheduler
 from tlt.errors import ConfigError, RequestError
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer

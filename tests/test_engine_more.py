@@ -21,8 +21,8 @@ from tlt.config import EngineSettings, RunConfig, RunSettings, TaskSettings
 from tlt.engine.admission import FirstComeFirst
 from tlt.engine.engine import Engine
 from tlt.engine.pages import PageBook
-from tlt.engine.request import Request
-from tlt.engine.scheduler import Progress, Scheduler
+from tlt.engine.request import Progress, Request
+from tlt.engine.scheduler import Scheduler
 from tlt.errors import RequestError
 from tlt.model.config import ModelConfig
 from tlt.model.rope import BEYOND

@@ -1,7 +1,7 @@
 """A request: what a caller asks of the engine. Checked here, before it can disturb anything that runs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tlt.errors import RequestError
 from tlt.types import Key, SamplingParams
@@ -15,6 +15,29 @@ class Request:
     prompt: tuple[int, ...]  # token ids
     params: SamplingParams
     prompt_id: str = ""  # what lengths are remembered under; the requests of a group have the same
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """A request and what has been answered so far; survives preemption."""
+
+    request: Request
+    order: int  # of submission
+    submitted_s: float
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_logprobs: list[float] = field(default_factory=list)
+    first_token_s: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What must be computed before the next token: prompt and answer so far, but the last token."""
+        return (self.request.prompt + tuple(self.tokens))[:-1]
+
+    @property
+    def last_token(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.prompt[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,34 +12,15 @@ What always holds:
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tlt.engine.admission import Admission
 from tlt.engine.pages import Census, PageBook, Prefix, PrefixShelf
-from tlt.engine.request import Request
+from tlt.engine.request import Progress, Request
+from tlt.engine.waiting import Waiting
 
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """A request and what has been answered so far; survives preemption."""
-
-    request: Request
-    order: int  # of submission
-    submitted_s: float
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_logprobs: list[float] = field(default_factory=list)
-    first_token_s: float = 0.0
-    preemptions: int = 0
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """What must be computed before the next token: prompt and answer so far, but the last token."""
-        return (self.request.prompt + tuple(self.tokens))[:-1]
-
-    @property
-    def last_token(self) -> int:
-        return self.tokens[-1] if self.tokens else self.request.prompt[-1]
+_TOGETHER = 64  # rows per request that is waited for, so that they enter together …
+_PATIENCE = 8  # … for so many ticks
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +98,8 @@ class Scheduler:
         self._nodes = 1  # tokens each request computes in the tick being planned
         self._unread = 0  # tokens of each that a tick in flight may have written, at most
         self._blocked = False  # nothing was freed since a request found no room
-        self._waiting: list[Progress] = []
+        self._waiting = Waiting(admission.rank)
+        self._held = 0  # ticks for which free rows were left free
         self._resuming: list[Progress] = []  # preempted: they go before anyone new
         self._stays: list[Stay] = []
         self._moves: list[tuple[int, int]] = []
@@ -142,12 +124,13 @@ class Scheduler:
     # ---- what callers tell
 
     def submit(self, progress: Progress) -> None:
-        self._waiting.append(progress)
+        self._waiting.add(progress)
         self._awaited[progress.prefix] += 1
 
     def finish(self, stay: Stay) -> None:
         """The answer is complete: the row and the pages are free at once."""
         self._admission.finished(stay.progress.request, len(stay.progress.tokens))
+        self._waiting.rank_changed(stay.progress.request.prompt_id)
         if not stay.over:
             self._leave(stay)
 
@@ -253,10 +236,10 @@ class Scheduler:
         for progress in self._candidates():
             prefix = self._prefix(progress)
             if prefix is not None and not prefix.complete:
-                if budget == 0:
-                    break
-                budget -= self._advance(prefix, budget, chunks)
+                if budget:
+                    budget -= self._advance(prefix, budget, chunks)
                 if not prefix.complete:
+                    self._held = _PATIENCE  # it is gone on with in the next tick
                     break
             if prefix is None or not self._enter(progress, prefix, copies, entries):
                 self._blocked = True  # those behind it wait too, so that nobody is overtaken for ever
@@ -264,14 +247,18 @@ class Scheduler:
         return tuple(chunks), tuple(copies), tuple(entries)
 
     def _candidates(self) -> list[Progress]:
-        """Those that may enter now, preempted ones first."""
+        """Those that may enter now, preempted ones first. While many run, a few enter together: prefill costs a run of
+        the policy, for however many it is."""
         free = self._max_rows - len(self._stays)
         if free <= 0 or self._blocked:
             return []
+        together = min(self._max_rows // _TOGETHER, len(self._resuming) + len(self._waiting))
+        if free < together and self._held < _PATIENCE:
+            self._held += 1
+            return []
+        self._held = 0
         resuming = self._resuming[:free]
-        rank = self._admission.rank
-        waiting = sorted(self._waiting, key=lambda progress: (rank(progress.request), progress.order))
-        return resuming + waiting[: free - len(resuming)]
+        return resuming + self._waiting.first(free - len(resuming))
 
     def _prefix(self, progress: Progress) -> Prefix | None:
         """The prefix this request starts from: the shelf's, or a new one with its pages; None without room."""
@@ -337,10 +324,11 @@ class Scheduler:
 
     def _no_longer_waiting(self, progress: Progress) -> None:
         (self._resuming if progress.preemptions else self._waiting).remove(progress)
+        self._admission.started(progress.request)
+        self._waiting.rank_changed(progress.request.prompt_id)
         self._awaited[progress.prefix] -= 1
         if not self._awaited[progress.prefix]:
             del self._awaited[progress.prefix]
-        self._admission.started(progress.request)
 
 
 def _filters(request: Request) -> bool:

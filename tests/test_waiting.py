@@ -1,0 +1,95 @@
+"""Who enters next: the line against a plain sort, and entering together."""
+
+import random
+
+import pytest
+
+from tlt.engine.admission import ADMISSIONS, FirstComeFirst
+from tlt.engine.pages import PageBook
+from tlt.engine.request import Progress, Request
+from tlt.engine.scheduler import Scheduler
+from tlt.engine.waiting import Waiting
+from tlt.types import Key, SamplingParams
+
+
+def progress(order: int, prompt: int = 0, limit: int = 100, length: int = 5) -> Progress:
+    request = Request(Key(0, order), tuple(range(length)), SamplingParams(max_tokens=limit), f"prompt {prompt}")
+    return Progress(request, order, 0.0)
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_next_ones_are_those_a_sort_would_name(admission: str, seed: int) -> None:
+    """Whatever comes, enters, leaves from the middle, and is learned of a prompt's answers meanwhile."""
+    dice, order = random.Random(seed), ADMISSIONS[admission]()
+    waiting, all_of_them = Waiting(order.rank), list[Progress]()
+    for number in range(300):
+        event = dice.random()
+        if event < 0.5 or not all_of_them:
+            all_of_them.append(progress(number, prompt=dice.randrange(12), limit=dice.choice((50, 100))))
+            waiting.add(all_of_them[-1])
+        elif event < 0.8:
+            gone = dice.choice(all_of_them[:3] if event < 0.7 else all_of_them)
+            all_of_them.remove(gone)
+            waiting.remove(gone)
+            order.started(gone.request)
+            waiting.rank_changed(gone.request.prompt_id)
+        else:
+            request = progress(0, prompt=dice.randrange(14)).request
+            order.finished(request, dice.randrange(1, 100))
+            waiting.rank_changed(request.prompt_id)
+        expected = sorted(all_of_them, key=lambda one: (order.rank(one.request), one.order))
+        count = dice.randrange(40)
+        assert waiting.first(count) == expected[:count]
+        assert len(waiting) == len(all_of_them)
+        assert set(waiting) == set(all_of_them)
+
+
+def test_a_tick_does_not_look_at_all_who_wait() -> None:
+    ranked = 0
+
+    def rank(request: Request) -> tuple[float, ...]:
+        nonlocal ranked
+        ranked += 1
+        return ()
+
+    waiting = Waiting(rank)
+    for number in range(5000):
+        waiting.add(progress(number, prompt=number // 8))
+    ranked = 0
+    for _ in range(100):
+        (first,) = waiting.first(1)
+        waiting.remove(first)
+        waiting.rank_changed(first.request.prompt_id)
+    assert ranked <= 300
+
+
+def test_those_who_wait_enter_together_but_not_for_ever() -> None:
+    """Two rows of 128 are free: nobody enters until eight ticks have passed; whoever is all that waits need not."""
+    scheduler = Scheduler(PageBook(4096), 16, 128, 10**6, FirstComeFirst())
+    for number in range(127):
+        scheduler.submit(progress(number))
+    assert len(scheduler.plan().entries) == 127
+    for number in range(127, 130):
+        scheduler.submit(progress(number))
+    entered = [len(scheduler.plan().entries) for _ in range(12)]
+    assert entered.index(1) == 8
+    assert sum(entered) == 1
+    scheduler = Scheduler(PageBook(4096), 16, 128, 10**6, FirstComeFirst())
+    for number in range(128):
+        scheduler.submit(progress(number))
+        assert len(scheduler.plan().entries) == 1
+
+
+def test_a_prompt_under_way_is_not_held_up() -> None:
+    """Its chunks come tick after tick, although only one row is free."""
+    scheduler = Scheduler(PageBook(4096), 16, 128, 64, FirstComeFirst())
+    for number in range(127):
+        scheduler.submit(progress(number))
+    while scheduler.running < 127:
+        scheduler.plan()
+    for one in (progress(127, length=400), progress(128), progress(129)):
+        scheduler.submit(one)
+    chunks = [bool(scheduler.plan().chunks) for _ in range(20)]
+    first = chunks.index(True)
+    assert chunks[first : first + 7] == [True] * 7

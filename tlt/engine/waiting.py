@@ -1,0 +1,100 @@
+"""Requests that wait, in the order in which they are to enter; thousands may, and one tick must not look at them all.
+
+Requests of one prompt with one limit rank alike and stand in a line; a heap holds the first of each line. What was
+pushed there before a rank changed is recognised when it comes up. Decides no order: asks for ranks.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tlt.engine.request import Progress, Request
+
+Rank = tuple[float, ...]
+_Line = tuple[str, int]  # prompt, limit
+_First = tuple[Rank, int, _Line]  # rank, order of submission
+
+
+class Waiting:
+    def __init__(self, rank: Callable[[Request], Rank]) -> None:
+        """`rank` depends on a request's prompt and limit alone; smaller enters first, equal ranks as submitted."""
+        self._rank = rank
+        self._lines: dict[_Line, deque[Progress]] = {}
+        self._of_prompt: dict[str, list[_Line]] = {}
+        self._first: dict[_Line, _First] = {}  # what counts of what lies in the heap
+        self._heap: list[_First] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, progress: Progress) -> None:
+        line = _line_of(progress)
+        if line not in self._lines:
+            self._lines[line] = deque()
+            self._of_prompt.setdefault(line[0], []).append(line)
+        self._lines[line].append(progress)
+        self._count += 1
+        self._show(line)
+
+    def remove(self, progress: Progress) -> None:
+        line = _line_of(progress)
+        standing = self._lines[line]
+        if standing[0] is progress:
+            standing.popleft()
+        else:
+            standing.remove(progress)
+        self._count -= 1
+        if standing:
+            self._show(line)
+            return
+        del self._lines[line], self._first[line]
+        self._of_prompt[line[0]].remove(line)
+        if not self._of_prompt[line[0]]:
+            del self._of_prompt[line[0]]
+
+    def rank_changed(self, prompt_id: str) -> None:
+        for line in self._of_prompt.get(prompt_id, ()):
+            self._show(line)
+
+    def first(self, count: int) -> list[Progress]:
+        """The next ones; they go on waiting."""
+        found: list[Progress] = []
+        shown: list[_First] = []
+        behind: list[tuple[Rank, int, _Line, int]] = []  # who stands behind those found, and where in the line
+        while len(found) < count and (front := self._front(shown, behind)):
+            rank, _, line, place = front
+            standing = self._lines[line]
+            found.append(standing[place])
+            if place + 1 < len(standing):
+                heapq.heappush(behind, (rank, standing[place + 1].order, line, place + 1))
+        for entry in shown:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def __iter__(self) -> Iterator[Progress]:
+        return (progress for standing in self._lines.values() for progress in standing)
+
+    def _front(
+        self, shown: list[_First], behind: list[tuple[Rank, int, _Line, int]]
+    ) -> tuple[Rank, int, _Line, int] | None:
+        """The next of all lines; those taken off the heap are noted in `shown`."""
+        while self._heap and self._first.get(self._heap[0][2]) != self._heap[0]:
+            heapq.heappop(self._heap)  # its rank has changed, or it has entered
+        if behind and (not self._heap or behind[0][:2] < self._heap[0][:2]):
+            return heapq.heappop(behind)
+        if not self._heap:
+            return None
+        shown.append(heapq.heappop(self._heap))
+        return (*shown[-1], 0)
+
+    def _show(self, line: _Line) -> None:
+        standing = self._lines[line]
+        entry = (self._rank(standing[0].request), standing[0].order, line)
+        if self._first.get(line) != entry:
+            self._first[line] = entry
+            heapq.heappush(self._heap, entry)
+
+
+def _line_of(progress: Progress) -> _Line:
+    return progress.request.prompt_id, progress.request.params.max_tokens
