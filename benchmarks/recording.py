@@ -1,7 +1,7 @@
 """What a rollout's ticks tell beside its makespan: small batches, switching on, who was chosen when, graphs' memory."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
@@ -20,6 +20,7 @@ from tlt.spec.tuner import Outcome
 
 _GIB = 1024**3
 _ROLES = ("policy", "drafter", "drafter taking in")  # graphs that a shape needs at every batch size
+_SHORT = 128  # tokens: answers up to which are taken together
 _MEASURED_SIZES = (1, 16, 64, 256)  # tokens of a forward whose private graph is weighed
 
 
@@ -30,6 +31,7 @@ class Tick:
     tokens: int  # emitted by all of them
     seconds: float | None  # without what is done once; None: it prefilled too
     once_s: float  # drafters catching up, captures
+    walks: tuple[tuple[Hashable, int], ...] = ()  # whose answer, and by how many tokens it grew
 
 
 class Recording(Stage):
@@ -46,7 +48,8 @@ class Recording(Stage):
         def observe(outcome: Outcome) -> tuple[Alarm, ...]:
             walked = sum(walked.accepted + 1 for walked in outcome.walks)
             emitted = outcome.batch if outcome.shape.off else walked
-            self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.once_s))
+            walks = tuple((walked.request, walked.accepted + 1) for walked in outcome.walks)
+            self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.once_s, walks))
             return told(outcome)
 
         choosers["observe"] = observe  # the engine calls it on this very object
@@ -122,6 +125,33 @@ def switching(latest: Mapping[str, Sequence[Tick]]) -> dict[str, Any]:
                 "first_ms": [1e3 * tick.once_s for tick in firsts[:8]],
                 "prefilled": sum(tick.seconds is None for tick in firsts),
             }
+    return found
+
+
+# ---- contexts
+
+
+def by_context(latest: Mapping[str, Sequence[Tick]]) -> dict[str, dict[str, Any]]:
+    """Accept length by how long the answer was already, in the shape that was used most: does it fall with length?
+
+    An answer's length is told only where it was written without plain ticks: the others count from where they began.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, ticks in latest.items():
+        used = Counter(tick.shape for tick in ticks if not tick.shape.off)
+        if not used:
+            continue
+        most, grown = used.most_common(1)[0][0], Counter[Hashable]()
+        seen: dict[int, list[int]] = defaultdict(list)
+        for tick in ticks:
+            for request, tokens in tick.walks:
+                if tick.shape == most and request is not None:
+                    seen[max(_SHORT, 1 << grown[request].bit_length())].append(tokens)
+                grown[request] += tokens
+        found[name] = {"shape": str(most)} | {
+            f"< {size}": {"accept_length": mean(tokens), "verifies": len(tokens)}
+            for size, tokens in sorted(seen.items())
+        }
     return found
 
 

@@ -5,10 +5,12 @@
     python benchmarks/speculation.py drafts   --workload c --work W
     python benchmarks/speculation.py never    --workload c --shape 7B --work W [--cases useless,hot,many,short]
     python benchmarks/speculation.py fidelity --workload c --shape 7B --work W
+    python benchmarks/speculation.py score    --workload c --work W
 
 `prepare` tunes the policy and trains its drafter, `measure` writes one rollout in every way there is, `drafts` compares
 greedy with shared-noise drafts at equal shape, `never` looks for a case in which speculation loses, `fidelity` tells
-how often plain decoding turns a token when only the batch changes. (a) and (b) need GSM8K: --prompts test.jsonl for
+how often plain decoding turns a token when only the batch changes, `score` whether what speculation wrote is a sample
+of the policy. (a) and (b) need GSM8K: --prompts test.jsonl for
 what is measured, --data train.jsonl for tuning and drafter training. Every knob is a flag too: --spec.depths 2,4. Each
 part prints and writes its results as it goes (--json). --quick is for a CPU: a random stand-in policy, a few tokens.
 """
@@ -27,9 +29,10 @@ from typing import Any
 from unittest.mock import patch
 
 import preparing
+import scoring
 import torch
 import workloads
-from recording import Recording, by_batch, graph_memory, small_batch, switching
+from recording import Recording, by_batch, by_context, graph_memory, small_batch, switching
 from workloads import WORKLOADS, Workload
 
 from tlt.bench import rollout as bench
@@ -181,6 +184,7 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     results.add("small_batch", small, show=False)
     results.add("switching_on", switching(stage.latest))
     results.add("shapes", by_batch(written), show=False)
+    results.add("accept_length_by_context", by_context(stage.latest))
     if {PLAIN, STAYS_OFF, TUNER, WARM, BANDIT} <= {done.variant.name for done in written}:
         results.add("verdict", asdict(bench.verdict(written, stage.off_seconds())))
     tell_shapes(by_batch(written))
@@ -338,7 +342,7 @@ def drafts(options: argparse.Namespace, config: RunConfig) -> None:
     options.drafter = "eagle"
     results = Results(options)
     setting = set_up(options, config, options.groups)
-    shapes = [Shape(("eagle",), *map(int, word.replace("x", " ").replace("/", " ").split())) for word in options.trees]
+    shapes = [_tree(word) for word in options.trees]
     found: dict[str, dict[str, Any]] = {}
     for shape in shapes:
         for name, beta in (("greedy", GREEDY), ("β = 1", 1.0), ("β fitted", None)):
@@ -466,10 +470,43 @@ def fidelity(options: argparse.Namespace, config: RunConfig) -> None:
     results.add("plain_against_plain", {"batches": list(runs), "cap": setting.cap, **found})
 
 
+# ---- score: is it a sample of the policy
+
+
+def score(options: argparse.Namespace, config: RunConfig) -> None:
+    """Of a rollout in one shape, so that every token was verified; and, to see that the test can fail, of the same
+    answers against a policy that is a little hotter."""
+    options.drafter = "eagle"
+    results = Results(options)
+    setting = set_up(options, config, options.groups)
+    shape = _tree(options.trees[-1])
+    engine = build_engine(setting.policy, setting.config, Fixed(shape))
+    completions = answer(engine, requests(setting, setting.cap))
+    report = engine.report().speculation
+    assert report is not None
+    del engine
+    release()
+    results.add("written", {"shape": str(shape), "accept_length": report.accept_length, "verifies": report.verifies})
+    results.add("tokens", sum(len(completion.tokens) for completion in completions))
+    results.add("z", scoring.score(setting.policy.model, completions, options.temperature))
+    results.add("z_of_a_hotter_policy", scoring.score(setting.policy.model, completions, 1.05 * options.temperature))
+
+
+def _tree(word: str) -> Shape:
+    return Shape(("eagle",), *map(int, word.replace("x", " ").replace("/", " ").split()))
+
+
 # ---- the command line
 
 
-PARTS = {"prepare": prepare, "measure": measure, "drafts": drafts, "never": never, "fidelity": fidelity}
+PARTS = {
+    "prepare": prepare,
+    "measure": measure,
+    "drafts": drafts,
+    "never": never,
+    "fidelity": fidelity,
+    "score": score,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -557,6 +594,7 @@ _OWN_OPTIONS = {
     "drafts": _drafts_options,
     "never": _never_options,
     "fidelity": _fidelity_options,
+    "score": _drafts_options,
 }
 _QUICK = {"groups": 2, "group_size": 2, "cap": 24, "fixed": 1, "repeats": 1, "alone": 1, "rows_large": 2}
 

@@ -48,7 +48,7 @@ class Always:
     def __init__(self, choose) -> None:  # type: ignore[no-untyped-def]
         self._choose = choose
 
-    def choose(self, batch: int) -> Shape:
+    def choose(self, batch: int, behind: int = 0) -> Shape:
         return self._choose(batch)
 
     def observe(self, outcome: Outcome) -> tuple[()]:

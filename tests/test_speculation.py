@@ -298,7 +298,7 @@ def test_the_suffix_drafter_speculates_in_the_engine() -> None:
     class Always:
         verifies = 0
 
-        def choose(self, batch: int) -> Shape:
+        def choose(self, batch: int, behind: int = 0) -> Shape:
             return Shape(("suffix",), 6, 1, 7)
 
         def observe(self, outcome: object) -> tuple[()]:

@@ -92,7 +92,7 @@ def test_ticks_are_counted_by_batch_and_shape() -> None:
     tuner = Fixed(CHAIN)
     speculating = Speculating([NoDrafter()], tuner)
     shapes = iter([CHAIN, CHAIN, OFF, CHAIN])
-    tuner.choose = lambda batch: next(shapes)  # type: ignore[method-assign]
+    tuner.choose = lambda batch, behind=0: next(shapes)  # type: ignore[method-assign]
     assert speculating.choose(0) == OFF  # nobody runs: no tick of anyone's choosing
     speculating.choose(4)
     before = speculating.report()

@@ -18,18 +18,22 @@ sys.path.insert(0, str(Path(tlt.__file__).parents[1] / "benchmarks"))
 import preparing
 import recording
 import reinforcement
+import scoring
 import speculation
 import workloads
 from workloads import WORKLOADS
 
 from tlt.bench.variants import PLAIN, Variant, Written
 from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings, WarmupSettings
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
+from tlt.policy import open_policy
 from tlt.spec.shape import OFF, Shape
 from tlt.tasks.files import FileTask
 from tlt.tasks.steps import StepsTask
 from tlt.text import Tokenizer
-from tlt.types import Completion, Key, Prompt, Timing
+from tlt.types import Completion, Key, Prompt, SamplingParams, Timing
 from tlt.warmup import warmup
 
 STEPS = WORKLOADS["c"].steps
@@ -227,6 +231,10 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     assert {"sigma_log_length", "median", "p90", "p99", "max", "cap", "at_cap", "right"} <= set(found["answers"])
     assert found["verdict"]["all_identical"] is True
     assert found["small_batch"]["eagle 2x2/4"]["accept_length"] >= 1
+    by_length = found["accept_length_by_context"]["eagle 2x2/4"]
+    assert by_length["shape"] == "eagle 2x2/4"
+    told = {record["variant"]: record for record in found["speculation"]}["eagle 2x2/4"]
+    assert by_length["< 128"]["verifies"] == told["verifies"]
     assert set(found["shapes"]["off"]) == {"≤ 4"}
     assert "S/AL ≤ 8" in capsys.readouterr().out
 
@@ -256,6 +264,19 @@ def test_plain_decoding_against_itself(work: Path) -> None:
     found = run("fidelity", work)["plain_against_plain"]
     assert found["batches"] == [2, 1]
     assert found["identical"] == found["requests"] == 1
+
+
+def test_what_was_written_is_a_sample_of_the_policy(work: Path) -> None:
+    """And an answer that always names the likeliest token is not."""
+    found = run("score", work, "--trees", "2x2/4", "--groups", "4")
+    assert found["tokens"] > 0
+    assert found["written"]["verifies"] > 0
+    assert all(abs(z) < 5 for z in found["z"].values()), found["z"]
+    policy = open_policy(replace(RunConfig().model, path=str(work / "c" / "policy"), device="cpu"))
+    engine = Engine(policy.model, policy.tokenizer, replace(RunConfig().engine, kv_gib=0.02, rows=8))
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    engine.submit([Request(Key(0, number), (5, 6, 7 + number), greedy) for number in range(8)])
+    assert scoring.score(policy.model, engine.drain())["rank 1 to 1"] > 5
 
 
 def test_steps_of_learning_are_compared_in_a_shape(work: Path) -> None:

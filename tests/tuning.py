@@ -198,7 +198,7 @@ class Fixed:
 
     shape: Shape
 
-    def choose(self, batch: int) -> Shape:
+    def choose(self, batch: int, behind: int = 0) -> Shape:
         return self.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:

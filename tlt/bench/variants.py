@@ -88,8 +88,8 @@ class Understudy:
     def __init__(self) -> None:
         self.now: TunerPolicy = Fixed(OFF)
 
-    def choose(self, batch: int) -> Shape:
-        return self.now.choose(batch)
+    def choose(self, batch: int, behind: int = 0) -> Shape:
+        return self.now.choose(batch, behind)
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         return self.now.observe(outcome)

@@ -45,7 +45,7 @@ class Bandit:
         rewards = self._rewards[shape]
         return median(rewards) if rewards else None
 
-    def choose(self, batch: int) -> Shape:
+    def choose(self, batch: int, behind: int = 0) -> Shape:
         """An unseen shape first, then at random with probability ε, else the best."""
         group = self.group(batch)
         if not group:

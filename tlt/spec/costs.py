@@ -15,7 +15,7 @@ from tlt.spec.shape import Shape
 POLICY = "policy"  # one run of the policy; size = padded tokens
 EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded requests
 DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
-CATCH_UP = "catch up"  # a learned drafter takes in all its window holds, after it was left out; size = padded requests
+CATCH_UP = "catch up"  # a learned drafter left out takes in a position of every request; size = padded requests
 LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
 
 _WINDOW = 9  # measurements kept of a (role, size): their median shrugs off four outliers and forgets the capture
@@ -122,10 +122,10 @@ class TickCosts:
         beside = 0.0 if shape.off else self._draft(shape, batch) * self._factor(shape).value
         return (policy + beside) * self._drift
 
-    def catching_up(self, shape: Shape, before: Shape, batch: int) -> float:
-        """Seconds that learned drafters need at most before they can be asked, where the shape before left them out."""
+    def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
+        """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
         new = self._learned.intersection(shape.drafters).difference(before.drafters)
-        return len(new) * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
+        return len(new) * behind * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
 
     def observe(self, shape: Shape, batch: int, seconds: float, drafts_s: Sequence[float] = ()) -> None:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""

@@ -12,7 +12,7 @@ class Fixed:
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
 
-    def choose(self, batch: int) -> Shape:
+    def choose(self, batch: int, behind: int = 0) -> Shape:
         return self._shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:

@@ -132,6 +132,11 @@ class LearnedDrafting:
         """The weight of its own opinion against the shared noise, fitted to what was verified."""
         return self._sharpening.sharpness.beta
 
+    @property
+    def behind(self) -> int:
+        """Positions of some row that it has not taken in and would have to, at most."""
+        return min(self._behind, self._window)
+
     # ---- weights that change
 
     @torch.no_grad()
@@ -381,10 +386,10 @@ class LearnedDrafting:
         return measured + [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
 
     def _measure_catching_up(self, size: int) -> Measured:
-        """With all that a window holds, at most; the cost of batches in between lies in between."""
+        """The cost of batches in between lies in between."""
         rows, most = self._staged().padded(size), _TAKEN_IN[-1]
         seconds = self._staged().time(("extend", rows, most), lambda: self._extend(rows, most))
-        return Measured(CATCH_UP, rows, seconds * math.ceil(self._window / most))
+        return Measured(CATCH_UP, rows, seconds / most)
 
     # ---- sharpness
 

@@ -239,7 +239,9 @@ class Speculating:
 
     def foresee(self, running: int) -> Shape:
         self._learn()
-        return self._tuner.choose(running) if running else OFF
+        if not running:
+            return OFF
+        return self._tuner.choose(running, self._learned.behind if self._learned is not None else 0)
 
     def chosen(self, running: int, shape: Shape) -> None:
         if not running:

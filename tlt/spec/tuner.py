@@ -34,7 +34,8 @@ class Outcome:
 class TunerPolicy(Protocol):
     """What the engine asks. Calls need not alternate: a tick may be chosen before the last one is observed."""
 
-    def choose(self, batch: int) -> Shape: ...
+    def choose(self, batch: int, behind: int = 0) -> Shape:
+        """`behind`: positions of a request that a learned drafter would have to take in first, at most."""
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
 
@@ -123,7 +124,7 @@ class _Stand:
     reviews: int = 0  # since something changed
     until: int = 0  # tick of the next review
     probe: Shape | None = None  # what would be worth trying …
-    worst: float = 0.0  # … and the seconds it loses if nothing is accepted
+    worst: float = 0.0  # … and the seconds it loses if nothing is accepted, but for catching up
 
 
 @dataclass(slots=True)
@@ -191,13 +192,15 @@ class Tuner:
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
-    def choose(self, batch: int) -> Shape:
+    def choose(self, batch: int, behind: int = 0) -> Shape:
         size = self._costs.pad(batch)
         stand = self._stands.get(size)
         if stand is None or self._ticks >= stand.until:
             stand = self._review(size)
         if stand.probe is not None and not self._ledger.open and stand.worst <= self._ledger.left:
-            return self._try(stand, size)
+            worst = stand.worst + self._costs.catching_up(stand.probe, stand.shape, size, behind)
+            if worst <= self._ledger.left:
+                return self._try(stand, size, worst)
         return stand.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
@@ -261,7 +264,7 @@ class Tuner:
         self.evaluations += len(seconds)
         rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
         self._decide(stand, rates)
-        self._plan_probe(stand, size, rates, seconds)
+        self._plan_probe(stand, rates, seconds)
         return stand
 
     def _decide(self, stand: _Stand, rates: dict[Shape, float]) -> None:
@@ -290,7 +293,7 @@ class Tuner:
 
     # ---- learning
 
-    def _plan_probe(self, stand: _Stand, size: int, rates: dict[Shape, float], seconds: dict[Shape, float]) -> None:
+    def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float]) -> None:
         """The drafters least is known about that are worth a try now, in the shape that promises most."""
         stand.probe = None
         for drafters in sorted(self._sets, key=self._acceptance.evidence):
@@ -302,8 +305,7 @@ class Tuner:
             if not mine or drafters == stand.shape.drafters:
                 continue
             if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
-                first_s = self._costs.catching_up(mine[0], stand.shape, size)
-                worst = {shape: max(0.0, first_s + seconds[shape] - 1.0 / stand.rate) for shape in mine}
+                worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) for shape in mine}
                 left = self._ledger.left
                 affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
                 stand.probe = max(affordable, key=rates.__getitem__)
@@ -325,9 +327,9 @@ class Tuner:
             return False
         return True
 
-    def _try(self, stand: _Stand, size: int) -> Shape:
+    def _try(self, stand: _Stand, size: int, worst: float) -> Shape:
         shape = stand.probe or OFF
-        self._ledger.open.append(_Probe(shape, size, stand.rate, stand.worst, self._ticks))
+        self._ledger.open.append(_Probe(shape, size, stand.rate, worst, self._ticks))
         pause = self._pauses[shape.drafters]
         if pause.until is not None:
             pause.wait = min(2 * pause.wait, self._settings.longest_pause)
