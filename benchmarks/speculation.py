@@ -21,7 +21,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median, pstdev
@@ -387,28 +387,64 @@ def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
 
 
 def never(options: argparse.Namespace, config: RunConfig) -> None:
+    """Every case in one engine, but for the useless drafter, which needs another."""
     results = Results(options)
+    wanted = options.cases.split(",")
+    missing = [case for case in wanted if case not in CASES]
+    if missing:
+        raise ConfigError(f"--cases: there is no case {missing[0]!r}; expected some of {','.join(CASES)}")
+    most = max(CASES[case].times for case in wanted)
+    setting = set_up(options, config, most * options.groups)
     found: dict[str, Any] = {}
-    for case in options.cases.split(","):
-        if case not in CASES:
-            raise ConfigError(f"--cases: there is no case {case!r}; expected some of {','.join(CASES)}")
-        found[case] = CASES[case](options, config)
-        results.add("never_slower", found, show=False)
-        tell([{"case": case, **{key: value for key, value in found[case].items() if key != "seconds"}}])
+    for useless in (True, False):
+        cases = [case for case in wanted if CASES[case].useless == useless]
+        if not cases:
+            continue
+        stage = Recording(
+            setting.policy,
+            _with_a_useless_drafter(setting.config) if useless else setting.config,
+            setting.encoded[: max(CASES[case].times for case in cases) * options.groups],
+            setting.scale(),
+        )
+        for name in cases:
+            found[name] = _case(stage, setting, CASES[name])
+            results.add("never_slower", found, show=False)
+            tell([{"case": name, **{key: value for key, value in found[name].items() if key != "seconds"}}])
+        del stage
         release()
 
 
-def _case(
-    options: argparse.Namespace, config: RunConfig, *, groups: int, cap: int, adjust: Callable[[RunConfig], RunConfig]
-) -> dict[str, Any]:
-    """Plain decoding and the tuner take turns; the tuner's first rollout only warms up."""
-    setting = set_up(options, config, groups)
-    stage = Recording(setting.policy, adjust(setting.config), setting.encoded, setting.scale(cap=cap))
-    for name in (PLAIN, TUNER):
+@dataclass(frozen=True, slots=True)
+class Case:
+    """In which speculation might lose."""
+
+    times: int = 1  # as many prompts as asked for
+    cap: int = 1 << 30  # tokens, if that is less than asked for
+    heat: float = 1.0
+    useless: bool = False
+
+
+CASES = {"useless": Case(useless=True), "hot": Case(heat=1.2), "many": Case(times=4), "short": Case(cap=32)}
+
+
+def _with_a_useless_drafter(config: RunConfig) -> RunConfig:
+    """A learned drafter that has learned nothing, and nobody else to ask."""
+    return replace(config, spec=replace(config.spec, drafter="eagle", path=NEW), draft=replace(config.draft, vocab=0))
+
+
+def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
+    """Plain decoding and the tuners take turns; everybody's first rollout only warms up."""
+    sampling = setting.config.sampling
+    stage.ask(
+        setting.encoded[: case.times * setting.options.groups],
+        min(setting.cap, case.cap),
+        replace(sampling, temperature=case.heat * sampling.temperature),
+    )
+    for name in (PLAIN, TUNER, WARM):
         stage.write(Variant(name))
     seconds: dict[str, list[float]] = {PLAIN: [], TUNER: [], WARM: []}
     reports = {}
-    for _ in range(options.repeats):
+    for _ in range(setting.options.repeats):
         for name, spans in seconds.items():
             done = stage.write(Variant(name))
             spans.append(done.seconds)
@@ -425,29 +461,10 @@ def _case(
         "warm_tuner_fastest": min(seconds[PLAIN]) / min(seconds[WARM]),
         "accept_length": tuner.accept_length,
         "off_share": tuner.off_share,
+        "explored_ms": 1e3 * tuner.tuner.explored_s if tuner.tuner else None,
+        "once_ms": 1e3 * tuner.once_s,
         "identical_share": divergence(reports[PLAIN], reports[TUNER])["identical_share"],
     }
-
-
-def _as_it_is(config: RunConfig) -> RunConfig:
-    return config
-
-
-def _useless(config: RunConfig) -> RunConfig:
-    """A learned drafter that has learned nothing, and nobody else to ask."""
-    return replace(config, spec=replace(config.spec, drafter="eagle", path=NEW), draft=replace(config.draft, vocab=0))
-
-
-def _hot(config: RunConfig) -> RunConfig:
-    return replace(config, sampling=replace(config.sampling, temperature=1.2))
-
-
-CASES: dict[str, Callable[[argparse.Namespace, RunConfig], dict[str, Any]]] = {
-    "useless": lambda o, c: _case(o, c, groups=o.groups, cap=o.cap, adjust=_useless),
-    "hot": lambda o, c: _case(o, c, groups=o.groups, cap=o.cap, adjust=_hot),
-    "many": lambda o, c: _case(o, c, groups=4 * o.groups, cap=o.cap, adjust=_as_it_is),
-    "short": lambda o, c: _case(o, c, groups=o.groups, cap=min(o.cap, 32), adjust=_as_it_is),
-}
 
 
 # ---- fidelity: plain decoding against itself

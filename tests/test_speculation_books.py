@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -86,6 +86,37 @@ def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
     assert (report.verifies, report.accepted, report.accept_length) == (3, 3, 2.0)
     assert len(report.alarms) == 1
     assert report.tuner is None
+
+
+def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
+    """And whoever must catch up is not asked to draft behind a verification, where nobody would time it."""
+
+    class Learned(Slow):
+        behind, capture_s, version, planted = 64, 0.0, 0, 0
+
+        def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+            slow.now += 5.0
+            self.capture_s += 4.0
+            self.behind = 0
+
+        def plant(self, keys: Sequence[Key], shape: Shape) -> None:
+            self.planted += 1
+
+        def took_in(self) -> bool:
+            return False
+
+    tuner, learned = Recording(CHAIN), Learned()
+    speculating = Speculating([learned], tuner, learned=cast(Any, learned))
+    speculating.prepare([Key(0, 0)], CHAIN)
+    assert learned.planted == 0
+    speculating.propose([Key(0, 0)], [[1]], CHAIN)
+    speculating.verified(CHAIN, [[7, 8, 9]], seconds=6.0, once_s=4.0)
+    speculating.report()
+    (outcome,) = tuner.outcomes
+    assert (outcome.seconds, outcome.once_s, outcome.caught_up_s) == (5.0, 5.0, 1.0)
+    planted = learned.planted
+    speculating.prepare([Key(0, 0)], CHAIN)
+    assert learned.planted == planted + 1
 
 
 def test_ticks_are_counted_by_batch_and_shape() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tlt.engine.admission import ADMISSIONS, FirstComeFirst
+from tlt.engine.admission import ADMISSIONS, FirstComeFirst, LongestFirst
 from tlt.engine.pages import PageBook
 from tlt.engine.request import Progress, Request
 from tlt.engine.scheduler import Scheduler
@@ -36,13 +36,24 @@ def test_the_next_ones_are_those_a_sort_would_name(admission: str, seed: int) ->
             waiting.rank_changed(gone.request.prompt_id)
         else:
             request = progress(0, prompt=dice.randrange(14)).request
-            order.finished(request, dice.randrange(1, 100))
+            order.finished(request, dice.choice((4, 8, 16, 32)))  # so that ranks change and come back
             waiting.rank_changed(request.prompt_id)
         expected = sorted(all_of_them, key=lambda one: (order.rank(one.request), one.order))
         count = dice.randrange(40)
         assert waiting.first(count) == expected[:count]
         assert len(waiting) == len(all_of_them)
         assert set(waiting) == set(all_of_them)
+
+
+def test_a_rank_that_comes_back_names_nobody_twice() -> None:
+    order = LongestFirst()
+    waiting, two = Waiting(order.rank), [progress(0), progress(1)]
+    for one in two:
+        waiting.add(one)
+    for length in (16, 32, 8):  # expected: 16, 24, 16
+        order.finished(two[0].request, length)
+        waiting.rank_changed(two[0].request.prompt_id)
+    assert waiting.first(4) == two
 
 
 def test_a_tick_does_not_look_at_all_who_wait() -> None:

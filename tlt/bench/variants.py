@@ -28,7 +28,7 @@ from tlt.spec.fixed import Fixed
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.speculation import Speculating, SpeculationReport
 from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
-from tlt.types import Completion, Key
+from tlt.types import Completion, Key, SamplingParams
 
 PLAIN, STAYS_OFF, BANDIT, TUNER, WARM = "plain", "off", "BEG-MAB", "tuner", "tuner, warm"
 
@@ -128,6 +128,13 @@ class Stage:
         self.decode_s = {cost.size: cost.seconds for cost in self._measured if cost.role == POLICY}
         self._warm = self.chooser(Variant(WARM))
         self._rollouts = 0
+
+    def ask(self, prompts: Sequence[tuple[int, ...]], cap: int, sampling: SamplingParams) -> None:
+        """Something else from now on; there must be room for it among what the stage was made for."""
+        self._prompts, self.cap = prompts, cap
+        self.answers = len(prompts) * self._group_size
+        self._config = replace(self._config, sampling=sampling)
+        self._warm = self.chooser(Variant(WARM))
 
     def write(self, variant: Variant) -> Written:
         """One rollout, from prompts that nobody has computed yet."""

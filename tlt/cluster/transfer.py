@@ -1,5 +1,6 @@
 """What of a worker travels: states as copies in host memory, directories as their files, weights as a fingerprint."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -70,8 +71,9 @@ def append_piece(name: str, content: NDArray[np.uint8], directory: Path) -> None
 def extent(directory: Path) -> int:
     """A number that grows while something is written there: a file may have its size before it has its bytes."""
     total = 0
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):  # it has got another name meanwhile
-            found = path.stat()
-            total += found.st_size + found.st_blocks * _BLOCK
+    for place, _, names in os.walk(directory):  # which passes over what has got another name meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                found = os.stat(os.path.join(place, name))
+                total += found.st_size + found.st_blocks * _BLOCK
     return total

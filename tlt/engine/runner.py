@@ -271,7 +271,7 @@ class Runner:
             pages_RP=inputs.pages_RP,
             max_query=1,
             exact=self._exact,
-            shares_S=shares_of(inputs.context_R, self._model.config, 1),
+            shares_S=self._shares(inputs.context_R, 1),
         )
         out = self._model(inputs.token_R, layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
@@ -282,6 +282,9 @@ class Runner:
             self._keeper.keep(kept, column_R1, inputs.position_R[:, None], sampled.token_R[:, None], live_R1)
         taps = tuple(tap[:, None] for tap in taps)
         return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
+
+    def _shares(self, context_R: Tensor, max_query: int) -> Tensor | None:
+        return None if self._exact else shares_of(context_R, self._model.config, max_query)
 
     def _sample(self, hidden_TD: Tensor, rows: SamplingRows) -> Sampled:
         return sample(self._model.logits(hidden_TD, exact=self._exact), rows, exact=self._exact)
@@ -315,7 +318,7 @@ class Runner:
             max_query=nodes,
             tree_mask_TW=None if self._exact else trees.mask_RQW.flatten(0, 1),
             exact=self._exact,
-            shares_S=shares_of(inputs.context_R, self._model.config, nodes),
+            shares_S=self._shares(inputs.context_R, nodes),
         )
         out = self._model(trees.token_RQ.flatten(), layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
@@ -379,7 +382,7 @@ class Runner:
             pages_RP=self._send(tables, torch.int32),
             max_query=most,
             exact=self._exact,
-            shares_S=shares_of(context_R, self._model.config, most),
+            shares_S=self._shares(context_R, most),
         )
         out = self._model(self._send(tokens, torch.int64), layout, self._keeper.taps)
         if out.taps:

@@ -79,8 +79,8 @@ class Waiting:
         self, shown: list[_First], behind: list[tuple[Rank, int, _Line, int]]
     ) -> tuple[Rank, int, _Line, int] | None:
         """The next of all lines; those taken off the heap are noted in `shown`."""
-        while self._heap and self._first.get(self._heap[0][2]) != self._heap[0]:
-            heapq.heappop(self._heap)  # its rank has changed, or it has entered
+        while self._heap and (self._first.get(self._heap[0][2]) != self._heap[0] or self._heap[0] in shown[-1:]):
+            heapq.heappop(self._heap)  # its rank has changed, or it has entered; or its rank has changed and is back
         if behind and (not self._heap or behind[0][:2] < self._heap[0][:2]):
             return heapq.heappop(behind)
         if not self._heap:

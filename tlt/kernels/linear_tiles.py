@@ -16,7 +16,8 @@ out, workspace), is touched only after `gdc_wait`, which returns when the predec
 visible. Before the wait only weights are asked into L2: that is a hint without a destination, so even a predecessor
 that writes weights is safe. Every program waits, hence this kernel completes only after its predecessor has, hence
 waiting for it covers all earlier kernels too; and a kernel launched the ordinary way (a library call) is a barrier.
-A kernel launched with `launch_pdl` that does NOT wait in every program would break this chain for all that follow.
+A kernel launched with `launch_pdl` in which NO program waits would break this chain for all that follow; attention, in
+which those without work leave at once, has one with work for every request.
 The signal that lets the successor start is given at once, or (`late`) when the weights have been read: programs of the
 successor can only occupy what is free once all programs of this kernel are resident, and while waiting they fill the
 gap with their own prefetch. With `ahead` the loop goes on asking, so that memory is kept busy from L2's distance and a

@@ -76,6 +76,10 @@ class Stage(Protocol):
     def time(self, key: Hashable, work: Callable[[], object]) -> float:
         """Seconds the work takes, all rows idle."""
 
+    @property
+    def capture_s(self) -> float:
+        """Spent capturing graphs so far."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entered:

@@ -134,8 +134,15 @@ class LearnedDrafting:
 
     @property
     def behind(self) -> int:
-        """Positions of some row that it has not taken in and would have to, at most."""
-        return min(self._behind, self._window)
+        """Positions that would have to be taken in first, of every row; a few are taken in with the first guess."""
+        if self._behind <= self._deepest + 1:
+            return 0
+        return math.ceil(min(self._behind, self._window) / _TAKEN_IN[-1]) * _TAKEN_IN[-1]
+
+    @property
+    def capture_s(self) -> float:
+        """Spent capturing graphs so far, by whoever runs them."""
+        return self._staged().capture_s
 
     # ---- weights that change
 
@@ -185,7 +192,7 @@ class LearnedDrafting:
     @torch.no_grad()
     def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
         """After plain ticks: takes in what they wrote, as far back as the window reaches."""
-        if self._behind > self._deepest + 1:
+        if self.behind:
             self._take_in(len(keys))
             if self._row.is_cuda:  # rare: its time must not count as this tick's
                 torch.cuda.current_stream(self._row.device).synchronize()

@@ -276,7 +276,8 @@ class Speculating:
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         for name in shape.drafters:
-            self._drafters[name].plant(keys, shape)
+            if self._learned is None or name != self._learned.name or not self._learned.behind:
+                self._drafters[name].plant(keys, shape)  # who must catch up does so when asked, and it is timed there
 
     def needs_no_tokens(self, shape: Shape) -> bool:
         return self._learned is not None and shape.drafters == (self._learned.name,)
@@ -288,10 +289,15 @@ class Speculating:
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
     ) -> float:
-        started = time.perf_counter()
+        """Seconds it took, captures left out: they come once."""
+        started, captured_s = time.perf_counter(), self._captured_s
         for drafter in drafters:
             drafter.catch_up(keys, answers, shape)
-        return time.perf_counter() - started
+        return time.perf_counter() - started - (self._captured_s - captured_s)
+
+    @property
+    def _captured_s(self) -> float:
+        return self._learned.capture_s if self._learned is not None else 0.0
 
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
