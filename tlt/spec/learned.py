@@ -22,7 +22,7 @@ from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, gather_taps
 from tlt.spec.growth import Grove, Soil
-from tlt.spec.prompt_states import PromptStates
+from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
@@ -59,32 +59,6 @@ class _Trees:
 
 
 _NOT_READY = -2  # first parent of a row from which nothing can be grown yet
-
-
-@dataclass(frozen=True, slots=True)
-class _Recalled:
-    """Rows that enter with one prefix, and where the states that were kept of it go: E rows, N = E · S places."""
-
-    row_E: np.ndarray
-    first: int  # position that has a state
-    slot_S: np.ndarray
-    token_ES: np.ndarray  # drawn from each state
-
-    @classmethod
-    def of(cls, prefix: tuple[int, ...], entered: Sequence[Entered], kept: int, window: int) -> "_Recalled":
-        first = len(prefix) - kept
-        token_ES = np.empty((len(entered), kept), dtype=np.int64)
-        if kept:
-            token_ES[:, :-1] = prefix[first + 1 :]
-            token_ES[:, -1] = [entry.token for entry in entered]
-        slot_S = np.arange(first, len(prefix)) % window
-        return cls(np.array([entry.row for entry in entered]), first, slot_S, token_ES)
-
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """Rows, first positions; row, slot and token of every place."""
-        rows, kept = self.token_ES.shape
-        held_E = np.full(rows, self.first)
-        return self.row_E, held_E, np.repeat(self.row_E, kept), np.tile(self.slot_S, rows), self.token_ES.ravel()
 
 
 class LearnedDrafting:
@@ -268,7 +242,7 @@ class LearnedDrafting:
         for entry in entered:
             together.setdefault(entry.prefix, []).append(entry)
         kept = {prefix: self._prompts.states(prefix) for prefix in together}
-        recalled = [_Recalled.of(prefix, together[prefix], len(kept[prefix]), self._window) for prefix in together]
+        recalled = [Recalled.of(prefix, together[prefix], len(kept[prefix]), self._window) for prefix in together]
         row_E, held_E, row_N, slot_N, token_N = _send(
             [np.concatenate(column) for column in zip(*(one.columns() for one in recalled), strict=True)],
             self._row.device,

@@ -1,14 +1,20 @@
 """Prompts' states on their way from prefill to the rows whose requests enter with them: a bounded memory.
 
 A drafter that starts in the middle of a text it has never seen guesses badly; so what the policy computed of a prompt
-is kept until the requests that share it have entered. Knows prefixes and states; knows nothing of rows or drafters.
+is kept until the requests that share it have entered. Knows prefixes, states, and who enters where; knows nothing of
+drafters.
 """
 # S positions, F states of one
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tlt.spec.drafter import Entered
 
 _MOST_BYTES = 2**29
 
@@ -43,3 +49,29 @@ class PromptStates:
     def clear(self) -> None:
         self._kept.clear()
         self._bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """Rows that enter with one prefix, and where the states that were kept of it go: E rows, N = E · S places."""
+
+    row_E: np.ndarray
+    first: int  # position that has a state
+    slot_S: np.ndarray
+    token_ES: np.ndarray  # drawn from each state
+
+    @classmethod
+    def of(cls, prefix: tuple[int, ...], entered: Sequence[Entered], kept: int, window: int) -> "Recalled":
+        first = len(prefix) - kept
+        token_ES = np.empty((len(entered), kept), dtype=np.int64)
+        if kept:
+            token_ES[:, :-1] = prefix[first + 1 :]
+            token_ES[:, -1] = [entry.token for entry in entered]
+        slot_S = np.arange(first, len(prefix)) % window
+        return cls(np.array([entry.row for entry in entered]), first, slot_S, token_ES)
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Rows, first positions; row, slot and token of every place."""
+        rows, kept = self.token_ES.shape
+        held_E = np.full(rows, self.first)
+        return self.row_E, held_E, np.repeat(self.row_E, kept), np.tile(self.slot_S, rows), self.token_ES.ravel()
