@@ -180,6 +180,7 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     small = small_batch(written[0], stage.latest, _SMALL)
     results.add("answers", answers(setting, written[0]))
     results.add("time", [asdict(record) for record in bench.time(written)], show=False)
+    results.add("finished_s", {done.variant.name: finished(done) for done in written}, show=False)
     results.add("speculation", [asdict(record) for record in bench.speculated(written)], show=False)
     results.add("divergence", {done.variant.name: divergence(written[0], done) for done in written[1:]}, show=False)
     results.add("small_batch", small, show=False)
@@ -273,6 +274,11 @@ def answers(setting: Setting, done: Written) -> dict[str, Any]:
         "temperature": setting.config.sampling.temperature,
         "rows": setting.config.engine.rows,
     }
+
+
+def finished(done: Written) -> list[float]:
+    """When each answer ended, in order: `tail.py` draws it."""
+    return sorted(completion.timing.finished_s for completion in done.completions)
 
 
 def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Completion]) -> dict[str, Any]:

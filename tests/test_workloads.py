@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median, pstdev
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +21,7 @@ import recording
 import reinforcement
 import scoring
 import speculation
+import tail
 import workloads
 from workloads import WORKLOADS
 
@@ -237,6 +239,18 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     assert by_length["< 128"]["verifies"] == told["verifies"]
     assert set(found["shapes"]["off"]) == {"≤ 4"}
     assert "S/AL ≤ 8" in capsys.readouterr().out
+
+
+def test_the_tail_is_drawn(work: Path, tmp_path: Path) -> None:
+    run("measure", work, "--budget", "0")
+    picture = tmp_path / "tail.svg"
+    assert tail.main([str(work / "results.json"), str(picture)]) == 0
+    drawn = ElementTree.parse(picture).getroot()
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    assert any("plain decoding" in (text.text or "") for text in drawn.iter("{http://www.w3.org/2000/svg}text"))
+    assert tail.still_running([2.0, 1.0]) == [(0.0, 2.0), (1.0, 1.0), (2.0, 0.0)]
+    with pytest.raises(SystemExit):
+        tail.main([str(work / "results.json"), str(picture), "--ways", "eagle"])
 
 
 def test_a_spent_budget_ends_it(work: Path) -> None:
