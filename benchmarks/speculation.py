@@ -152,8 +152,11 @@ def prepare(options: argparse.Namespace, config: RunConfig) -> None:
         raise ConfigError("--model is missing; expected a Hugging Face directory")
     results = Results(options)
     config = replace(config, model=replace(config.model, path=options.model))
+    workload = workload_of(options)
+    if options.unroll:
+        workload = replace(workload, draft=replace(workload.draft, unroll=options.unroll))
     wanted = preparing.Wanted(
-        workload=workload_of(options),
+        workload=workload,
         place=place_of(options),
         data=options.data,
         prompts=options.prompts,
@@ -591,6 +594,7 @@ def _prepare_options(part: argparse.ArgumentParser) -> None:
     part.add_argument("--data", type=Path, help="GSM8K's train.jsonl: to tune and to draft from")
     part.add_argument("--tune-budget", type=float, default=110.0, help="seconds of supervised tuning")
     part.add_argument("--budget", type=float, default=240.0, help="seconds of drafter training, its rollouts included")
+    part.add_argument("--unroll", type=int, default=0, help="draft tokens trained in a row; default: the workload's")
 
 
 def _measure_options(part: argparse.ArgumentParser) -> None:
