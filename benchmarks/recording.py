@@ -46,9 +46,8 @@ class Recording(Stage):
         told, choosers = self._choosers.observe, vars(self._choosers)
 
         def observe(outcome: Outcome) -> tuple[Alarm, ...]:
-            walked = sum(walked.accepted + 1 for walked in outcome.walks)
-            emitted = outcome.batch if outcome.shape.off else walked
             walks = tuple((walked.request, walked.accepted + 1) for walked in outcome.walks)
+            emitted = outcome.batch if outcome.shape.off else sum(tokens for _, tokens in walks)
             self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.once_s, walks))
             return told(outcome)
 

@@ -10,9 +10,9 @@
 `prepare` tunes the policy and trains its drafter, `measure` writes one rollout in every way there is, `drafts` compares
 greedy with shared-noise drafts at equal shape, `never` looks for a case in which speculation loses, `fidelity` tells
 how often plain decoding turns a token when only the batch changes, `score` whether what speculation wrote is a sample
-of the policy. (a) and (b) need GSM8K: --prompts test.jsonl for
-what is measured, --data train.jsonl for tuning and drafter training. Every knob is a flag too: --spec.depths 2,4. Each
-part prints and writes its results as it goes (--json). --quick is for a CPU: a random stand-in policy, a few tokens.
+of the policy. (a) and (b) need GSM8K: --prompts test.jsonl for what is measured, --data train.jsonl for tuning and
+drafter training. Every knob is a flag too: --spec.depths 2,4. Each part prints and writes its results as it goes
+(--json). --quick is for a CPU: a random stand-in policy, a few tokens.
 """
 
 import argparse

@@ -538,7 +538,6 @@ def test_a_probe_is_booked_when_chosen() -> None:
     seconds = policy.expected(OFF, 4)[1] or 0.0
     while policy.choose(4).off:
         policy.observe(Outcome(OFF, 4, (), seconds))
-        policy._ledger.open.clear()
     chosen = [policy.choose(4) for _ in range(10)]
     assert all(shape.off for shape in chosen)
 

@@ -6,7 +6,7 @@ pushed there before a rank changed is recognised when it comes up. Decides no or
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tlt.engine.request import Progress, Request
 
@@ -71,9 +71,6 @@ class Waiting:
         for entry in shown:
             heapq.heappush(self._heap, entry)
         return found
-
-    def __iter__(self) -> Iterator[Progress]:
-        return (progress for standing in self._lines.values() for progress in standing)
 
     def _front(
         self, shown: list[_First], behind: list[tuple[Rank, int, _Line, int]]

@@ -143,16 +143,16 @@ def join_part(acc_MD, peak_M, sum_M, part_MD, lse_M):
 @triton.jit
 def sum_splits(
     partial_ptr, lse_ptr, at_work, row_M,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The softmax-weighted mean of the splits' outputs for ROWS of their BLOCK_M rows, in order, CHUNK in flight.
+    """The softmax-weighted mean of the splits' outputs, in order, CHUNK in flight.
 
     Other programs wrote them in this very launch: read past the first-level cache.
     """
     column_D = tl.arange(0, BLOCK_D)
-    acc_MD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    peak_M = tl.full([ROWS], -float("inf"), tl.float32)
-    sum_M = tl.zeros([ROWS], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
     for first in tl.range(0, at_work, CHUNK):
         for next_one in tl.static_range(CHUNK):
             split = first + next_one
@@ -262,9 +262,7 @@ def _attention_kernel(
         arrived = tl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
         if arrived == at_work - 1:
             tl.store(counter_ptr + block, 0)  # ready for the next launch
-            total_MD = sum_splits(
-                partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M, CHUNK, BLOCK_M, BLOCK_M, BLOCK_D
-            )
+            total_MD = sum_splits(partial_ptr + base * BLOCK_D, lse_ptr + base, at_work, row_M, CHUNK, BLOCK_M, BLOCK_D)
             tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
 
 

@@ -131,7 +131,7 @@ def _exact_attention_kernel(
             tl.store(counter_ptr + block, 0)  # ready for the next launch
             total_MD = sum_splits(
                 partial_ptr + base * BLOCK_D, lse_ptr + base, last_part - first_part, row_M,
-                CHUNK, BLOCK_M, BLOCK_M, BLOCK_D,
+                CHUNK, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels.states import keep_states
+from tlt.model.device import upload
 from tlt.model.transformer import Transformer
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
@@ -387,6 +388,4 @@ class LearnedDrafting:
 def _send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Host numbers on the device, in one copy and without waiting for it."""
     together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        together = together.pin_memory()
-    return list(torch.split(together.to(device, non_blocking=True), [len(column) for column in columns]))
+    return list(torch.split(upload(together, device), [len(column) for column in columns]))
