@@ -402,3 +402,32 @@ def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
     fresh = told.outcomes[before:]
     assert fresh[0].walks, "what was learned before the change is told in time"
     assert [bool(outcome.walks) for outcome in fresh[1:]] == [False, *[True] * (len(fresh) - 2)]
+
+
+def test_every_state_of_a_prompt_stands_beside_the_token_drawn_from_it() -> None:
+    """Groups that enter together share a prompt's states; some prompts are longer than the window, some end alike."""
+    prompts = [(3, 4, 5), (3, 4, 6), tuple(range(2, 24)), (7, 8)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    batch = [Request(Key(1, 2 * n + one), prompt, params) for n, prompt in enumerate(prompts) for one in range(2)]
+    learned = drafting()
+    engine = engine_with(learned, lambda running: Shape(), rows=8)
+    engine.submit(batch)
+    engine.tick()
+    states, window = packed_states(prompts), learned._window
+    for row, request in enumerate(batch):
+        prompt = request.prompt
+        for position in range(max(0, len(prompt) - window), len(prompt) - 1):  # the first token has taken a place
+            assert learned._tokens_RW[row, position % window] == prompt[position + 1]
+            kept = learned._states_RWF[row, position % window]
+            torch.testing.assert_close(kept, states[prompt][position], rtol=1e-9, atol=1e-9)
+
+
+def packed_states(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+    """By a forward of each prompt alone."""
+    taps = EagleConfig.of_policy(MODEL.config, window=16).taps
+    found = {}
+    for prompt in prompts:
+        with torch.no_grad():
+            out = MODEL(torch.tensor(prompt), PackedLayout.from_lengths([len(prompt)]), taps)
+        found[prompt] = gather_taps(out.taps)
+    return found
