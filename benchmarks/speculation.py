@@ -113,7 +113,11 @@ class Results:
     def __init__(self, options: argparse.Namespace) -> None:
         name = "-".join(x for x in (options.part, options.workload, getattr(options, "shape", "")) if x)
         self.file = Path(options.json or Path(options.work) / f"{name}.json")
-        self._content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._content: dict[str, Any] = {
+            "options": {key: str(value) for key, value in vars(options).items()},
+            "machine": asdict(describe(device, options.commit)),
+        }
         self._started = time.perf_counter()
 
     def add(self, name: str, value: Any, *, show: bool = True) -> None:
@@ -175,8 +179,6 @@ def prepare(options: argparse.Namespace, config: RunConfig) -> None:
 def measure(options: argparse.Namespace, config: RunConfig) -> None:
     results = Results(options)
     setting = set_up(options, config, options.groups)
-    device = setting.policy.model.embed.device
-    results.add("machine", asdict(describe(device, options.commit)))
     stage = Recording(setting.policy, setting.config, setting.encoded, setting.scale())
     results.add("decode_ms", {size: 1e3 * seconds for size, seconds in stage.decode_s.items()}, show=False)
     written = write_all(stage, setting, results)
