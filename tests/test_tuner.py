@@ -3,6 +3,7 @@
 Where a bound is asserted, something that must break it is shown to: a fixed shape, or the paper's bandit.
 """
 
+import copy
 import math
 import random
 from collections.abc import Iterator
@@ -102,9 +103,9 @@ def test_a_tick_is_the_sum_of_its_runs() -> None:
         + (known.estimate(EXTEND, 8) or 0)
         + 3 * (known.estimate(DRAFT, 8 * 4) or 0)
     )
-    assert found.seconds(learned(4, 4, 16), 6) == pytest.approx(summed + 20e-6)
+    assert found.seconds(learned(4, 4, 16), 6) == pytest.approx(summed)
     both = Shape((LEARNED, MODEL_FREE), 4, 4, 16)
-    assert found.seconds(both, 6) == pytest.approx(summed + 20e-6 + (known.estimate(LOOKUP, 8) or 0))
+    assert found.seconds(both, 6) == pytest.approx(summed + (known.estimate(LOOKUP, 8) or 0))
     assert found.seconds(OFF, 6) == pytest.approx(policy_s(8), rel=1e-3)
 
 
@@ -134,6 +135,40 @@ def test_what_all_shapes_share_changes_no_comparison() -> None:
     after = (found.seconds(shape, 8) or 0) / (found.seconds(OFF, 8) or 1)
     assert found.seconds(OFF, 8) == pytest.approx(2 * tick_s(OFF, 8), rel=0.05)
     assert after == pytest.approx(before, rel=0.05)
+
+
+def test_a_context_that_is_read_once_is_charged_once() -> None:
+    """Where it is, a tree of sixteen nodes costs as many seconds more as a single token does."""
+    found, shape = TickCosts(table(), pad, [LEARNED], context_read_once=True), learned(2, 1, 16)
+    alone = {one: found.seconds(one, 8) or 0.0 for one in (OFF, shape)}
+    for tick in range(400):
+        found.observe(OFF, 8, tick_s(OFF, 8) + 3e-3 * min(1.0, tick / 300))
+    for one, before in alone.items():
+        assert found.seconds(one, 8) == pytest.approx(before + 3e-3, rel=0.01)
+
+
+def test_ticks_that_seem_short_because_others_seemed_long_change_nothing() -> None:
+    """Whoever is read late leaves less to the next one: only the sum is true, whatever else the ticks say."""
+    found, shape = costs(), learned(2, 1, 3)
+    true = {one: tick_s(one, 8) for one in (OFF, shape)}
+    for _ in range(12):
+        for _ in range(6):
+            found.observe(OFF, 8, true[OFF])
+        for late in (0.4, -0.4, 0.4, -0.4, 0.0, 0.0):
+            found.observe(shape, 8, true[shape] * (1 + late))
+    assert found.seconds(shape, 8) == pytest.approx(true[shape], rel=0.03)
+    assert found.seconds(OFF, 8) == pytest.approx(true[OFF], rel=0.03)
+
+
+def test_a_shape_that_never_ran_is_as_dear_beyond_the_table_as_its_like() -> None:
+    found, ran, other = costs(), learned(2, 1, 3), learned(4, 1, 5)
+    before = {one: found.seconds(one, 8) or 0.0 for one in (OFF, other)}
+    for _ in range(8):
+        found.observe(ran, 8, tick_s(ran, 8) + 1e-3)
+    found.observe(OFF, 8, before[OFF])
+    assert found.seconds(other, 8) == pytest.approx(before[other] + 1e-3, rel=0.02)
+    assert found.seconds(other, 16) > (costs().seconds(other, 16) or 0.0) + 0.9e-3  # the nearest size there is
+    assert found.seconds(OFF, 8) == pytest.approx(before[OFF])
 
 
 # ---- acceptance
@@ -390,6 +425,58 @@ def test_a_cost_table_that_lies_is_found_out(first: float) -> None:
     assert against_plain(tuner(), world(first, 0.0, drafting=5.0), 16, 1000) <= 1.01
 
 
+class Stalling(World):
+    """The machine stands still in the first plain tick of some batch sizes; what comes after a capture seems short."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen: set[tuple[Shape, int]] = set()
+        self.drained = False
+
+    def measured(self, shape: Shape, batch: int, true: float) -> float | None:
+        first = (shape, pad(batch)) not in self.seen
+        self.seen.add((shape, pad(batch)))
+        drained, self.drained = self.drained, first and not shape.off
+        if first:
+            return None if not shape.off else 0.3 if pad(batch) in (24, 48, 96, 192) else true
+        return 0.1 * true if drained and not shape.off else super().measured(shape, batch, true)
+
+
+def test_a_moment_in_which_the_machine_stands_still_deceives_nobody() -> None:
+    """Garbage is collected, a graph is captured: rollouts stay as fast as if every tick had told the truth."""
+    chance = random.Random(3)
+    lengths = [min(600, int(chance.lognormvariate(math.log(100), 0.6)) + 5) for _ in range(256)]
+    measured = CostTable()
+    for size in (1, 8, 32, 64, 128, 256, 512, 1024):  # as capture does: the sizes between are reckoned
+        for role, seconds in ((POLICY, policy_s(size)), (EXTEND, 0.35e-3), (DRAFT, 0.3e-3)):
+            measured.record(role, size, seconds)
+    found = {}
+    for kind in (World, Stalling):
+        here = kind({LEARNED: Curve(0.5), MODEL_FREE: Curve(0.1, per_rank=0.2)})
+        policy = Tuner(SHAPES, TickCosts(copy.deepcopy(measured), pad, [LEARNED], context_read_once=True))
+        found[kind] = [rollout(policy, here, lengths) for _ in range(3)]
+    plain = rollout(Fixed(OFF), world(0.5), lengths)
+    print(f"plain {plain:.3f}, true times {found[World]}, deceiving {found[Stalling]}")
+    assert max(found[Stalling]) < 0.9 * plain
+    assert mean(found[Stalling]) < 1.06 * mean(found[World])
+
+
+@pytest.mark.parametrize(("first", "batch"), [(0.2, 8), (0.45, 64)])
+def test_a_small_promise_is_compared_with_plain_decoding(first: float, batch: int) -> None:
+    """Trees become dearer while one is in use, and nobody says so: a factor that only they have is not shared."""
+    plain = {}
+    for gain in (TunerSettings().check_gain, -1.0):
+        here, policy = world(first, 0.0), tuner(TunerSettings(check_gain=gain))
+        steady(policy, here, batch, 400)
+        here.trees = 1.5
+        steady(policy, here, batch, 1200)
+        before = here.ticks[OFF]
+        steady(policy, here, batch, 400)
+        plain[gain] = here.ticks[OFF] - before
+    assert plain[TunerSettings().check_gain] > 380
+    assert plain[-1.0] < 20  # what is dearer seems to be dearer for all
+
+
 def test_acceptance_that_drifts_is_followed() -> None:
     """From very good to useless in 3,000 verifies per request: ≤ 3 % lost against the best shape of every moment."""
     here, policy, lost = world(0.85), tuner(), 0.0
@@ -407,12 +494,12 @@ def test_a_collapse_is_told_and_left_behind(first: float, batch: int) -> None:
     here, policy = world(first, 0.0), tuner()
     steady(policy, here, batch, 500)
     assert not here.alarms
-    assert sum(count for shape, count in here.ticks.items() if not shape.off) > 400
+    assert sum(count for shape, count in here.ticks.items() if not shape.off) > 350
     before = here.verifies
     here.curves[LEARNED] = Curve(0.0)
     while not here.alarms:
         here.tick(policy, batch)
-        assert here.verifies - before <= 128 + batch  # the window twice: it may change its shape in between
+        assert here.verifies - before <= 192 + batch  # three windows: it may change its shape in between
     assert LEARNED not in policy.choose(batch).drafters
     ((_, alarm),) = here.alarms
     assert alarm.drafter == LEARNED
@@ -436,7 +523,7 @@ def test_a_drafter_that_became_good_is_tried_at_once_when_told() -> None:
     for changed, loss in ((True, told), (False, untold)):
         here, policy = world(0.0, 0.0), tuner()
         steady(policy, here, 8, 1500)
-        assert here.ticks[OFF] > 1400
+        assert here.ticks[OFF] > 1380
         here.curves[LEARNED] = Curve(0.8)
         if changed:
             policy.drafter_changed(LEARNED)

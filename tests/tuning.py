@@ -103,7 +103,8 @@ class World:
     curves: dict[str, Curve]
     seed: int = 0
     noise: float = 0.03  # of a tick's time; one in a hundred takes three times as long
-    drafting: float = 1.0  # how much dearer drafting is than the table says
+    drafting: float = 1.0  # how much dearer drafting is than the table says …
+    trees: float = 1.0  # … and all of a tick that speculates
     seconds: float = 0.0  # true, without noise
     ticks: Counter[Shape] = field(default_factory=Counter)
     alarms: list[tuple[int, Alarm]] = field(default_factory=list)  # with the verifies before it
@@ -137,7 +138,14 @@ class World:
 
     def rate(self, shape: Shape, batch: int) -> float:
         """True tokens per second."""
-        return batch * self.length(shape) / tick_s(shape, batch, self.drafting)
+        return batch * self.length(shape) / self.true_s(shape, batch)
+
+    def true_s(self, shape: Shape, batch: int) -> float:
+        return tick_s(shape, batch, self.drafting) * (1.0 if shape.off else self.trees)
+
+    def measured(self, shape: Shape, batch: int, true: float) -> float | None:
+        slow = 3.0 if self.random.random() < 0.01 else 1.0
+        return true * (1.0 + self.noise * self.random.uniform(-1.7, 1.7)) * (slow if self.noise else 1.0)
 
     def walk(self, shape: Shape, kept: dict[str, dict[Path, tuple[float, float]]]) -> Walked:
         hard = self.random.random() < 0.5
@@ -172,12 +180,10 @@ class World:
         shape = policy.choose(batch)
         kept = self.kept_cached(shape)
         walks = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
-        true = tick_s(shape, batch, self.drafting)
+        true = self.true_s(shape, batch)
         self.seconds += true
         self.ticks[shape] += 1
-        slow = 3.0 if self.random.random() < 0.01 else 1.0
-        measured = true * (1.0 + self.noise * self.random.uniform(-1.7, 1.7)) * (slow if self.noise else 1.0)
-        alarms = policy.observe(Outcome(shape, batch, walks, measured))
+        alarms = policy.observe(Outcome(shape, batch, walks, self.measured(shape, batch, true)))
         self.verifies += len(walks)
         self.alarms += [(self.verifies, alarm) for alarm in alarms]
         return walks

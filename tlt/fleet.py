@@ -67,7 +67,8 @@ class Worker:
         reference = open_policy(config.model).model if config.grpo.kl else None
         make = fellows.make_trainer or partial(self._trainer, fellows)
         self.trainer = make(self.policy.model, reference)
-        chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
+        on_gpu = self.policy.model.embed.is_cuda
+        chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
         self._learned = learned_drafting(self.policy, config)
         online = self._learned if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None

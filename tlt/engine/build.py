@@ -43,7 +43,8 @@ def build_engine(
     learned = learned or learned_drafting(policy, config)
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
     drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
-    chooser = chooser or chooser_of(config.spec, config.engine.rows, exact=config.engine.exact)
+    on_gpu = policy.model.embed.is_cuda
+    chooser = chooser or chooser_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
     speculating = Speculating(
         drafters, chooser, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
     )
@@ -77,7 +78,9 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
     return found
 
 
-def chooser_of(spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False) -> TunerPolicy:
+def chooser_of(
+    spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False, on_gpu: bool = False
+) -> TunerPolicy:
     """`measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`."""
     shapes = shapes_of(spec, exact=exact)
     if spec.chooser == "fixed":
@@ -92,7 +95,7 @@ def chooser_of(spec: SpecSettings, rows: int, measured: Iterable[Measured] = (),
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
     sizes = buckets(rows * max(spec.verifies))
     pad = cache(lambda tokens: bucket(tokens, sizes) or sizes[-1])  # asked several times a tick
-    tuner = Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",)))
+    tuner = Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",), context_read_once=on_gpu))
     tuner.know(measured)
     return tuner
 

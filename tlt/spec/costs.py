@@ -43,9 +43,10 @@ class CostTable:
         self._measured.setdefault(role, {}).setdefault(size, deque(maxlen=_WINDOW)).append(seconds)
         self._curves.pop(role, None)
 
-    def knows(self, role: str, size: int) -> bool:
-        """Whether this very size was ever measured."""
-        return size in self._measured.get(role, ())
+    def spans(self, role: str, size: int) -> bool:
+        """Whether this size lies among those ever measured."""
+        sizes = self._measured.get(role)
+        return sizes is not None and min(sizes) <= size <= max(sizes)
 
     def estimate(self, role: str, size: int) -> float | None:
         """Straight lines between measured sizes; below the smallest as dear as that one; beyond the largest in
@@ -80,35 +81,44 @@ def never_falling(values: list[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-_PRIOR_TICKS = 2  # of agreement with the table that drafting is credited with before it ever ran
-_KNOWN_TICKS = 32  # that a correction rests on at most, so that a change is followed
-_BOUNDARY = 8  # ticks after a switch in which the new shape is compared with the one before: one busy moment of the
-# machine must not outvote the rest of _KNOWN_TICKS
-_DRIFT = 1 / 16  # weight of a tick in what all shapes share
+_SETTLED = 8  # ticks after a switch in which the new shape is compared with the one before
+_TRUSTED = 4  # ticks of its own on which a shape's correction stands alone; before, it leans on its neighbours'
+_DRIFT = 1 / 16  # weight of a tick in what all shapes share …
+_COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
-_TOO_DEAR = 0.7  # a whole tick at this share of what the policy's part was to cost is no chance: that cost was wrong
-_LEAST_DRAFT_S = 20e-6  # of a tick that drafts: something to correct where the table knows of nothing
 
 
 class TickCosts:
     """Seconds of a whole tick: the table's sum, corrected by how long ticks really took.
 
-    Two corrections, both factors. `drift` is shared by all shapes (contexts grow, the host is busy) and cancels when
-    shapes are compared. What drafting, and verifying instead of plain decoding, costs beyond the table is learned only
-    in the few ticks after a switch, when the shape before ran in the same conditions.
-    Sizes that capture did not measure are learned from their first plain ticks; what a model-free drafter takes, from
-    every tick that says so.
+    Two corrections. What all shapes share cancels when they are compared: contexts that grow, a busy host. It is a
+    factor where every node of a tree computes its own attention (a CPU); where a tree reads its context once however
+    many nodes it has (a GPU), it is so many seconds: as a factor, large trees would be charged for it many times.
+    What a shape costs beyond that is its own, by batch size: learned in the few ticks after a switch, when the shape
+    before ran in the same conditions. A shape that never ran is taken to be as dear beyond the table as its like.
+    No single tick is believed: one that is read late makes the next one seem short, and only their sum is true.
+    Sizes outside those measured are learned from their first plain ticks; what a model-free drafter takes, from every
+    tick that says so.
     """
 
-    def __init__(self, table: CostTable, pad: Callable[[int], int], learned: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        pad: Callable[[int], int],
+        learned: Collection[str] = (),
+        *,
+        context_read_once: bool = False,
+    ) -> None:
         self._table = table
         self.pad = pad  # of tokens, and of requests: the size of the graph that would run
         self._learned = frozenset(learned)  # drafters that run on the device; the others only cost the host a lookup
-        self._drift = 1.0
-        self._drafting = {True: _Factor(), False: _Factor()}  # with a learned drafter, with model-free ones only
+        self._read_once = context_read_once
+        self._drift = 1.0  # what all shapes share: a factor …
+        self._shared_s = 0.0  # … or seconds
+        self._own = _Corrections()
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed
-        self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where capture did not measure it
+        self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
 
     def know(self, measured: Measured) -> None:
         """Measured beforehand."""
@@ -116,11 +126,11 @@ class TickCosts:
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
-        policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
-        if policy is None:
+        foreseen = self._foreseen(shape, batch)
+        if foreseen is None:
             return None
-        beside = 0.0 if shape.off else self._draft(shape, batch) * self._factor(shape).value
-        return (policy + beside) * self._drift
+        own = 0.0 if shape.off else self._own.of(self._kind(shape), shape, self.pad(batch))
+        return (max(_LEAST * foreseen, foreseen + own) + self._shared_s) * self._drift
 
     def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
@@ -131,54 +141,49 @@ class TickCosts:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""
         self._since = self._since + 1 if self._last == shape else 1
         self._last = shape
-        if shape.off:
-            self._observe_plain(self.pad(batch), seconds)
-            return
-        for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
-            if drafter not in self._learned:
-                self._table.record(LOOKUP, self.pad(batch), spent)
-        policy = self._table.estimate(POLICY, self.pad(batch * shape.verify))
-        if policy is None:
-            return
-        if self._since > _BOUNDARY:
-            self._see_drift(seconds, self.seconds(shape, batch) or seconds)
-        else:
-            self._see_drafting(shape, batch, seconds / self._drift, policy)
+        if not shape.off:
+            for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
+                if drafter not in self._learned:
+                    self._table.record(LOOKUP, self.pad(batch), spent)
+        expected = self.seconds(shape, batch)
+        if shape.off and (expected is None or self._learns(self.pad(batch))):
+            self._table.record(POLICY, self.pad(batch), max(0.0, seconds / self._drift - self._shared_s))
+        elif expected is not None and (shape.off or self._since > _SETTLED):
+            self._own.close()
+            self._see_shared(_clipped(seconds - expected, _STRANGE * expected), expected, shape.off)
+        elif expected is not None:
+            beyond = seconds / self._drift - self._shared_s - (self._foreseen(shape, batch) or 0.0)
+            self._own.see(self._kind(shape), shape, self.pad(batch), beyond)
 
-    def _see_drafting(self, shape: Shape, batch: int, seconds: float, policy: float) -> None:
-        """What drafting takes beyond the table; or, where all of it took much less than the policy's run alone was
-        foreseen to take, that this was foreseen too dear: whoever believed it would not use the shape again."""
-        if seconds < _TOO_DEAR * policy:
-            self._table.record(POLICY, self.pad(batch * shape.verify), seconds)
-        else:
-            self._factor(shape).see((seconds - policy) / self._draft(shape, batch))
+    def ticks_of(self, shape: Shape, batch: int) -> int:
+        """Of its own, on which the estimate rests."""
+        return self._own.ticks(shape, self.pad(batch))
 
-    def _observe_plain(self, size: int, seconds: float) -> None:
-        """The first ticks of a size that nobody measured tell what it costs; later ones, how all costs drift."""
-        policy = self._table.estimate(POLICY, size)
-        if policy is None or self._learns(size):
-            self._table.record(POLICY, size, seconds / self._drift)
+    def _see_shared(self, surprise: float, expected: float, plain: bool) -> None:
+        weight = _COMPARED if plain and self._since <= _SETTLED else _DRIFT
+        if self._read_once:
+            self._shared_s += weight * surprise
         else:
-            self._see_drift(seconds, policy * self._drift or seconds)
-
-    def _see_drift(self, seconds: float, expected: float) -> None:
-        surprise = seconds / expected - 1.0
-        self._drift *= 1.0 + min(max(surprise, -_STRANGE), _STRANGE) * _DRIFT
+            self._drift *= 1.0 + weight * surprise / expected
 
     def _learns(self, size: int) -> bool:
+        """The first ticks of a size beyond all that were measured tell what it costs; later ones, how costs drift."""
         seen = self._plain.get(size, 0)
-        if seen == _WINDOW or (not seen and self._table.knows(POLICY, size)):
+        if seen == _WINDOW or (not seen and self._table.spans(POLICY, size)):
             return False
         self._plain[size] = seen + 1
         return True
 
-    def _factor(self, shape: Shape) -> "_Factor":
-        return self._drafting[not self._learned.isdisjoint(shape.drafters)]
+    def _kind(self, shape: Shape) -> bool:
+        """Whether a learned drafter takes part."""
+        return not self._learned.isdisjoint(shape.drafters)
 
-    def _draft(self, shape: Shape, batch: int) -> float:
+    def _foreseen(self, shape: Shape, batch: int) -> float | None:
         """By the table alone."""
+        total = self._table.estimate(POLICY, self.pad(batch * shape.verify))
+        if total is None:
+            return None
         requests = self.pad(batch)
-        total = _LEAST_DRAFT_S
         for drafter in shape.drafters:
             if drafter in self._learned:
                 total += self._run(EXTEND, requests) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
@@ -192,13 +197,64 @@ class TickCosts:
         return known if known is not None else self._table.estimate(POLICY, size) or 0.0
 
 
-class _Factor:
-    """How many times dearer than foreseen: the median of what ticks say."""
+_LEAST = 0.1  # of what the table says, whatever the corrections
+
+
+def _clipped(value: float, most: float) -> float:
+    return min(max(value, -most), most)
+
+
+class _Corrections:
+    """Seconds beyond the table: of a shape at a batch size, and of all of its kind there."""
 
     def __init__(self) -> None:
-        self.value = 1.0
-        self._said = deque([1.0] * _PRIOR_TICKS, maxlen=_KNOWN_TICKS)
+        self._known: dict[tuple[object, int], tuple[float, int]] = {}  # (shape or kind, size) → seconds, ticks
+        self._now: tuple[bool, Shape, int] | None = None  # who is being compared …
+        self._said: list[float] = []  # … and what its ticks have said so far
 
-    def see(self, times: float) -> None:
-        self._said.append(times)
-        self.value = max(0.0, median(self._said))
+    def of(self, kind: bool, shape: Shape, size: int) -> float:
+        if self._now == (kind, shape, size) and len(self._said) >= _TRUSTED:
+            return self._with_news((shape, size))[0]
+        own, ticks = self._known.get((shape, size), (0.0, 0))
+        if ticks >= _TRUSTED:
+            return own
+        return (ticks * own + (_TRUSTED - ticks) * self._of_kind(kind, size)) / _TRUSTED
+
+    def ticks(self, shape: Shape, size: int) -> int:
+        return self._known.get((shape, size), (0.0, 0))[1]
+
+    def _of_kind(self, kind: bool, size: int) -> float:
+        """At the nearest size at which its kind ever ran."""
+        sizes = [known for key, known in self._known if key is kind]
+        if not sizes:
+            return 0.0
+        nearest = min(sizes, key=lambda known: abs(known - size))
+        seconds, ticks = self._known[kind, nearest]
+        return seconds * min(1.0, ticks / _TRUSTED)
+
+    def see(self, kind: bool, shape: Shape, size: int, beyond: float) -> None:
+        """A tick took so many seconds more than the table says."""
+        if self._now != (kind, shape, size):
+            self.close()
+            self._now = (kind, shape, size)
+        self._said.append(beyond)
+
+    def close(self) -> None:
+        """The comparison is over: what it said counts as much as what was known before, tick for tick."""
+        if self._now is not None:
+            kind, shape, size = self._now
+            for key in ((shape, size), (kind, size)):
+                self._known[key] = self._with_news(key)
+        self._now, self._said = None, []
+
+    def _with_news(self, key: tuple[object, int]) -> tuple[float, int]:
+        before, ticks = self._known.get(key, (0.0, 0))
+        new = len(self._said)
+        return before + (_middle(self._said) - before) * new / (ticks + new), min(ticks + new, _SETTLED)
+
+
+def _middle(values: list[float]) -> float:
+    """The mean of the middle half: two ticks of which one was read late cancel out, and a busy moment says nothing."""
+    cut = len(values) // 4
+    middle = sorted(values)[cut : len(values) - cut]
+    return sum(middle) / len(middle)

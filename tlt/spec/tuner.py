@@ -53,13 +53,19 @@ class TunerPolicy(Protocol):
 class TunerSettings:
     exploration: float = 0.005  # share of all time that may be lost by learning
     margin: float = 0.01  # a shape must promise this much more than the one in use …
-    doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known
+    doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
+    cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there
     least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
     settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
     review_ticks: int = 128  # between two looks at a batch size; the first come sooner
     horizon: float = 1000.0  # verifies after which an observation counts 1/e
     probe_pause: int = 64  # ticks until a drafter found wanting is tried again; doubles every time
     longest_pause: int = 4096
+    check_gain: float = (
+        0.25  # a shape that promises less than this over plain decoding is compared with it now and then
+    )
+    check_ticks: int = 6  # plain ones at a time
+    check_pause: int = 64  # ticks until the first such comparison at a batch size; doubles every time
     swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
 
 
@@ -125,6 +131,10 @@ class _Stand:
     until: int = 0  # tick of the next review
     probe: Shape | None = None  # what would be worth trying …
     worst: float = 0.0  # … and the seconds it loses if nothing is accepted, but for catching up
+    gain: float = 0.0  # promised over plain decoding, as a share
+    plain: int = 0  # ticks still to come of a comparison with plain decoding
+    check: int = 0  # tick of the next one
+    checks: int = 0  # there have been, with this shape
 
 
 @dataclass(slots=True)
@@ -197,6 +207,9 @@ class Tuner:
         stand = self._stands.get(size)
         if stand is None or self._ticks >= stand.until:
             stand = self._review(size)
+        if stand.plain or self._check_is_due(stand, size):
+            stand.plain -= 1
+            return OFF
         if stand.probe is not None and not self._ledger.open and stand.worst <= self._ledger.left:
             worst = stand.worst + self._costs.catching_up(stand.probe, stand.shape, size, behind)
             if worst <= self._ledger.left:
@@ -263,11 +276,11 @@ class Tuner:
         self._acceptance.refresh()
         self.evaluations += len(seconds)
         rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
-        self._decide(stand, rates)
+        self._decide(stand, rates, size)
         self._plan_probe(stand, rates, seconds)
         return stand
 
-    def _decide(self, stand: _Stand, rates: dict[Shape, float]) -> None:
+    def _decide(self, stand: _Stand, rates: dict[Shape, float], size: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt."""
         known = {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
         used = stand.shape if stand.shape in known else OFF
@@ -275,18 +288,36 @@ class Tuner:
             used = OFF
         best = max(known, key=known.__getitem__)
         settled = self._ticks - stand.since >= self._settings.settle_ticks
-        if best != used and settled and known[best] > known[used] * (1.0 + self._margin(used, best)):
+        if best != used and settled and known[best] > known[used] * (1.0 + self._margin(used, best, size)):
             used = best
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
             stand.shape, stand.since, stand.reviews = used, self._ticks, 1
-        stand.rate = known[used]
+            stand.plain = stand.checks = 0
+            stand.check = self._ticks + self._settings.check_pause
+        stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
 
-    def _margin(self, used: Shape, best: Shape) -> float:
+    def _margin(self, used: Shape, best: Shape, size: int) -> float:
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
         doubt = self._settings.doubt / sqrt(evidence)
-        same = used.drafters == best.drafters  # then an error in one estimate is in the other too
-        return self._settings.margin + (doubt / 2 if same else doubt)
+        if used.drafters == best.drafters:  # then an error in one estimate is in the other too
+            doubt /= 2
+        if used.off:
+            doubt += self._settings.cost_doubt / sqrt(1 + self._costs.ticks_of(best, size))
+        return self._settings.margin + doubt
+
+    def _check_is_due(self, stand: _Stand, size: int) -> bool:
+        """A small promise rests on costs that were learned some time ago, in other conditions: a few plain ticks show
+        what plain decoding costs now, and the shape is compared with them when it comes back."""
+        if self._ticks < stand.check or stand.shape.off or stand.gain > self._settings.check_gain:
+            return False
+        loss = self._settings.check_ticks * max(0.0, stand.gain) * (self._costs.seconds(OFF, size) or 0.0)
+        if loss > self._ledger.left:
+            return False
+        self._ledger.lost += loss
+        stand.plain, stand.checks = self._settings.check_ticks, stand.checks + 1
+        stand.check = self._ticks + min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
+        return True
 
     def _known(self, shape: Shape) -> float:
         return self._acceptance.known(shape.drafters)
