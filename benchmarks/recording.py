@@ -29,7 +29,7 @@ class Tick:
     batch: int  # requests
     shape: Shape
     tokens: int  # emitted by all of them
-    seconds: float | None  # without what is done once; None: it prefilled too
+    seconds: float | None  # without what is done once; None: it cannot be told
     once_s: float  # drafters catching up, captures
     walks: tuple[tuple[Hashable, int], ...] = ()  # whose answer, and by how many tokens it grew
 
@@ -53,9 +53,9 @@ class Recording(Stage):
 
         choosers["observe"] = observe  # the engine calls it on this very object
 
-    def write(self, variant: Variant) -> Written:
+    def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> Written:
         self._ticks = []
-        done = super().write(variant)
+        done = super().write(variant, lengths)
         self.latest[variant.name] = self._ticks
         return done
 
@@ -108,10 +108,7 @@ def small_batch(plain: Written, latest: Mapping[str, Sequence[Tick]], most: int)
 
 
 def switching(latest: Mapping[str, Sequence[Tick]]) -> dict[str, Any]:
-    """What the first tick of speculation after plain ones cost more than a tick: drafters catch up, nothing else.
-
-    `prefilled` counts those in which the policy computed anything of a prompt or an answer again.
-    """
+    """What the first tick of speculation after plain ones cost more than a tick: captures, drafters catching up."""
     found = {}
     for name, ticks in latest.items():
         firsts = [now for before, now in pairwise(ticks) if before.shape.off and not now.shape.off]
@@ -122,8 +119,35 @@ def switching(latest: Mapping[str, Sequence[Tick]]) -> dict[str, Any]:
                 "largest_ms": 1e3 * max(tick.once_s for tick in firsts),
                 "requests": [tick.batch for tick in firsts[:8]],
                 "first_ms": [1e3 * tick.once_s for tick in firsts[:8]],
-                "prefilled": sum(tick.seconds is None for tick in firsts),
             }
+    return found
+
+
+# ---- costs
+
+
+def tick_costs(ticks: Sequence[Tick], chooser: Any) -> list[dict[str, Any]]:
+    """By shape and number of requests (up to the power of two named): what ticks took, and what the tuner foresees."""
+    told: dict[tuple[int, Shape], list[Tick]] = defaultdict(list)
+    for tick in ticks:
+        if tick.seconds is not None:
+            told[1 << (tick.batch - 1).bit_length(), tick.shape].append(tick)
+    found = []
+    for (size, shape), some in sorted(told.items()):
+        batch = round(mean(tick.batch for tick in some))
+        length, seconds = chooser.expected(shape, batch) if hasattr(chooser, "expected") else (None, None)
+        found.append(
+            {
+                "requests": f"≤ {size}",
+                "batch": batch,
+                "shape": str(shape),
+                "ticks": len(some),
+                "tick_ms": 1e3 * mean(tick.seconds or 0.0 for tick in some),
+                "foreseen_ms": seconds and 1e3 * seconds,
+                "accept_length": sum(tick.tokens for tick in some) / sum(tick.batch for tick in some),
+                "foreseen_length": length,
+            }
+        )
     return found
 
 

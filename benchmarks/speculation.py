@@ -32,7 +32,7 @@ import preparing
 import scoring
 import torch
 import workloads
-from recording import Recording, by_batch, by_context, graph_memory, small_batch, switching
+from recording import Recording, by_batch, by_context, graph_memory, small_batch, switching, tick_costs
 from workloads import WORKLOADS, Workload
 
 from tlt.bench import rollout as bench
@@ -190,6 +190,9 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     results.add("divergence", {done.variant.name: divergence(written[0], done) for done in written[1:]}, show=False)
     results.add("small_batch", small, show=False)
     results.add("switching_on", switching(stage.latest))
+    results.add("prefills", {done.variant.name: done.prefills for done in written})
+    results.add("costs", tick_costs(stage.latest.get(WARM, []), stage.warm), show=False)
+    results.add("same_lengths", same_lengths(stage, written))
     results.add("shapes", by_batch(written), show=False)
     results.add("accept_length_by_context", by_context(stage.latest))
     if {PLAIN, STAYS_OFF, TUNER, WARM, BANDIT} <= {done.variant.name for done in written}:
@@ -252,6 +255,24 @@ def _fixed(setting: Setting) -> list[Shape]:
     few = fixed_shapes(list(known.values()))
     names = ("eagle",) if setting.config.spec.drafter in ("eagle", "both") else ("suffix",)
     return sorted((shape for shape in few if shape.drafters == names), key=lambda shape: -shape.verify)[: options.fixed]
+
+
+def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any] | None:
+    """Half precision turns a token here and there, and the longest answer decides: plain decoding once more, with
+    answers as long as the warm tuner's were."""
+    warm = next((done for done in written if done.variant.name == WARM), None)
+    if warm is None:
+        return None
+    lengths = [len(completion.tokens) for completion in warm.completions]
+    plain = stage.write(Variant(PLAIN), lengths)
+    last = {name: done.tail_s(32) for name, done in ((PLAIN, plain), (WARM, warm))}
+    return {
+        "tokens": sum(lengths),
+        "plain_s": plain.seconds,
+        "warm_s": warm.seconds,
+        "speedup": plain.seconds / warm.seconds,
+        "last_32_speedup": last[PLAIN] / last[WARM],
+    }
 
 
 def answers(setting: Setting, done: Written) -> dict[str, Any]:
@@ -454,7 +475,8 @@ def _with_a_useless_drafter(config: RunConfig) -> RunConfig:
 
 
 def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
-    """Plain decoding and the tuners take turns; everybody's first rollout only warms up."""
+    """Plain decoding and the tuners take turns; everybody's first rollout only warms up, and the warm tuner's first
+    ones, until it asks for no new graphs."""
     sampling = setting.config.sampling
     stage.ask(
         setting.encoded[: case.times * setting.options.groups],
@@ -463,6 +485,10 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
     )
     for name in (PLAIN, TUNER, WARM):
         warm_up(stage, Variant(name))
+    for _ in range(_MOST_RUNS):
+        done = stage.write(Variant(WARM))
+        if done.capture_s <= _CAPTURED * done.seconds:
+            break
     seconds: dict[str, list[float]] = {PLAIN: [], TUNER: [], WARM: []}
     reports = {}
     for _ in range(setting.options.repeats):

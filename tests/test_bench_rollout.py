@@ -1,5 +1,6 @@
 """The rollout bench: every variant writes the same tokens, and what it reports adds up. No time is asserted."""
 
+import gc
 import json
 import re
 from argparse import Namespace
@@ -119,6 +120,17 @@ def test_a_rollout_finds_nothing_of_the_one_before() -> None:
     assert second.speculation is not None
     assert second.ticks == first.ticks
     assert second.speculation.accepted == pytest.approx(first.speculation.accepted, rel=0.1)  # hit rates are learned
+
+
+def test_answers_as_long_as_asked_for() -> None:
+    """Those of another run, token for token as far as both go; and garbage is collected again."""
+    here, lengths = stage(), [5, 9, 13, 17, 21, 25]
+    natural, cut = here.write(Variant(PLAIN)), here.write(Variant(PLAIN), lengths)
+    assert [len(completion.tokens) for completion in cut.completions] == lengths
+    for one, other in zip(natural.completions, cut.completions, strict=True):
+        both = min(len(one.tokens), len(other.tokens))
+        assert one.tokens[:both] == other.tokens[:both]
+    assert gc.isenabled()
 
 
 def test_the_cap_leaves_room_for_the_prompt() -> None:

@@ -178,8 +178,22 @@ def test_switching_on_is_told_from_the_ticks_before_it() -> None:
     assert found["x"]["times"] == 2
     assert found["x"]["mean_ms"] == pytest.approx(6.0)
     assert found["x"]["largest_ms"] == pytest.approx(8.0)
-    assert found["x"]["prefilled"] == 0
     assert "never" not in found
+
+
+def test_what_ticks_took_stands_beside_what_was_foreseen() -> None:
+    class Foresees:
+        def expected(self, shape: Shape, batch: int) -> tuple[float, float]:
+            return 3.0, 0.001 * batch
+
+    ticks = [
+        recording.Tick(batch, CHAIN, 2 * batch, seconds, 0.0) for batch, seconds in ((3, 0.02), (4, 0.04), (4, None))
+    ]
+    (found,) = recording.tick_costs(ticks, Foresees())
+    assert (found["requests"], found["batch"], found["ticks"], found["shape"]) == ("≤ 4", 4, 2, str(CHAIN))
+    assert found["tick_ms"] == pytest.approx(30.0)
+    assert found["foreseen_ms"] == pytest.approx(4.0)
+    assert (found["accept_length"], found["foreseen_length"]) == (pytest.approx(2.0), 3.0)
 
 
 def test_divergence_counts_the_first_token_that_turns() -> None:
@@ -238,6 +252,8 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     told = {record["variant"]: record for record in found["speculation"]}["eagle 2x2/4"]
     assert by_length["< 128"]["verifies"] == told["verifies"]
     assert set(found["shapes"]["off"]) == {"≤ 4"}
+    assert found["same_lengths"]["tokens"] == found["answers"]["tokens"]
+    assert sum(record["ticks"] for record in found["costs"]) > 0
     assert "S/AL ≤ 8" in capsys.readouterr().out
 
 

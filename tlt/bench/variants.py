@@ -6,8 +6,10 @@ who chooses. A chooser starts every rollout anew, but for the one warm tuner tha
 drafters remember of a prompt starts anew in any case: prompts have another name in each rollout.
 """
 
+import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -57,6 +59,7 @@ class Written:
     ticks: int
     capture_s: float  # of these, spent capturing graphs
     speculation: SpeculationReport | None
+    prefills: int | None = None  # passes over prompts; None where nobody counts them
 
     @property
     def tokens(self) -> int:
@@ -104,6 +107,20 @@ class Understudy:
         return self.now.report()
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What a benchmark keeps of every tick is much, and looking through all of it for garbage takes a third of a
+    second, in one tick: before the rollout, not in it."""
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class Stage:
     """The two engines, and the requests they are asked."""
 
@@ -126,7 +143,7 @@ class Stage:
         self._measured = self._speculating.measure()
         # tokens of a forward → seconds
         self.decode_s = {cost.size: cost.seconds for cost in self._measured if cost.role == POLICY}
-        self._warm = self.chooser(Variant(WARM))
+        self.warm = self.chooser(Variant(WARM))
         self._rollouts = 0
 
     def ask(self, prompts: Sequence[tuple[int, ...]], cap: int, sampling: SamplingParams) -> None:
@@ -134,31 +151,34 @@ class Stage:
         self._prompts, self.cap = prompts, cap
         self.answers = len(prompts) * self._group_size
         self._config = replace(self._config, sampling=sampling)
-        self._warm = self.chooser(Variant(WARM))
+        self.warm = self.chooser(Variant(WARM))
 
-    def write(self, variant: Variant) -> Written:
-        """One rollout, from prompts that nobody has computed yet."""
+    def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> Written:
+        """One rollout, from prompts that nobody has computed yet; answers of these lengths, if they are given."""
         engine = self._plain if variant.name == PLAIN else self._speculating
-        self._choosers.now = self._warm if variant.name == WARM else self.chooser(variant)
+        self._choosers.now = self.warm if variant.name == WARM else self.chooser(variant)
         engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
-        requests = self._requests()
+        requests = self._requests(lengths)
         before = engine.report()
         wait_for(self._device)
-        started, cpu = time.perf_counter(), time.process_time()
-        engine.submit(requests)
-        completions = engine.drain()
-        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        with _nothing_collected():
+            started, cpu = time.perf_counter(), time.process_time()
+            engine.submit(requests)
+            completions = engine.drain()
+            seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         after = engine.report()
+        graphs = (before.graphs, after.graphs) if before.graphs and after.graphs else None
         return Written(
             variant=variant,
             completions=tuple(sorted(completions, key=lambda completion: completion.key.request)),
             seconds=seconds,
             cpu_s=cpu_s,
             ticks=after.ticks - before.ticks,
-            capture_s=after.graphs.capture_s - before.graphs.capture_s if after.graphs and before.graphs else 0.0,
+            capture_s=graphs[1].capture_s - graphs[0].capture_s if graphs else 0.0,
             speculation=after.speculation.since(before.speculation)
             if after.speculation and before.speculation
             else None,
+            prefills=graphs[1].eager - graphs[0].eager if graphs else None,
         )
 
     def chooser(self, variant: Variant) -> TunerPolicy:
@@ -169,9 +189,10 @@ class Stage:
         if variant.name == BANDIT:
             return chooser_of(replace(spec, chooser="beg-mab"), rows, exact=exact)
         tuned = replace(spec, chooser="tuner")
+        on_gpu = self._device.type == "cuda"
         if variant.name in (TUNER, WARM):
-            return chooser_of(tuned, rows, self._measured, exact=exact)
-        return chooser_of(replace(tuned, drafter="none"), rows, self._measured)
+            return chooser_of(tuned, rows, self._measured, exact=exact, on_gpu=on_gpu)
+        return chooser_of(replace(tuned, drafter="none"), rows, self._measured, on_gpu=on_gpu)
 
     def off_seconds(self, ticks: int = 4096) -> float:
         """What an engine with speculation does more in a plain tick than one without, on the host."""
@@ -186,14 +207,14 @@ class Stage:
             fastest = min(fastest, (time.perf_counter() - started) / ticks)
         return fastest
 
-    def _requests(self) -> list[Request]:
+    def _requests(self, lengths: Sequence[int] | None) -> list[Request]:
         self._rollouts += 1
         params = replace(self._config.sampling, max_tokens=self.cap)
+        asked = [(index, prompt) for index, prompt in enumerate(self._prompts) for _ in range(self._group_size)]
+        every = [replace(params, max_tokens=n, ignore_eos=True) for n in lengths] if lengths else [params] * len(asked)
         return [
-            Request(Key(self._config.run.seed, number), prompt, params, f"rollout {self._rollouts}, prompt {index}")
-            for number, (index, prompt) in enumerate(
-                (index, prompt) for index, prompt in enumerate(self._prompts) for _ in range(self._group_size)
-            )
+            Request(Key(self._config.run.seed, number), prompt, own, f"rollout {self._rollouts}, prompt {index}")
+            for number, ((index, prompt), own) in enumerate(zip(asked, every, strict=True))
         ]
 
     def _sizes(self) -> list[int]:
