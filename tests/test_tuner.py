@@ -719,5 +719,14 @@ def test_a_drafter_that_must_catch_up_is_tried_when_that_is_affordable() -> None
         waited.append(spent)
     assert waited[1] >= 0.05 / TunerSettings().exploration > waited[0]
     before = policy.report().explored_s
-    policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, once_s=0.05, caught_up_s=0.05))
-    assert policy.report().explored_s > before + 0.04
+    policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, once_s=0.08, caught_up_s=0.08))
+    assert policy.report().explored_s > before + 0.07
+
+
+def test_what_catching_up_took_is_what_it_is_foreseen_to_take() -> None:
+    found, shape = costs(), learned(2, 1, 3)
+    found.know(Measured(CATCH_UP, 16, 0.0005))
+    assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.05)
+    assert found.catching_up(shape, learned(4, 1, 5), 16, 100) == 0.0
+    found.caught_up(16, 64, 0.064)
+    assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.1)

@@ -43,6 +43,10 @@ class CostTable:
         self._measured.setdefault(role, {}).setdefault(size, deque(maxlen=_WINDOW)).append(seconds)
         self._curves.pop(role, None)
 
+    def forget(self, role: str) -> None:
+        self._measured.pop(role, None)
+        self._curves.pop(role, None)
+
     def spans(self, role: str, size: int) -> bool:
         """Whether this size lies among those ever measured."""
         sizes = self._measured.get(role)
@@ -116,6 +120,7 @@ class TickCosts:
         self._drift = 1.0  # what all shapes share: a factor …
         self._shared_s = 0.0  # … or seconds
         self._own = _Corrections()
+        self._caught_up = False  # ever
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
@@ -136,6 +141,13 @@ class TickCosts:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
         new = self._learned.intersection(shape.drafters).difference(before.drafters)
         return len(new) * behind * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
+
+    def caught_up(self, batch: int, behind: int, seconds: float) -> None:
+        """So long it took, all rows and so many positions: what was measured over idle rows counts no more."""
+        if not self._caught_up:
+            self._table.forget(CATCH_UP)
+        self._caught_up = True
+        self._table.record(CATCH_UP, self.pad(batch), seconds / behind)
 
     def observe(self, shape: Shape, batch: int, seconds: float, drafts_s: Sequence[float] = ()) -> None:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""

@@ -199,7 +199,7 @@ class Tuner:
         self._stands: dict[int, _Stand] = {}
         self._ledger = _Ledger(self._settings.exploration)
         self._tally = _Tally()
-        self._ticks = 0
+        self._ticks = self._behind = 0  # positions that the shape chosen last had to take in first
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
     def choose(self, batch: int, behind: int = 0) -> Shape:
@@ -213,7 +213,9 @@ class Tuner:
         if stand.probe is not None and not self._ledger.open and stand.worst <= self._ledger.left:
             worst = stand.worst + self._costs.catching_up(stand.probe, stand.shape, size, behind)
             if worst <= self._ledger.left:
+                self._behind = behind
                 return self._try(stand, size, worst)
+        self._behind = 0 if stand.shape.off else behind
         return stand.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
@@ -224,6 +226,8 @@ class Tuner:
             seconds = self._costs.seconds(outcome.shape, size) or 0.0
         else:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
+        if outcome.caught_up_s and self._behind:
+            self._costs.caught_up(size, self._behind, outcome.caught_up_s)
         self._ticks += 1
         self._book(outcome, size, seconds)
         if outcome.shape.off or not outcome.walks:
