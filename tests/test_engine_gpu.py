@@ -11,6 +11,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
+from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.learned import LearnedDrafting
@@ -135,6 +136,22 @@ def test_features_cost_no_token() -> None:
     with_features = {completion.key: completion.tokens for completion in engine.drain()}
     assert with_features == {key: completion.tokens for key, completion in answers(model, rows=24).items()}
     assert sum(seen) >= sum(len(tokens) for tokens in with_features.values())
+
+
+@pytest.mark.parametrize("length", [6, 300])  # by our kernels, by the library
+@torch.no_grad()
+def test_tapping_changes_no_bit(length: int) -> None:
+    """The stream behind a tap is written elsewhere, and the tap is what the next layer read."""
+    model, streams = gpu_policy(), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: streams.append(rows_of(inputs[0]).clone()))
+    tokens, layout = torch.arange(length, device="cuda"), PackedLayout.from_lengths([length], "cuda")
+    expected = model(tokens, layout)
+    found = model(tokens, layout, taps=(0, 1, 2))
+    assert torch.equal(found.hidden_TD, expected.hidden_TD)
+    for tap, before, now in zip(found.taps, streams[:3], streams[3:], strict=True):
+        assert torch.equal(tap, before)
+        assert torch.equal(tap, now)
 
 
 def test_speculation_keeps_the_tokens_up_to_rounding() -> None:

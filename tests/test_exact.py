@@ -30,7 +30,6 @@ from tlt.kernels.linear_table import TABLE, Config, choose_exact
 from tlt.kernels.workspace import Workspace
 from tlt.model import attention as model_attention
 from tlt.model import linear as model_linear
-from tlt.model import transformer
 from tlt.model.attention import PagedLayout
 from tlt.model.kv import KVCache
 from tlt.spec.shape import OFF, Draft, Shape
@@ -244,8 +243,7 @@ def test_prompts_chains_and_single_tokens_leave_the_same_bits(
             return attention_triton.rope_and_write(*args, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model_attention, "kernels_for", lambda device: Kernels)
-    for module in (model_linear, transformer):
-        monkeypatch.setattr(module, "in_gpu_rollout", lambda x: True)
+    monkeypatch.setattr(model_linear, "in_gpu_rollout", lambda x: True)
     norm = elementwise_triton.rms_norm
     monkeypatch.setattr(elementwise_triton, "rms_norm", lambda x, weight, eps, pdl: norm(x, weight, eps))
 

@@ -1,11 +1,13 @@
-"""Growing and pruning: kept nodes are the likeliest, in order, each under its own parent; both pruners agree."""
+"""Growing and pruning: kept nodes are the likeliest, in order, each under its own parent; both pruners agree.
+
+And what trees are grown from: states are kept in their place, those of idle rows nowhere."""
 
 import pytest
 import torch
 
 from tlt.kernels import pruning
 from tlt.kernels.pruning import Pruned
-from tlt.kernels.states import keep_states
+from tlt.kernels.states import Kept, keep_states
 from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import Draft, merge
 from tlt.spec.tree import Trees, own_bits
@@ -84,24 +86,82 @@ def test_cleared_trees_are_empty_ones() -> None:
     assert own_bits(40, torch.device("cpu"))[31, 0] == -(1 << 31)
 
 
-def test_states_are_kept_alike_in_one_launch() -> None:
+# ---- states kept for the drafter
+
+NODES, WIDTH = 5, 20
+
+
+def plain_tick() -> Kept:
+    """One state a row, at the ring's ends and far beyond; the third is idle, the fourth drew from no distribution."""
+    position, slot = torch.tensor([0, 7, 8, 15, 1_000_003]), torch.tensor([4, 0, -1, 9, 2], dtype=torch.int32)
+    return Kept(position, slot, torch.tensor([[11], [12], [13], [-1], [15]]))
+
+
+def walks() -> Kept:
+    """Given as the engine has them: columns of wider tables. The second row is idle, the third stays at its root."""
+    position, slot = torch.tensor([6, 3, 50, 7, 0])[:, None], torch.tensor([4, -1, 3, 0, 8])[:, None]
+    position_RQ, slot_RQ = (position + torch.arange(NODES)), (slot + torch.zeros(NODES)).int()
+    packed = torch.arange(5 * 10, dtype=torch.int32).view(5, 10)
+    packed[3, 1] = packed[4, 2] = -1
+    node = torch.tensor([[0, 2, 4], [0, 1, 2], [0, 0, 0], [0, 3, 3], [0, 1, 4]])
+    return Kept(position_RQ[:, 0], slot_RQ[:, 0], packed[:, :3], node, torch.tensor([3, 3, 1, 2, 3]))
+
+
+def by_hand(states: torch.Tensor, tokens: torch.Tensor, taps: list[torch.Tensor], kept: Kept) -> None:
+    rows, steps = kept.token_RS.shape
+    for row in range(rows):
+        for step in range(steps if kept.steps_R is None else int(kept.steps_R[row])):
+            if kept.slot_R[row] >= 0:
+                node = 0 if kept.node_RS is None else int(kept.node_RS[row, step])
+                place = (int(kept.position_R[row]) + step) % tokens.shape[1]
+                states[row, place] = torch.cat([tap.view(rows, -1, WIDTH)[row, node] for tap in taps])
+                tokens[row, place] = max(0, int(kept.token_RS[row, step]))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("window", [8, 2, 1])  # the last two are shorter than a walk: the newest states stay
+@pytest.mark.parametrize("tick", [plain_tick, walks])
+def test_states_are_kept_where_they_belong(tick, window: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(states_triton, "_BLOCK", 16)  # columns in two parts
+    device = DEVICE if fused else "cpu"
+    with torch.device(device):
+        kept = tick()
     generator = torch.Generator().manual_seed(1)
-    taps = [torch.randn((6, 20), generator=generator) for _ in range(3)]
-    source = torch.tensor([[0, 2], [3, 5]])
-    slot, token = torch.tensor([[4, 1], [0, 7]]), torch.tensor([[11, 12], [13, 14]], dtype=torch.int32)
-    kept = []
-    for module in (None, states_triton):
-        states, tokens = torch.zeros((2, 8, 60)), torch.zeros((2, 8), dtype=torch.int64)
-        if module is None:
-            keep_states(states, tokens, taps, source, slot, token)
-        else:
-            given = [part.to(DEVICE) for part in (states, tokens, *taps, source, slot, token)]
-            module.keep_states(given[0], given[1], given[2:5], *given[5:])
-            states, tokens = given[0].cpu(), given[1].cpu()
-        kept.append((states, tokens))
-    assert torch.equal(kept[0][0], kept[1][0])
-    assert torch.equal(kept[0][1], kept[1][1])
-    assert kept[0][1][1, 7] == 14
+    count = len(kept.position_R) * (1 if kept.node_RS is None else NODES)
+    taps = [torch.randn((count, WIDTH), generator=generator).to(device) for _ in range(3)]
+    expected = torch.full((7, window, 3 * WIDTH), -5.0), torch.full((7, window), -5)  # and rows that nobody decodes
+    found = [ring.to(device, copy=True) for ring in expected]
+    by_hand(*expected, taps, kept)
+    keep = states_triton.keep_states if fused else keep_states
+    keep(*found, taps, kept)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="dependent launches need a GPU")
+def test_states_are_kept_behind_the_kernel_that_makes_them() -> None:
+    """As the engine keeps them, in a graph: what is launched early must not read early."""
+    taps = [torch.zeros((4, 4096), dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
+    states = torch.zeros((4, 8, 3 * 4096), dtype=torch.bfloat16, device=DEVICE)
+    tokens = torch.zeros((4, 8), dtype=torch.int64, device=DEVICE)
+    position, token = (torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    kept = Kept(position, torch.zeros(4, dtype=torch.int32, device=DEVICE), token[:, None])
+
+    def tick() -> None:
+        for written in (*taps, token):
+            written.add_(1)
+        states_triton.keep_states(states, tokens, taps, kept, pdl=True)
+        position.add_(1)
+
+    tick()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tick()
+    for _ in range(7):
+        graph.replay()
+    assert tokens.tolist() == [list(range(1, 9))] * 4
+    assert torch.equal(states, tokens[:, :, None].expand_as(states).bfloat16())
 
 
 def test_a_node_whose_parent_is_gone_hangs_on_nothing() -> None:

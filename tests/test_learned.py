@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.launches import Launches
 from tests.test_engine import MODEL, kv_gib, requests
 from tests.test_speculation import tokens_of
 from tests.tiny import letters
@@ -21,6 +22,7 @@ from tlt.engine.request import Request
 from tlt.engine.runner import Pending, Runner
 from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
+from tlt.kernels import states as state_kernels
 from tlt.model.attention import PackedLayout
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness
@@ -367,7 +369,8 @@ def told_engine(learned: LearnedDrafting) -> tuple[Engine, Told]:
 
 
 def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture or a prefill between two ticks: neither the tick read behind it nor the one launched knows its time."""
+    """A capture or a prefill between two ticks: neither the tick read behind it nor the one launched knows its time;
+    nor does the one after a capture, which the device begins before anybody looks at the clock."""
     engine, told = told_engine(drafting())
     captured, tick, prepare = 0.0, 0, engine._speculation.prepare
     monkeypatch.setattr(Runner, "capture_s", property(lambda runner: captured))
@@ -385,8 +388,8 @@ def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.Mon
             engine.submit(requests(1, params=[params], seed=2))
         engine.tick()
     timed = [outcome.seconds is not None for outcome in told.outcomes if not outcome.shape.off]
-    # ticks 1 to 11; the first takes in the prompts, 6 and 7 stand around the capture, 9 and 10 around the prefill
-    assert timed == [False, True, True, True, True, False, False, True, False, False, True]
+    # ticks 1 to 11; the first takes in the prompts, 6 to 8 stand around the capture, 9 and 10 around the prefill
+    assert timed == [False, True, True, True, True, False, False, False, False, False, True]
 
 
 def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
@@ -420,6 +423,24 @@ def test_every_state_of_a_prompt_stands_beside_the_token_drawn_from_it() -> None
             assert learned._tokens_RW[row, position % window] == prompt[position + 1]
             kept = learned._states_RWF[row, position % window]
             torch.testing.assert_close(kept, states[prompt][position], rtol=1e-9, atol=1e-9)
+
+
+def test_keeping_states_is_one_launch_in_any_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed around it: those who stay off pay for it in every tick."""
+    kept: list[object] = []
+    monkeypatch.setattr(state_kernels, "keep_states", lambda *given, pdl: kept.append(given))  # one launch on a GPU
+    found, keeper = [], engine_with(drafting(), lambda _: Shape(), rows=4)
+    for engine in (Engine(MODEL, letters(), EngineSettings(rows=4)), keeper):
+        runner = engine._runner
+        kept.clear()
+        with torch.no_grad(), Launches() as launches:
+            runner._forward(4, filtered=False)
+            plain = launches.taken()
+            runner._forward_trees(runner.trees(5).first(4), 3, filtered=False)
+            found.append((plain, launches.taken(), len(kept)))
+    without, with_keeper = found
+    assert min(without[0].total(), without[1].total()) > 20, "they are counted"
+    assert with_keeper == (*without[:2], 2)
 
 
 def packed_states(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:

@@ -1,10 +1,12 @@
 """The fused linear kernels against fp64, in Triton's interpreter or, where there is one, on the GPU in bf16."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from launches import Launches
 from tiny import policy
 from torch import Tensor
 
@@ -15,7 +17,6 @@ from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
 from tlt.kernels.linear_triton import room_for, skinny_linear
 from tlt.kernels.workspace import Workspace
 from tlt.model import linear as model_linear
-from tlt.model import transformer
 from tlt.model.attention import PackedLayout
 
 ON_GPU = torch.cuda.is_available()
@@ -231,8 +232,7 @@ def test_a_model_in_rollout_computes_what_it_computes_elsewhere(family: str, mon
         expected = model(tokens, layout, taps=(0, 1, 2))
         apart = elementwise_triton.rms_norm
         monkeypatch.setattr(elementwise_triton, "rms_norm", lambda x, weight, eps, pdl: apart(x, weight, eps))
-        for module in (model_linear, transformer):
-            monkeypatch.setattr(module, "in_gpu_rollout", lambda x: True)
+        monkeypatch.setattr(model_linear, "in_gpu_rollout", lambda x: True)
         streams = []
         model.blocks[1].register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
         found = model(tokens, layout, taps=(0, 1, 2))
@@ -240,6 +240,69 @@ def test_a_model_in_rollout_computes_what_it_computes_elsewhere(family: str, mon
         torch.testing.assert_close(found.hidden_TD, expected.hidden_TD, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.taps, expected.taps, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(model.logits(found.hidden_TD), model.logits(expected.hidden_TD))
+
+
+@pytest.mark.parametrize(
+    ("route", "bias", "exact"),
+    [
+        *((route, exact, exact) for route in CONFIGS for exact in (False, True)),
+        ("library", False, False),
+        ("library", True, False),
+    ],
+)
+def test_a_residual_can_be_kept(route: str, bias: bool, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum is then written elsewhere, with the same bits."""
+    config = CONFIGS.get(route)
+    for name in ("choose", "choose_exact"):
+        monkeypatch.setattr(linear_triton, name, lambda *_: config)
+    x, weight, extras = layer(3, 72, 200, bias=bias, residual=True)
+    before, norm = extras["residual"].clone(), 1 + 0.3 * tensor(72, seed=9)
+    how = {"bias": extras["bias"], "next_norm": norm, "exact": exact}
+    kept = linear_triton.add_linear(x, weight, residual=extras["residual"], keep_residual=True, **how)
+    assert torch.equal(extras["residual"], before)
+    over = linear_triton.add_linear(x, weight, residual=extras["residual"], **how)
+    assert isinstance(kept, Weighed) == isinstance(over, Weighed) == (config is not None)
+    assert torch.equal(model_linear.rows_of(kept), model_linear.rows_of(over))
+    assert model_linear.rows_of(over) is extras["residual"]
+    if isinstance(kept, Weighed) and isinstance(over, Weighed):
+        assert torch.equal(kept.weighed_MD, over.weighed_MD)
+        assert torch.equal(kept.squares_MP, over.squares_MP)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it is `test_engine_gpu` that compares the two ways")
+@pytest.mark.parametrize("library", [False, True], ids=["kernels", "library"])
+@torch.no_grad()
+def test_tapping_costs_no_launch_and_no_bit(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the product behind a tap is the library's, it costs one copy."""
+    model = policy(torch.float32)
+    tokens, layout = torch.tensor([3, 9, 4, 22, 7, 3]), PackedLayout.from_lengths([4, 2])
+    apart = elementwise_triton.rms_norm
+    monkeypatch.setattr(elementwise_triton, "rms_norm", lambda x, weight, eps, pdl: apart(x, weight, eps))
+    monkeypatch.setattr(model_linear, "in_gpu_rollout", lambda x: True)
+    if library:
+        monkeypatch.setattr(linear_triton, "choose", lambda *_: None)
+        monkeypatch.setattr(linear_triton, "bucket_of", lambda _: None)
+        fused = elementwise_triton.silu_mul
+        monkeypatch.setattr(elementwise_triton, "silu_mul", lambda x, pdl: fused(x))
+    seen = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(model_linear.rows_of(inputs[0]).clone()))
+        for block in model.blocks
+    ]
+    expected = model(tokens, layout)
+    for hook in hooks:
+        hook.remove()
+    with Launches(monkeypatch) as launches:
+        model(tokens, layout)
+        plain = launches.taken()
+        found = model(tokens, layout, taps=(0, 1, 2))
+        tapped = launches.taken()
+    assert len(seen) == len(model.blocks) == 2
+    for tap, stream in zip(found.taps, seen, strict=False):
+        assert torch.equal(tap, stream)
+    assert torch.equal(found.hidden_TD, expected.hidden_TD)
+    assert sum(plain.values()) > 8, "they are counted"
+    assert tapped - plain == (Counter({"copy_rows_kernel": 2}) if library else Counter())
 
 
 def test_rows_weighed_for_another_norm_are_refused() -> None:

@@ -10,11 +10,12 @@ import pytest
 import tlt.rollout
 import tlt.spec.speculation as speculation_module
 from tests.test_engine import MODEL, requests
+from tests.test_learned import drafting
 from tests.tiny import letters
 from tlt.config import EngineSettings, RunConfig
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
-from tlt.spec.acceptance import Track, Walked
+from tlt.spec.acceptance import Track, Walked, track
 from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.drafter import NoDrafter, SuffixDrafting
@@ -238,6 +239,57 @@ def test_a_measured_size_is_not_learned_again() -> None:
         found.observe(OFF, 1, 2.0)
     assert table.estimate(POLICY, 1) == 1.0
     assert found.seconds(OFF, 8) == pytest.approx(3.0, rel=0.01)
+
+
+class Told(Fixed):
+    """One shape for ever; remembers each request's walk."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.walks: list[list[Walked]] = []
+
+    def choose(self, batch: int, behind: int = 0) -> Shape:
+        return super().choose(batch) if batch else OFF
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        if not outcome.shape.off:
+            self.walks.append(list(outcome.walks))
+        return ()
+
+
+def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees are read late, when the next have grown already; rows end meanwhile. Reckoned here at once, row by row."""
+    tree, drafts, expected = Shape(("eagle",), 3, 4, 9), list[list[tuple[Draft, ...]]](), list[list[Walked]]()
+    told, learned, propose, verified = Told(tree), drafting(rows=12), Speculating.propose, Speculating.verified
+
+    def proposing(spec: Speculating, keys: Sequence[Key], *rest: Any) -> Any:
+        proposed = propose(spec, keys, *rest)
+        drafts.append([spec._proposed[-1].of(row) for row in range(len(keys))])
+        return proposed
+
+    def verifying(spec: Speculating, shape: Shape, emitted: Sequence[Sequence[int]], *rest: Any) -> None:
+        numbers = [spec._answers.get(key) for key in spec._proposed[0].keys]
+        verified(spec, shape, emitted, *rest)
+        stride, walks = -(-len(emitted) // 8), list[Walked]()
+        for row, (tokens, drafted) in enumerate(zip(emitted, drafts.pop(0), strict=True)):
+            looked = row % stride == spec._verifies % stride
+            tracks = tuple(track(draft, tokens, shape) for draft in drafted)
+            whole = Walked(len(tokens) - 1, tracks, numbers[row])
+            walks += [whole if looked else Walked(len(tokens) - 1, ())] if tokens else []
+        expected.append(walks)
+
+    monkeypatch.setattr(Speculating, "propose", proposing)
+    monkeypatch.setattr(Speculating, "verified", verifying)
+    speculation = Speculating([learned], told, learned=learned)
+    engine = Engine(MODEL, letters(), EngineSettings(rows=12), speculation=speculation)
+    engine._ahead = True
+    engine.submit(requests(20, params=[SamplingParams(max_tokens=n) for n in (5, 12, 30)]))
+    engine.drain()
+    engine.report()  # whatever was not asked for yet
+    assert told.walks == expected
+    found = [walked for walks in told.walks for walked in walks]
+    assert any(track.ranks for walked in found for track in walked.tracks), "no draft was ever right: this shows little"
+    assert len(found) == engine.report().speculation.verifies  # type: ignore[union-attr]
 
 
 # ---- alarms

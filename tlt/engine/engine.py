@@ -31,6 +31,8 @@ from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
 
+_NONE_DRAWN = -1  # what the sampler says where the logits were no distribution
+
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
@@ -103,8 +105,10 @@ class Engine:
         self._flight: _Flight | None = None
         self._read_s: float | None = None  # when the last tick was read …
         self._read_capture_s = 0.0  # … and what captures had taken by then
+        self._captured = False  # something, in the last verification's tick
         self._following: Shape | None = None  # chosen, and drafted for, behind the last verification
-        self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
+        self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # without them and below its limit, an answer goes on …
+        self._watches: dict[Key, StopWatch] = {}  # … unless it has stop texts
         self._in_flight: dict[Key, Progress] = {}
         self._failures: list[str] = []
         self._torn = False  # a tick was begun and not ended
@@ -218,8 +222,11 @@ class Engine:
         self._following = self._speculation.foresee(len(keys))
         self._speculation.prepare(keys, self._following)
         late = self._ahead and not self._hands_out
-        # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well
-        timed = not late or not (plan.chunks or self._runner.capture_s > captured_s)
+        # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well,
+        # and the tick after it to take next to nothing, for the device has a start
+        captured = self._runner.capture_s > captured_s
+        timed = not late or not (plan.chunks or captured or self._captured)
+        self._captured = captured
         if unread:
             completions += self._read_trees(replace(unread, timed=unread.timed and timed))
         launched = _Flight(plan, pending, shape, steps, begun_s, timed)
@@ -239,11 +246,9 @@ class Engine:
 
     def _read_trees(self, flight: _Flight) -> list[Completion]:
         plan, drawn = flight.plan, flight.pending.drawn()
-        for stay, tokens in zip(plan.stays, drawn.tokens, strict=True):
-            if not stay.over:
-                self._scheduler.advance(stay, len(tokens))
-        seconds, once_s = self._since_last_read(flight.begun_s)
         emitted = [() if stay.over else tokens for stay, tokens in zip(plan.stays, drawn.tokens, strict=True)]
+        self._scheduler.advance(plan.stays, map(len, emitted))
+        seconds, once_s = self._since_last_read(flight.begun_s)
         alone = flight.timed and not plan.chunks
         self._speculation.verified(flight.shape, emitted, seconds if alone else None, once_s)
         return self._read(plan, drawn)
@@ -318,28 +323,37 @@ class Engine:
     def _read(self, plan: Plan, drawn: Drawn) -> list[Completion]:
         now = time.perf_counter()
         completions = []
-        for row, stay in enumerate(plan.stays):
+        columns = (drawn.tokens, drawn.logprobs, drawn.policy_logprobs)
+        for stay, tokens, logprobs, policy_logprobs in zip(plan.stays, *columns, strict=True):
             if stay.over:
                 self._dropped += 1
                 continue
-            reason = self._append(stay, drawn, row, now)
+            progress = stay.progress
+            if not progress.tokens:
+                progress.first_token_s = now
+            if stay.left > 0 and not progress.request.params.stop and self._endings.isdisjoint(tokens):
+                progress.tokens.extend(tokens)  # nothing can end: as almost always
+                progress.logprobs.extend(logprobs[: len(tokens)])
+                progress.policy_logprobs.extend(policy_logprobs[: len(tokens)])
+                continue
+            reason = self._append(stay, tokens, logprobs, policy_logprobs)
             if reason is not None:
                 self._scheduler.finish(stay)
-                completions.append(self._complete(stay.progress, reason, now))
+                completions.append(self._complete(progress, reason, now))
         return completions
 
-    def _append(self, stay: Stay, drawn: Drawn, row: int, now: float) -> FinishReason | None:
-        """Adds the row's tokens up to the end of the answer; says why it ends, if it does."""
+    def _append(
+        self, stay: Stay, tokens: list[int], logprobs: list[float], policy_logprobs: list[float]
+    ) -> FinishReason | None:
+        """Adds a row's tokens up to the end of the answer; says why it ends, if it does."""
         progress = stay.progress
-        if not progress.tokens:
-            progress.first_token_s = now
-        for step, token in enumerate(drawn.tokens[row]):
+        for token, logprob, policy_logprob in zip(tokens, logprobs, policy_logprobs, strict=False):
             if token < 0:
                 self._fail(stay)
                 return None
             progress.tokens.append(token)
-            progress.logprobs.append(drawn.logprobs[row][step])
-            progress.policy_logprobs.append(drawn.policy_logprobs[row][step])
+            progress.logprobs.append(logprob)
+            progress.policy_logprobs.append(policy_logprob)
             reason = self._ends(progress, token)
             if reason is not None:
                 return reason

@@ -20,6 +20,7 @@ from tlt.engine.graphs import GraphPool, PoolReport, bucket, buckets
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
+from tlt.kernels.states import Kept
 from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
@@ -277,9 +278,7 @@ class Runner:
         sampled = self._sample(out.hidden_TD, inputs.sampling)
         kept, taps = self._split(out.taps)
         if kept:
-            column_R1 = self._starts[:rows, None]
-            live_R1 = inputs.slot_R[:, None] >= 0
-            self._keeper.keep(kept, column_R1, inputs.position_R[:, None], sampled.token_R[:, None], live_R1)
+            self._keeper.keep(kept, Kept(inputs.position_R, inputs.slot_R, sampled.token_R[:, None]))
         taps = tuple(tap[:, None] for tap in taps)
         return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
 
@@ -328,11 +327,8 @@ class Runner:
             kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, walked.moves_RS, places)
         kept, taps = self._split(out.taps)
         if kept:
-            step_S = self._starts[:steps] if steps <= len(self._starts) else torch.arange(steps, device=self._device)
-            source_RS = walked.node_RS + self._starts[:rows, None] * nodes
-            live_RS = (step_S < walked.steps_R[:, None]) & (inputs.slot_RQ[:, :1] >= 0)
-            position_RS = inputs.position_RQ[:, :1] + step_S
-            self._keeper.keep(kept, source_RS, position_RS, walked.packed[:, :steps], live_RS)
+            root = inputs.position_RQ[:, 0], inputs.slot_RQ[:, 0]
+            self._keeper.keep(kept, Kept(*root, walked.packed[:, :steps], walked.node_RS, walked.steps_R))
         if not self._on_features:
             return _Result(walked.packed, (), out.hidden_TD[:0], walked.steps_R)
         at_node = walked.node_RS[:, :, None].expand(-1, -1, self._model.config.hidden)

@@ -12,7 +12,9 @@ What always holds:
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 from tlt.engine.admission import Admission
 from tlt.engine.pages import Census, PageBook, Prefix, PrefixShelf
@@ -140,10 +142,11 @@ class Scheduler:
             self._preempt(stay)
         self._shelf.clear()
 
-    def advance(self, stay: Stay, steps: int) -> None:
-        """A verified tree emitted `steps` tokens."""
-        stay.position += steps
-        stay.left -= steps
+    def advance(self, stays: Iterable[Stay], steps: Iterable[int]) -> None:
+        """Each stay's verified tree emitted so many tokens."""
+        for stay, count in zip(stays, steps, strict=False):
+            stay.position += count
+            stay.left -= count
 
     def plan(self, nodes: int = 1, unread: int = 0) -> Plan:
         """Decides the next tick, in which each request computes that many tokens.
@@ -158,8 +161,7 @@ class Scheduler:
         moves, self._moves = tuple(self._moves), []
         stays = tuple(self._stays)
         if nodes == 1:
-            for stay in stays:
-                self.advance(stay, 1)
+            self.advance(stays, repeat(1))
         return Plan(chunks, copies, moves, entries, grown, stays, self._filtered > 0, nodes)
 
     # ---- leaving

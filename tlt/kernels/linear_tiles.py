@@ -343,3 +343,15 @@ def take_rows_kernel(
     part = tl.arange(0, BLOCK // PART)
     squares = tl.sum(tl.reshape(fine * fine, (BLOCK // PART, PART)), axis=1)
     tl.store(squares_ptr + at * PARTS + part, squares, mask=part < PARTS)
+
+
+@triton.jit
+def copy_rows_kernel(x_ptr, out_ptr, x_stride, out_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program: a block of columns of one row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < width
+    tl.store(out_ptr + row * out_stride + column, tl.load(x_ptr + row * x_stride + column, mask=ok), mask=ok)

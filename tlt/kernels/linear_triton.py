@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tlt.kernels import elementwise_triton
 from tlt.kernels.linear import Weighed
 from tlt.kernels.linear_table import Config, bucket_of, choose, choose_exact
-from tlt.kernels.linear_tiles import skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
+from tlt.kernels.linear_tiles import copy_rows_kernel, skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
 from tlt.kernels.workspace import Workspace, shared_workspace
 
 INTERPRETED = not isinstance(skinny_linear_kernel, triton.JITFunction)
@@ -65,19 +65,38 @@ def add_linear(
     bias: Tensor | None = None,
     residual: Tensor,
     next_norm: Tensor | None,
+    keep_residual: bool = False,
     pdl: bool = False,
     exact: bool = False,
 ) -> Tensor | Weighed:
-    """`residual += x·Wᵀ + bias`, in place, and made ready for the norm that reads it next where that costs nothing."""
+    """`residual += x·Wᵀ + bias`, in place unless it is to be kept, and made ready for the norm that reads it next where
+    that costs nothing. The sum has the same bits wherever it is written."""
     shape = (x_MK.shape[0], weight_NK.shape[0], x_MK.shape[1], False)
-    fused: dict[str, Any] = {"bias": bias, "residual": residual, "out": residual, "pdl": pdl}
     config = choose_exact(*shape) if exact else choose(*shape)
-    if config is None:
-        return composed_linear(x_MK, weight_NK, **fused)
-    weighed = None if next_norm is None else room_for(residual, next_norm, config.block_n)
+    if config is None:  # the library adds in place: it is given a copy to write over
+        out = copy_rows(residual, pdl=pdl) if keep_residual else residual
+        return composed_linear(x_MK, weight_NK, bias=bias, residual=out, out=out, pdl=pdl)
+    out = torch.empty_like(residual) if keep_residual else residual
+    weighed = None if next_norm is None else room_for(out, next_norm, config.block_n)
     run = exact_linear if exact else skinny_linear
-    out = run(x_MK, weight_NK, config, leave=weighed, **fused)
+    out = run(x_MK, weight_NK, config, bias=bias, residual=residual, out=out, leave=weighed, pdl=pdl)
     return weighed or out
+
+
+def copy_rows(x_MD: Tensor, *, pdl: bool = False) -> Tensor:
+    """The same rows again, by a kernel that may start while the one before it ends."""
+    out = torch.empty_like(x_MD)
+    rows, width = x_MD.shape
+    block = min(_COPIED, triton.next_power_of_2(width))
+    pdl = pdl and not INTERPRETED
+    copy_rows_kernel[(rows, triton.cdiv(width, block))](
+        x_MD, out, x_MD.stride(0), out.stride(0), width, BLOCK=block, PDL=pdl, num_warps=4, **_launch_options(pdl)
+    )
+    return out
+
+
+_COPIED = 1024
+"""Columns of one program."""
 
 
 def take_rows(

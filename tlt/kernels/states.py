@@ -1,28 +1,45 @@
 """Keeping the policy's states for a drafter: rows of a ring, written from the layers that are tapped.
 
-On a GPU one launch does it, as part of the tick's graph; `states_triton` is held equal to what stands here.
+On a GPU one launch does it, as part of the tick's graph: `states_triton`, which is held equal to what stands here.
 """
-# R rows, S positions of a row, W slots of a ring, F = sum of the taps' widths, T tokens of the forward
+# R rows, S steps of a row, W slots of a ring, F = sum of the taps' widths, T tokens of the forward
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a tick drew in each row, and from which states: one each, or those of a walk through the row's tree."""
+
+    position_R: Tensor  # int64, of the first state; the others follow it
+    slot_R: Tensor  # int32, negative in idle rows: of these nothing is kept
+    token_RS: Tensor  # drawn from each state; negative where there was no distribution
+    node_RS: Tensor | None = None  # int64, whose states among those of the row's tree; None: there is but one
+    steps_R: Tensor | None = None  # int64, how many of the S count; None: all
+
+
 def keep_states(
-    states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], source_RS: Tensor, slot_RS: Tensor, token_RS: Tensor
+    states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], kept: Kept, *, pdl: bool = False
 ) -> None:
-    """states[r, slot[r, s]] = the taps at row source[r, s], side by side; tokens[r, slot[r, s]] = token[r, s].
+    """states[r, position % W] = the taps at that state, side by side; tokens[r, position % W] = the token drawn there.
 
-    Where several s of a row name one slot, any of them may stay.
+    The taps hold the rows' states one row behind the other, as many of each. Of a walk longer than the ring the newest
+    states stay. A row that drew −1 goes on with token 0 until it is taken out. `pdl` is a launch hint for the GPU and
+    changes nothing here.
     """
-    if states_RWF.is_cuda:
-        from tlt.kernels import states_triton  # Triton is installed only where there is a GPU
-
-        states_triton.keep_states(states_RWF, tokens_RW, taps, source_RS, slot_RS, token_RS)
-        return
-    row_R1 = torch.arange(len(slot_RS), device=slot_RS.device)[:, None]
-    states_RSF = torch.cat([tap[source_RS] for tap in taps], dim=-1)
-    states_RWF[row_R1, slot_RS] = states_RSF.to(states_RWF.dtype)
-    tokens_RW[row_R1, slot_RS] = token_RS.to(tokens_RW.dtype)
+    (rows, steps), window, device = kept.token_RS.shape, tokens_RW.shape[1], tokens_RW.device
+    row_RS = torch.arange(rows, device=device)[:, None].expand(rows, steps)
+    step_S = torch.arange(steps, device=device)
+    steps_R1 = torch.full((rows, 1), steps, device=device) if kept.steps_R is None else kept.steps_R[:, None]
+    stays_RS = (kept.slot_R[:, None] >= 0) & (step_S < steps_R1) & (step_S + window >= steps_R1)
+    source_RS = row_RS * (len(taps[0]) // rows)
+    if kept.node_RS is not None:
+        source_RS = source_RS + kept.node_RS
+    at = row_RS[stays_RS], ((kept.position_R[:, None] + step_S) % window)[stays_RS]
+    states_NF = torch.cat([tap[source_RS[stays_RS]] for tap in taps], dim=-1)
+    states_RWF[at] = states_NF.to(states_RWF.dtype)
+    tokens_RW[at] = kept.token_RS[stays_RS].clamp(min=0).to(tokens_RW.dtype)

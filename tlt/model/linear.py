@@ -61,14 +61,17 @@ def add_linear(
     bias: Tensor | None,
     residual: Stream,
     next_norm: Tensor | None = None,
+    keep_residual: bool = False,
     exact: bool = False,
 ) -> Stream:
-    """`residual + x @ weightᵀ + bias`, for `next_norm` to read. In GPU rollout written over `residual`, as above."""
+    """`residual + x @ weightᵀ + bias`, for `next_norm` to read. In GPU rollout written over `residual`, as above, but
+    where that is to be kept."""
     if not in_gpu_rollout(x_TK):
         return linear(x_TK, weight_NK, bias=bias, residual=rows_of(residual))
     from tlt.kernels.linear_triton import add_linear as fused
 
-    return fused(x_TK, weight_NK, bias=bias, residual=rows_of(residual), next_norm=next_norm, pdl=True, exact=exact)
+    how: dict[str, Any] = {"next_norm": next_norm, "keep_residual": keep_residual, "pdl": True, "exact": exact}
+    return fused(x_TK, weight_NK, bias=bias, residual=rows_of(residual), **how)
 
 
 def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool = False) -> Stream:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.model.attention import HeadNorms, Heads, Layout, Rotary
 from tlt.model.config import ModelConfig
-from tlt.model.linear import Stream, add_linear, embed, in_gpu_rollout, linear, rms_norm, rows_of, wide_linear
+from tlt.model.linear import Stream, add_linear, embed, linear, rms_norm, rows_of, wide_linear
 from tlt.model.rope import rotary_tables
 
 
@@ -62,12 +62,22 @@ class Block(nn.Module):
         self.down = parameter(D, M)
         self.down_bias = optional(config.mlp_bias, D)
 
-    def forward(self, x: Stream, layout: Layout, rotary: Rotary, next_norm: Tensor | None = None) -> Stream:
-        """`next_norm`: the weight of the norm that reads the result, if that is known."""
+    def forward(
+        self, x: Stream, layout: Layout, rotary: Rotary, next_norm: Tensor | None = None, keep_x: bool = False
+    ) -> Stream:
+        """`next_norm`: the weight of the norm that reads the result, if that is known. `keep_x`: somebody else wants x
+        as it is, so the first sum is not written over it."""
         exact = layout.exact
         qkv_TN = linear(x, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps, exact=exact)
         attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm))
-        x = add_linear(attended, self.o, bias=self.o_bias, residual=x, next_norm=self.mlp_norm, exact=exact)
+        x = add_linear(
+            *(attended, self.o),
+            bias=self.o_bias,
+            residual=x,
+            next_norm=self.mlp_norm,
+            keep_residual=keep_x,
+            exact=exact,
+        )
         gated = linear(
             *(x, self.gate_up),
             bias=self.gate_up_bias,
@@ -110,13 +120,12 @@ class Transformer(nn.Module):
         tapped = {}
         for index, (block, next_norm) in enumerate(zip(self.blocks, [*norms[1:], None], strict=True)):
             if index in taps:
-                x_TD = rows_of(x)
-                tapped[index] = x_TD.clone() if in_gpu_rollout(x_TD) else x_TD  # there the blocks write over it
+                tapped[index] = rows_of(x)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 # nothing in a block is random
                 x = checkpoint(block, x, layout, rotary, use_reentrant=False, preserve_rng_state=False)
             else:  # with gradients no block reads the next one's norm, which may be a shard elsewhere
-                x = block(x, layout, rotary, None if torch.is_grad_enabled() else next_norm)
+                x = block(x, layout, rotary, None if torch.is_grad_enabled() else next_norm, index in taps)
         tapped[len(self.blocks)] = rows_of(x)
         hidden_TD = rms_norm(rows_of(x), self.norm, self.config.norm_eps)
         return Output(hidden_TD, tuple(tapped[tap] for tap in taps))

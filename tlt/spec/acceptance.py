@@ -34,7 +34,7 @@ class Walked:
 
     accepted: int  # draft tokens the policy walked through; the verify emitted one more
     tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
-    request: Hashable = None  # which one of all there were; None: nobody says, and it is taken for one of its own
+    request: Hashable = None  # which one it was, if somebody looked; None: nobody says, it counts as one of its own
 
 
 def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:
@@ -42,15 +42,17 @@ def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:
 
     A drafter that named fewer candidates than it was asked for has missed among all it could have named.
     """
+    children: dict[int, list[int]] = {}
+    for child, parent in enumerate(draft.parents):
+        children.setdefault(parent, []).append(child)
     node, ranks = -1, list[int]()
     for token in emitted[: shape.depth]:
-        children = [child for child, parent in enumerate(draft.parents) if parent == node]
-        children.sort(key=lambda child: -draft.scores[child])
-        found = next((rank for rank, child in enumerate(children) if draft.tokens[child] == token), None)
-        if found is None or found >= shape.width:
+        best = sorted(children.get(node, ()), key=draft.scores.__getitem__, reverse=True)[: shape.width]
+        named = [draft.tokens[child] for child in best]
+        if token not in named:
             return Track(tuple(ranks), shape.width)
-        node = children[found]
-        ranks.append(found + 1)
+        node = best[named.index(token)]
+        ranks.append(named.index(token) + 1)
     return Track(tuple(ranks))
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tlt.kernels.states import Kept
 from tlt.spec.costs import Measured
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.suffix import SuffixDrafter
@@ -99,11 +100,9 @@ class Keeper(Protocol):
     def attach(self, stage: Stage) -> None:
         """Called once, by the engine that feeds it."""
 
-    def keep(
-        self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
-    ) -> None:
-        """States of row r at these positions, and the tokens drawn from them; `source` is their place among the taps'
-        rows. Part of the engine's graphs: tensor work of static shape only."""
+    def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
+        """States of the rows, and the tokens drawn from them. Part of the engine's graphs: tensor work of static shape,
+        and little of it, for plain ticks do it too."""
 
     def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
         """States of positions start … of a prefix that requests will enter with; they may come in several pieces."""
@@ -124,9 +123,7 @@ class NoKeeper:
     def attach(self, stage: Stage) -> None:
         pass
 
-    def keep(
-        self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
-    ) -> None:
+    def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
         pass
 
     def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:

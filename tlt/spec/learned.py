@@ -10,12 +10,14 @@ grown behind a verification whose tokens nobody has read yet.
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels.states import keep_states
+from tlt.kernels import states as torch_states
+from tlt.kernels.states import Kept
 from tlt.model.device import upload
 from tlt.model.transformer import Transformer
 from tlt.spec.candidates import DrawKeys
@@ -39,24 +41,24 @@ class _Trees:
 
     shape: Shape
     tick: int  # before which it was grown
-    row_of: dict[Key, int]
-    packed_R3L: Tensor  # int32 on the host: tokens, parents, bits of scores
+    row_of: Mapping[Key, int]  # when it was grown
+    packed_R3L: np.ndarray  # int32 on the host: tokens, parents, bits of scores
     arrived: torch.cuda.Event | None
-    rows: dict[int, Draft] = field(default_factory=dict)  # those somebody asked for
+    cleared: set[Key] = field(default_factory=set)  # who was preempted and is back at once: nothing is verified
 
     def draft(self, key: Key) -> Draft:
         row = self.row_of.get(key)
-        if row is None:
+        if row is None or key in self.cleared:
             return EMPTY
-        if row not in self.rows:
-            if self.arrived is not None:
-                self.arrived.synchronize()
-                self.arrived = None
-            tokens, parents, scores = self.packed_R3L[row].numpy().reshape(3, -1)
-            chances = np.exp(scores.view(np.float32))
-            draft = Draft(tuple(tokens.tolist()), tuple(parents.tolist()), tuple(chances.tolist()))
-            self.rows[row] = EMPTY if draft.parents[0] == _NOT_READY else draft
-        return self.rows[row]
+        if self.arrived is not None:
+            self.arrived.synchronize()
+            self.arrived = None
+        packed_3L = self.packed_R3L[row]
+        tokens, parents, _ = packed_3L.tolist()
+        if parents[0] == _NOT_READY:
+            return EMPTY
+        chances = np.exp(packed_3L[2].view(np.float32))
+        return Draft(tuple(tokens), tuple(parents), tuple(chances.tolist()))
 
 
 _NOT_READY = -2  # first parent of a row from which nothing can be grown yet
@@ -75,9 +77,8 @@ class LearnedDrafting:
         self._policy = policy
         self._deepest = deepest
         self._window = window = drafter.config.window
-        # one slot more than the window: what must not be kept is written there
-        self._states_RWF = torch.zeros((rows, window + 1, len(self.taps) * hidden), dtype=dtype, device=device)
-        self._tokens_RW = torch.zeros((rows, window + 1), dtype=torch.int64, device=device)  # drawn from each state
+        self._states_RWF = torch.zeros((rows, window, len(self.taps) * hidden), dtype=dtype, device=device)
+        self._tokens_RW = torch.zeros((rows, window), dtype=torch.int64, device=device)  # drawn from each state
         self._held_R = torch.zeros(rows, dtype=torch.int64, device=device)  # first position whose state was kept
         self._taken_R = torch.zeros(rows, dtype=torch.int64, device=device)  # those before are in the drafter's ring
         self._ready_R = torch.zeros(rows, dtype=torch.bool, device=device)  # g is that of the newest position
@@ -90,7 +91,10 @@ class LearnedDrafting:
             policy.embed.detach(),
             self._head_vD.detach(),
         )
-        self._groves: dict[int, Grove] = {}  # by width
+        self._groves: dict[int, Grove] = {}  # by width …
+        self._packs: dict[int, Tensor] = {}  # … with room for what was grown; graphs hold these pointers
+        self._keys: Sequence[Key] = ()  # whom trees were grown for last, row by row …
+        self._row_of: Mapping[Key, int] = {}  # … and in which row
         self._row = torch.arange(rows, device=device)
         self._stage: Stage | None = None
         self._view: RowView | None = None
@@ -187,8 +191,7 @@ class LearnedDrafting:
         planted = self._planted
         if planted is None or planted.shape != shape or planted.tick != self._ticks:
             planted = self._planted = self._grow(keys, shape)
-        for row in self._entered:  # who was preempted and is back at once: its tree was cleared, nothing is verified
-            planted.row_of.pop(keys[row], None)
+        planted.cleared.update(keys[row] for row in self._entered)
         return planted
 
     # ---- the keeper's protocol
@@ -196,12 +199,8 @@ class LearnedDrafting:
     def attach(self, stage: Stage) -> None:
         self._stage, self._view = stage, stage.view()
 
-    def keep(
-        self, taps: Sequence[Tensor], source_RS: Tensor, position_RS: Tensor, token_RS: Tensor, kept_RS: Tensor
-    ) -> None:
-        slot_RS = torch.where(kept_RS, position_RS % self._window, self._window)
-        # a row without a distribution drew −1; until it is taken out, it goes on with a token there is
-        keep_states(self._states_RWF, self._tokens_RW, taps, source_RS, slot_RS, token_RS.clamp(min=0))
+    def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
+        _kernels_for(self._row.device).keep_states(self._states_RWF, self._tokens_RW, taps, kept, pdl=True)
 
     @torch.no_grad()
     def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
@@ -285,14 +284,18 @@ class LearnedDrafting:
             self._take_in(len(keys))
         grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
         parts = self._parts(rows, grove, shape.depth)
-        prune = ("prune", rows, grove.width, shape.depth, shape.verify)
-        trees = stage.trees(shape.verify)
-        stage.play([*parts, (prune, lambda: grove.prune(rows, shape.depth, self._ready_R, trees))])
+        trees, packed_R3L = stage.trees(shape.verify), self._packed(grove, rows, shape.depth)
+
+        def prune() -> None:
+            grove.prune(rows, shape.depth, self._ready_R, trees)
+            self._pack(grove, packed_R3L)
+
+        stage.play([*parts, (("prune", rows, grove.width, shape.depth, shape.verify), prune)])
         self._behind = 0
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
             self._sharpening.root(grove.root_logits_Rv, draws, self._ready_R, self._ticks)
-        return self._fetch(grove, keys, shape)
+        return self._fetch(packed_R3L[: len(keys)], keys, shape)
 
     def _parts(self, rows: int, grove: Grove, depth: int) -> list[_Part]:
         parts: list[_Part] = []
@@ -319,13 +322,27 @@ class LearnedDrafting:
         parts = (view.seed_R, view.request_R, view.position_R + 1, view.temperature_R)
         return DrawKeys(*(part[:rows] for part in parts))
 
-    def _fetch(self, grove: Grove, keys: Sequence[Key], shape: Shape) -> _Trees:
+    def _packed(self, grove: Grove, rows: int, depth: int) -> Tensor:
+        """Where graphs leave what was grown, for the host."""
+        if grove.width not in self._packs:
+            all_rows, nodes = grove.grown.token_RL.shape
+            self._packs[grove.width] = torch.zeros(all_rows * 3 * nodes, dtype=torch.int32, device=self._row.device)
+        nodes = grove.width * depth
+        return self._packs[grove.width][: rows * 3 * nodes].view(rows, 3, nodes)
+
+    def _pack(self, grove: Grove, packed_R3L: Tensor) -> None:
+        rows, _, nodes = packed_R3L.shape
+        grown = grove.grown.first(rows)
+        packed_R3L[:, 0] = grown.token_RL[:, :nodes]
+        packed_R3L[:, 1] = torch.where(self._ready_R[:rows, None], grown.parent_RL[:, :nodes], _NOT_READY)
+        packed_R3L[:, 2] = grown.score_RL[:, :nodes].view(torch.int32)
+
+    def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> _Trees:
         """What was grown, on its way to the host, which learns from it which guesses were right."""
-        count, nodes, grown = len(keys), grove.width * shape.depth, grove.grown
-        parent = torch.where(self._ready_R[:count, None], grown.parent_RL[:count, :nodes], _NOT_READY)
-        parts = (grown.token_RL[:count, :nodes].int(), parent.int(), grown.score_RL[:count, :nodes].view(torch.int32))
-        packed, arrived = fetch(torch.cat(parts, dim=1))
-        return _Trees(shape, self._ticks, {key: row for row, key in enumerate(keys)}, packed, arrived)
+        landed, arrived = fetch(packed_R3L)
+        if keys != self._keys:  # mostly they are those of the tick before
+            self._keys, self._row_of = keys, {key: row for row, key in enumerate(keys)}
+        return _Trees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
 
     # ---- taking in what was written
 
@@ -383,6 +400,15 @@ class LearnedDrafting:
             token_N = self._tokens_RW[self._row[: len(position_N)], position_N % self._window]
             self._sharpening.look(token_N, self.drafter.token_of_draft_v)
         self._beta.fill_(self.beta)
+
+
+def _kernels_for(device: torch.device) -> Any:
+    """The module that keeps states; Triton is installed only where there is a GPU."""
+    if device.type != "cuda":
+        return torch_states
+    from tlt.kernels import states_triton
+
+    return states_triton
 
 
 def _send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -68,9 +68,9 @@ def _there(arrived: torch.cuda.Event | None) -> bool:
 
 
 def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Device numbers on their way to the host, and the event of their arrival."""
+    """A copy of device numbers, on its way to the host, and the event of its arrival."""
     if not values.is_cuda:
-        return values, None
+        return values.clone(), None
     landed = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     landed.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from tlt.spec.acceptance import Walked, track
 from tlt.spec.alarm import Alarm
 from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Planted
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.shape import OFF, Draft, Shape, merge
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge
 from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
 from tlt.types import Key, SamplingParams
 
@@ -306,7 +306,9 @@ class Speculating:
         proposed = self._proposed.popleft()
         if any(later.odd for later in self._proposed):  # this one was read behind another's catching up
             seconds = None
-        answers = [self._answers.get(key) for key in proposed.keys]  # now: they may have ended when it is looked into
+        stride = -(-len(emitted) // _LOOKED_INTO)
+        rows = range(self._verifies % stride, len(emitted), stride)
+        answers = {row: self._answers.get(proposed.keys[row]) for row in rows}  # now: later they may have ended
         self._lesson = _Lesson(shape, proposed, emitted, answers, seconds, once_s)
 
     def _learn(self) -> None:
@@ -318,7 +320,7 @@ class Speculating:
         seconds = None if proposed.odd or lesson.seconds is None else lesson.seconds - proposed.caught_up_s
         once_s = lesson.once_s + proposed.caught_up_s
         self._verifies += len(walks)
-        self._accepted += sum(walked.accepted for walked in walks)
+        self._accepted += sum(map(len, lesson.emitted)) - len(walks)
         self._drafting_s += sum(proposed.drafts_s)
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
@@ -326,20 +328,13 @@ class Speculating:
         outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent)
         self._alarms += self._tuner.observe(outcome)
 
-    def _walks(self, lesson: "_Lesson") -> list[Walked]:
+    @staticmethod
+    def _walks(lesson: "_Lesson") -> list[Walked]:
         """All rows' accepted tokens; a sample of them is looked into, for that takes the host a while."""
-        proposed, shape = lesson.proposed, lesson.shape
-        stride = -(-len(lesson.emitted) // _LOOKED_INTO)
-        offset = self._verifies % stride
-        return [
-            Walked(
-                len(tokens) - 1,
-                tuple(track(draft, tokens, shape) for draft in proposed.of(row)) if row % stride == offset else (),
-                lesson.answers[row],
-            )
-            for row, tokens in enumerate(lesson.emitted)
-            if tokens
-        ]
+        walks = [_UNSEEN[len(tokens)] for tokens in lesson.emitted]
+        for row in lesson.answers:
+            walks[row] = _looked_into(lesson, row)
+        return [walked for walked in walks if walked.accepted >= 0]
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
@@ -382,9 +377,19 @@ class _Lesson:
     shape: Shape
     proposed: _Proposed
     emitted: Sequence[Sequence[int]]
-    answers: Sequence[int | None]  # whose tokens these are, by number; None: nobody said when it began
+    answers: Mapping[int, int | None]  # row to look into → its answer's number; None: nobody said when it began
     seconds: float | None
     once_s: float
+
+
+def _looked_into(lesson: _Lesson, row: int) -> Walked:
+    tokens = lesson.emitted[row]
+    tracks = tuple(track(draft, tokens, lesson.shape) for draft in lesson.proposed.of(row))
+    return Walked(len(tokens) - 1, tracks, lesson.answers[row])
+
+
+# what is said of a walk nobody looks into, by its tokens: there are hundreds in a tick; without any it was none
+_UNSEEN = tuple(Walked(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:
