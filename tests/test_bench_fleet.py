@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tlt.bench.fleet import Beside, Ticks, _busy, _idle_share, _idle_used, bench_fleet
+from tlt.bench.beside import Beside, Rollout, Ticks, at_it, busy
+from tlt.bench.fleet import _idle_share, _idle_used, bench_fleet
 from tlt.bench.options import FleetOptions
 from tlt.config import RunConfig
 from tlt.engine.request import Request
@@ -19,9 +20,25 @@ from tlt.watch.workers import FleetRolledOut
 
 class Workers(LocalFleet):
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
-        alone = [Ticks((1.0, 3.0), (1.0, 1.0))] * repeats
-        beside, counting = ((Ticks((1 + x, 3 + x), (1.0, 1.0)),) * repeats for x in (0.02, 0.1))
-        return Beside(tuple(alone), beside, 3, counting)
+        return Beside(rollouts(repeats, beside=1.01), rollouts(repeats, beside=1.05), 3)
+
+
+def rollouts(count: int, beside: float, cpu: float = 1.0, mood: float = 0.0, others: int = 2) -> tuple[Rollout, ...]:
+    """Ticks of one and of two seconds; the others work every other twenty seconds, and a tick is slower then. The
+    machine gets slower all the time, or for a moment."""
+    found = []
+    for number in range(count):
+        now, spans, columns = 1007.0 * number, list[tuple[float, float]](), list[tuple[float, float, float]]()
+        for tick in range(90):
+            active = at_it(now, 20.0)
+            if active and (not spans or spans[-1][1] < now):
+                spans.append((now, (now // 20 + 1) * 20))
+            usual = (1.0 + tick % 2) * (1.0 + mood * now / 1000.0) * (9.0 if mood and tick == 33 else 1.0)
+            columns.append((now, usual * (beside if active else 1.0), cpu if active else 1.0))
+            now += columns[-1][1]
+        began_s, wall_s, cpu_s = zip(*columns, strict=True)
+        found.append(Rollout(Ticks(began_s, wall_s, cpu_s), (tuple(spans),) * others))
+    return tuple(found)
 
 
 def config(*flags: str) -> RunConfig:
@@ -49,18 +66,31 @@ def test_the_same_steps_are_taken_in_every_way(tmp_path: Path) -> None:
     assert drafters[0]["frozen"] != drafters[2]["frozen"]  # another seed, other answers
     (busy,) = sections["busy"]["records"]
     assert (busy["slowdown"], busy["counting"]) == (pytest.approx(0.01), pytest.approx(0.05))
-    assert busy["noise"] == 0.0
+    assert busy["error"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_ticks_are_compared_with_themselves() -> None:
-    alone = (Ticks((1.0, 4.0), (1.0, 1.0)), Ticks((1.1, 4.4), (1.0, 1.0)))
-    beside = (Ticks((1.05, 4.2), (1.0, 1.5)), Ticks((9.0, 4.2), (1.0, 1.5)), Ticks((1.05, 9.0), (1.0, 1.5)))
-    busy = _busy(Beside(alone, beside, 7, counting=alone))
-    assert busy.counting == busy.cpu_counting == 0.0
-    assert busy.noise == pytest.approx(0.1)
-    assert busy.slowdown == pytest.approx(0.0)  # what hits a tick once is not the others' training
-    assert busy.cpu_slowdown == pytest.approx(0.25)
-    assert (busy.ticks, busy.repeats, busy.micro_steps) == (2, 2, 7)
+@pytest.mark.parametrize("mood", [0.0, 0.04])
+def test_a_turn_is_compared_with_those_beside_it(mood: float) -> None:
+    """Ticks differ, the machine gets slower by a third during the measurement and stands still in one tick: the two
+    percent are seen all the same, and the error says how well."""
+    found = busy(Beside(rollouts(8, 1.02, 1.5, mood), rollouts(8, 1.0, 1.0, mood), 7))
+    assert found.slowdown == pytest.approx(0.02, abs=0.004)
+    assert abs(found.slowdown - 0.02) <= 3 * found.error + 1e-9
+    assert found.counting == pytest.approx(0.0, abs=0.004)
+    assert found.cpu_slowdown == pytest.approx(0.5)
+    assert (found.ticks, found.micro_steps) == (90, 7)
+    assert found.turns > 8
+    assert bool(found.error) == bool(mood)
+
+
+def test_ticks_between_two_turns_belong_to_neither() -> None:
+    """A tick counts as beside the others only if all of them were at it all the time, as alone if nobody ever was."""
+    shifted = []
+    for one in rollouts(8, 1.02):
+        late = (tuple((began + 1.5, ended + 1.5) for began, ended in one.active[0]), *one.active[1:])
+        shifted.append(Rollout(one.ticks, late))
+    assert busy(Beside(tuple(shifted), (), 0)).slowdown == pytest.approx(0.02, abs=1e-9)
+    assert busy(Beside((), (), 0)).slowdown == 0.0
 
 
 def test_one_worker_is_no_fleet() -> None:

@@ -166,9 +166,12 @@ def test_a_writer_takes_the_same_ticks_beside_those_who_train(crowd: Crowd) -> N
     crowd.run(1)
     requests = [Request(Key(9, number), (3, 4, 5), SamplingParams(max_tokens=24)) for number in range(4)]
     found = crowd.fleet.slowdown(requests, 2)
-    assert (len(found.alone), len(found.beside), len(found.counting)) == (2, 2, 2)
-    assert len({len(run.wall_s) for run in (*found.alone, *found.beside, *found.counting)}) == 1
-    assert found.micro_steps > 0
+    assert (len(found.training), len(found.counting)) == (2, 2)
+    assert len({len(run.ticks.wall_s) for run in (*found.training, *found.counting)}) == 1
+    for rollout in (*found.training, *found.counting):
+        assert len(rollout.active) == len(crowd.fleet._crew.members) - 1
+        for spans in rollout.active:
+            assert all(began < ended for began, ended in spans)
 
 
 @pytest.mark.parametrize("same_machine", [True, False])

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from tlt.bench.beside import Beside, Busy, busy
 from tlt.bench.machine import describe
 from tlt.bench.options import FleetOptions, TrainScale
 from tlt.bench.report import Clock, Report, Subject
@@ -35,27 +36,9 @@ from tlt.watch.workers import FleetPublished, FleetRolledOut
 
 ALONE, PLAIN, FROZEN, SPOT = "one worker", "plain", "frozen", "spot"
 FROZEN_FIXED, SPOT_FIXED = "frozen, one shape", "spot, one shape"
-_REPEATS = 10  # of each half of the last measurement: an even number, as the halves are halved again
+_REPEATS = 20  # rollouts beside workers that train in turns, and as many beside workers that count
 
 Answers = Mapping[Key, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Ticks:
-    """Seconds of every tick of one rollout."""
-
-    wall_s: tuple[float, ...]
-    cpu_s: tuple[float, ...]  # that its thread had a processor: what else runs on the machine counts less
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """One worker wrote the same answers in the same ticks, again and again."""
-
-    alone: tuple[Ticks, ...]  # the others idle
-    beside: tuple[Ticks, ...]  # the others training the drafter
-    micro_steps: int  # that they took meanwhile
-    counting: tuple[Ticks, ...]  # the others counting: busy cores, and nothing else
 
 
 class WorkerFleet(Fleet, Protocol):
@@ -117,23 +100,6 @@ class Drafters:
     frozen: float  # accept length: tokens per verify
     spot: float
     gain: float  # share
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """What the others' training costs a worker that writes."""
-
-    alone_ms: float  # a tick, the mean over all of them, each the median of its repetitions
-    beside_ms: float
-    slowdown: float  # share
-    noise: float  # the same between repetitions with everyone else idle: what says nothing
-    counting: float  # the same beside workers that only count: what the machine's cores cost each other anyway
-    cpu_slowdown: float  # all three in processor time
-    cpu_noise: float
-    cpu_counting: float
-    ticks: int
-    repeats: int
-    micro_steps: int
 
 
 def bench_fleet(config: RunConfig, options: FleetOptions, open_fleet: OpenWorkers) -> None:
@@ -297,37 +263,7 @@ class _Bench:
 
     def busy(self) -> Iterator[Busy]:
         if self._beside:
-            yield _busy(self._beside)
-
-
-def _busy(found: Beside) -> Busy:
-    """Tick by tick: how much work a tick is changes much, how long the same tick takes little."""
-    ways = (found.alone, found.beside, found.counting)
-    alone, beside, counting = ([run.wall_s for run in runs] for runs in ways)
-    cpu_alone, cpu_beside, cpu_counting = ([run.cpu_s for run in runs] for runs in ways)
-    return Busy(
-        alone_ms=1e3 * fmean(_typical(alone)),
-        beside_ms=1e3 * fmean(_typical(beside)),
-        slowdown=_slower(alone, beside),
-        noise=_slower(alone[::2], alone[1::2]),
-        counting=_slower(alone, counting),
-        cpu_slowdown=_slower(cpu_alone, cpu_beside),
-        cpu_noise=_slower(cpu_alone[::2], cpu_alone[1::2]),
-        cpu_counting=_slower(cpu_alone, cpu_counting),
-        ticks=len(_typical(alone)),
-        repeats=len(alone),
-        micro_steps=found.micro_steps,
-    )
-
-
-def _slower(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """By which share all ticks together take longer, each as long as it typically takes."""
-    return sum(_typical(others)) / sum(_typical(some)) - 1
-
-
-def _typical(runs: Sequence[Sequence[float]]) -> list[float]:
-    """Of every tick, the median over its repetitions."""
-    return [median(times) for times in zip(*runs, strict=False)]
+            yield busy(self._beside)
 
 
 def _idle_share(rolled: Sequence[FleetRolledOut]) -> float:

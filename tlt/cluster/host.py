@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt.bench.fleet import Ticks
+from tlt.bench.beside import Shift, Ticks, at_it
 from tlt.cluster.messages import (
     Beat,
     Handed,
@@ -240,29 +240,49 @@ class Host:
 
     def timed_ticks(self, requests: Sequence[Request]) -> Ticks:
         """How long every tick takes that writes these, plainly."""
-        engine, walls, cpus = self._worker.plain_engine(), list[float](), list[float]()
+        engine, begans, walls, cpus = self._worker.plain_engine(), list[float](), list[float](), list[float]()
         engine.submit(requests)
         while not engine.idle:
             wall, cpu = time.perf_counter(), time.thread_time()
             engine.tick()
+            begans.append(wall)
             walls.append(time.perf_counter() - wall)
             cpus.append(time.thread_time() - cpu)
-        return Ticks(tuple(walls), tuple(cpus))
+        return Ticks(tuple(begans), tuple(walls), tuple(cpus))
 
-    def draft_on(self) -> int:
-        """Trains the drafter, alone, until `leave_off`; how many micro-steps."""
-        before, drafter = self._drafter.steps_taken, self._drafter
-        while not self._leave_off.is_set() and drafter.able():
-            drafter.train(self._leave_off.is_set)
-        self._leave_off.clear()  # at the end: it may be told to leave off before it has begun
-        return drafter.steps_taken - before
+    def draft_in_turns(self, turn_s: float) -> tuple[list[Shift], int]:
+        """Trains the drafter, alone, whenever it is its turn, until `leave_off`; when, and how many micro-steps."""
+        before = self._drafter.steps_taken
 
-    def count_on(self) -> int:
-        """Keeps a core busy with nothing until `leave_off`; no micro-steps."""
+        def work(over: Callable[[], bool]) -> None:
+            while not over() and self._drafter.able():
+                self._drafter.train(over)
+
+        return self._in_turns(turn_s, work), self._drafter.steps_taken - before
+
+    def count_in_turns(self, turn_s: float) -> tuple[list[Shift], int]:
+        """Keeps a core busy with nothing instead; no micro-steps."""
+
+        def work(over: Callable[[], bool]) -> None:
+            while not over():
+                pass
+
+        return self._in_turns(turn_s, work), 0
+
+    def _in_turns(self, turn_s: float, work: Callable[[Callable[[], bool]], None]) -> list[Shift]:
+        spans: list[Shift] = []
+
+        def over() -> bool:
+            return self._leave_off.is_set() or not at_it(time.perf_counter(), turn_s)
+
         while not self._leave_off.is_set():
-            pass
-        self._leave_off.clear()
-        return 0
+            began = time.perf_counter()
+            if at_it(began, turn_s):
+                work(over)
+                spans.append((began, time.perf_counter()))
+            self._leave_off.wait(turn_s / 50)
+        self._leave_off.clear()  # at the end: it may be told to leave off before it has begun
+        return spans
 
     @ray.method(concurrency_group=MAIL)
     def leave_off(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from tlt.bench.fleet import Beside, Ticks
+from tlt.bench.beside import Beside, Rollout
 from tlt.cluster.crew import Crew, Outcome, wait_while_it_moves
 from tlt.cluster.dispatch import Dispatch, deal
 from tlt.cluster.epoch import Epoch
@@ -37,7 +37,7 @@ from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
 
-_SETTLE_S = 0.5  # before a measurement
+_TURN_S = 0.4  # of those who work beside one that is measured
 
 
 class RayFleet:
@@ -124,27 +124,25 @@ class RayFleet:
         return found, time.perf_counter() - started
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
-        """The ticks of the first worker that writes these plainly, so often with the others idle, so often beside
-        them while they train, and while they count. Which comes first changes from round to round."""
-        ways = ["idle", "draft_on", "count_on"]
-        runs: dict[str, list[Ticks]] = {way: [] for way in ways}
+        """The ticks of the first worker that writes these plainly, so often while the others train in turns, so often
+        while they count in turns."""
+        rollouts: dict[str, list[Rollout]] = {"draft_in_turns": [], "count_in_turns": []}
         micro_steps = 0
-        for number in range(repeats):
-            for way in ways[number % 3 :] + ways[: number % 3]:
-                ticks, taken = self._ticks(requests, way)
-                runs[way].append(ticks)
+        for _ in range(repeats):
+            for way, runs in rollouts.items():
+                rollout, taken = self._beside_others(requests, way)
+                runs.append(rollout)
                 micro_steps += taken
-        alone, beside, counting = (tuple(runs[way]) for way in ways)
-        return Beside(alone, beside, micro_steps, counting)
+        training, counting = (tuple(runs) for runs in rollouts.values())
+        return Beside(training, counting, micro_steps)
 
-    def _ticks(self, requests: Sequence[Request], way: str) -> tuple[Ticks, int]:
+    def _beside_others(self, requests: Sequence[Request], way: str) -> tuple[Rollout, int]:
         writer, *others = [member.actor for member in self._crew.members.values()]
-        at_it = [getattr(actor, way).remote() for actor in others if way != "idle"]
-        time.sleep(_SETTLE_S)  # until they are at it, or at rest
+        at_work = [getattr(actor, way).remote(_TURN_S) for actor in others]
         ticks = ray.get(writer.timed_ticks.remote(requests))
-        if at_it:
-            ray.get([actor.leave_off.remote() for actor in others])
-        return ticks, sum(ray.get(at_it))
+        ray.get([actor.leave_off.remote() for actor in others])
+        told = ray.get(at_work)
+        return Rollout(ticks, tuple(tuple(spans) for spans, _ in told)), sum(taken for _, taken in told)
 
     # ---- learning
 
