@@ -285,7 +285,7 @@ VERBS: dict[str, Verb] = {
             ("--steps", "train, fleet: steps of reinforcement learning"),
             ("--seeds", "fleet: seeds that take these steps, one after the other"),
             ("--variants", "train: some of plain,adaptive,frozen,suffix"),
-            ("--repeats", "rollout: times every variant is run"),
+            ("--repeats", "rollout: times every variant is run; fleet: rollouts beside workers that train"),
             ("--budget", "seconds for each peer, and for the context sweep; train: after which no step is begun"),
             ("--commit", "the commit that is measured, where git cannot tell"),
             ("--peers", "measure transformers too, even if --sections leaves it out"),

@@ -36,7 +36,6 @@ from tlt.watch.workers import FleetPublished, FleetRolledOut
 
 ALONE, PLAIN, FROZEN, SPOT = "one worker", "plain", "frozen", "spot"
 FROZEN_FIXED, SPOT_FIXED = "frozen, one shape", "spot, one shape"
-_REPEATS = 20  # rollouts beside workers that train in turns, and as many beside workers that count
 
 Answers = Mapping[Key, tuple[int, ...]]
 
@@ -120,7 +119,7 @@ def bench_fleet(config: RunConfig, options: FleetOptions, open_fleet: OpenWorker
         )
         report = Report(describe(device, options.commit), subject, policy.model.config, scale, options.json)
         del policy
-        bench = _Bench(config, scale, options.seeds, open_fleet)
+        bench = _Bench(config, scale, options, open_fleet)
         clock = Clock()
         report.section("steps", bench.steps(), clock, line=_told)
         report.section("totals", bench.totals(), clock)
@@ -164,9 +163,9 @@ def _variants(config: RunConfig) -> dict[str, RunConfig]:
 
 
 class _Bench:
-    def __init__(self, config: RunConfig, scale: TrainScale, seeds: int, open_fleet: OpenWorkers) -> None:
+    def __init__(self, config: RunConfig, scale: TrainScale, options: FleetOptions, open_fleet: OpenWorkers) -> None:
         self._config, self._scale, self._open = config, scale, open_fleet
-        self._seeds = range(config.run.seed, config.run.seed + seeds)
+        self._seeds, self._repeats = range(config.run.seed, config.run.seed + options.seeds), options.repeats
         self._tokenizer = Tokenizer.load(source_of(config.model))
         self._records: dict[tuple[int, str], list[FleetStep]] = {}
         self._rolled: dict[tuple[int, str], list[FleetRolledOut]] = {}
@@ -259,7 +258,7 @@ class _Bench:
         workers: WorkerFleet = fleet  # type: ignore[assignment]  # the spot variant runs on several
         asked = ask(self._scale.steps, config, task_of(config), self._tokenizer)
         requests = [request for one in asked for request in one.requests][: config.engine.rows]
-        self._beside = workers.slowdown(requests, _REPEATS)
+        self._beside = workers.slowdown(requests, self._repeats)
 
     def busy(self) -> Iterator[Busy]:
         if self._beside:

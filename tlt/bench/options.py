@@ -185,6 +185,7 @@ class FleetOptions:
     commit: str | None = None
     quick: bool | None = None  # None: quick on a CPU
     seeds: int = 1  # that take the steps, one after the other
+    repeats: int = 20  # rollouts beside workers that train in turns, and as many beside workers that count
     steps: int = 0  # these override the scale's
     groups: int = 0
     group_size: int = 0
@@ -262,9 +263,9 @@ def read_train_options(given: Namespace) -> TrainOptions:
 
 def read_fleet_options(given: Namespace) -> FleetOptions:
     """From the command line's words."""
-    others = ("sections", "batches", "peers", "no_peers", "repeats", "prompts", "raw", "variants", "budget", "shape")
+    others = ("sections", "batches", "peers", "no_peers", "prompts", "raw", "variants", "budget", "shape")
     _refuse(given, others)
-    sizes = {name: getattr(given, name) for name in ("seeds", "steps", "groups", "group_size", "cap")}
+    sizes = {name: getattr(given, name) for name in ("seeds", "steps", "groups", "group_size", "cap", "repeats")}
     return FleetOptions(
         json=Path(given.json) if given.json else None,
         commit=given.commit,

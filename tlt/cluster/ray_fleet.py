@@ -37,7 +37,7 @@ from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
 
-_TURN_S = 0.4  # of those who work beside one that is measured
+_TURN_S = 0.15  # of those who work beside one that is measured
 
 
 class RayFleet:
