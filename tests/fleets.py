@@ -101,6 +101,13 @@ class TinyHost(Host):
         """Every tick takes longer: the others run dry first."""
         self._delay = seconds
 
+    def toil(self, seconds: float, moving: bool) -> None:
+        """At something that takes its time, pass by pass; or at nothing."""
+        over = time.monotonic() + seconds
+        while time.monotonic() < over:
+            time.sleep(0.1)
+            self._worker.trainer.passes += moving
+
     def write_slowly(self, pieces: int, pause_s: float, *, for_ever: bool = False) -> None:
         """The next snapshots are preceded by so many small files, a moment apart; or nothing follows on these."""
         self._before_writing = (pieces, pause_s, for_ever)

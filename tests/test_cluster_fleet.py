@@ -245,6 +245,20 @@ def test_a_worker_that_hangs_is_lost_too(crowd: Crowd, alone: Story) -> None:
     assert [event.reason for event in story.of(WorkerLost)] == ["hung during rollout: no progress for 3 s"]
 
 
+def test_what_takes_long_is_waited_for_as_long_as_it_moves(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update may take longer than a worker may hang; whoever stands still for so long is lost, the others not."""
+    crew = crowd.fleet._crew
+    monkeypatch.setattr("tlt.cluster.crew._GRACE_S", 0.0)
+    monkeypatch.setattr("tlt.cluster.crew._BEAT_S", 0.2)
+    monkeypatch.setattr(crew, "_config", with_workers(3, hang_s=1.5))
+    seats = list(crew.members)
+    toiling = {seat: crew.members[seat].actor.toil.remote(4.0, moving=seat != seats[1]) for seat in seats}
+    found = crew.ask(toiling, "update")
+    assert sorted(found.answers) == [seats[0], *seats[2:]]
+    assert found.lost == (seats[1],)
+    assert seats[1] not in crew.members
+
+
 def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyone: Crowd) -> None:
     wait_for_everyone(everyone.fleet, 3)  # or its successors would take our place
     config, story = with_workers(2, shard=True, cpus_per_worker=0.1), Story()

@@ -83,6 +83,28 @@ def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float) ->
             raise GetTimeoutError(f"no progress for {limit_s:g} s")
 
 
+class _Pulse:
+    """Whether a worker that was asked something gets on with it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._moved = self._asked = time.monotonic()
+        self._seen: int | None = None
+        self._call: Any = None
+
+    def still_s(self) -> float:
+        """Seconds since it was last seen to have moved. Whoever died is found out by what was asked of it."""
+        now = time.monotonic()
+        if self._call is None and now - self._asked > _BEAT_S:
+            self._call, self._asked = self._actor.progress.remote(), now
+        elif self._call is not None and ray.wait([self._call], timeout=0)[0]:
+            with suppress(RayError):
+                if (progress := ray.get(self._call)) != self._seen:
+                    self._moved, self._seen = now, progress
+            self._call = None
+        return now - self._moved
+
+
 class Crew:
     def __init__(self, config: RunConfig, share: Share, host: type[Host], told: OnLost, waits: OnLongWait) -> None:
         self._config, self._share, self._host = config, share, host
@@ -201,8 +223,10 @@ class Crew:
         return self.ask(calls, method)
 
     def ask(self, calls: Mapping[int, Any], what: str) -> Outcome:
-        """Waits for everyone's answer. Those who are late are lost; other errors than a broken ring are raised."""
+        """Waits for everyone's answer. Those who get on with nothing are lost; other errors than a broken ring are
+        raised."""
         waiting = {call: seat for seat, call in calls.items()}
+        pulses = {seat: _Pulse(self.members[seat].actor) for seat in calls if seat in self.members}
         answers: dict[int, Any] = {}
         parted: list[int] = []
         lost: list[int] = []
@@ -219,10 +243,11 @@ class Crew:
                 except RayError as error:
                     self.bury(seat, f"died during {what} ({type(error).__name__})")
                     lost.append(seat)
+            for call, seat in list(waiting.items()):
+                if seat in pulses and pulses[seat].still_s() > self._config.cluster.hang_s + _GRACE_S:
+                    del waiting[call]
+                    lost.append(self.bury(seat, f"hung during {what}"))
             seconds = time.monotonic() - started
-            if waiting and seconds > self._config.cluster.hang_s + _GRACE_S:
-                lost += [self.bury(seat, f"hung during {what}") for seat in waiting.values()]
-                break
             if waiting and seconds > told:
                 told *= 2
                 self._waits(what, [self.members[seat].rank for seat in waiting.values()], seconds)

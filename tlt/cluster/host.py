@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt.bench.beside import Shift, Ticks, at_it
+from tlt.bench.beside import Shift, Ticks
 from tlt.cluster.messages import (
     Beat,
     Handed,
@@ -39,6 +39,7 @@ from tlt.cluster.sessions import Sessions
 from tlt.cluster.timeline import Span, Timeline
 from tlt.cluster.together import Admission, Mean, Vector
 from tlt.cluster.transfer import Files, extent, fingerprint, on_host, pieces_of, write_files
+from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
 from tlt.drafting.idle import Order, Seat, State, without_rest
 from tlt.drafting.trainer import OnlineDrafter
@@ -94,7 +95,7 @@ class Host:
         self._seat = Seat(seat)
         self._inbox: deque[Message] = deque()
         self._mail = Event()
-        self._leave_off = Event()
+        self._turns = Turns()
         self._outbox: deque[News] = deque()
         self._news = Condition()
         self._progress = 0
@@ -141,6 +142,12 @@ class Host:
             news = tuple(self._outbox)
             self._outbox.clear()
         return Beat(self._progress, news)
+
+    @ray.method(concurrency_group=MAIL)
+    def progress(self) -> int:
+        """What changes as long as it gets on with what it was asked to do."""
+        worker = getattr(self, "_worker", None)
+        return 0 if worker is None else worker.trainer.passes
 
     @ray.method(concurrency_group=MAIL)
     def wish(self, member: int) -> Admission | None:
@@ -254,39 +261,18 @@ class Host:
         """Trains the drafter, alone, whenever it is its turn, until `leave_off`; when, and how many micro-steps."""
         before = self._drafter.steps_taken
 
-        def work(over: Callable[[], bool]) -> None:
+        def work(over: Over) -> None:
             while not over() and self._drafter.able():
                 self._drafter.train(over)
 
-        return self._in_turns(turn_s, work), self._drafter.steps_taken - before
+        return self._turns.take(turn_s, work), self._drafter.steps_taken - before
 
     def count_in_turns(self, turn_s: float) -> tuple[list[Shift], int]:
-        """Keeps a core busy with nothing instead; no micro-steps."""
-
-        def work(over: Callable[[], bool]) -> None:
-            while not over():
-                pass
-
-        return self._in_turns(turn_s, work), 0
-
-    def _in_turns(self, turn_s: float, work: Callable[[Callable[[], bool]], None]) -> list[Shift]:
-        spans: list[Shift] = []
-
-        def over() -> bool:
-            return self._leave_off.is_set() or not at_it(time.perf_counter(), turn_s)
-
-        while not self._leave_off.is_set():
-            began = time.perf_counter()
-            if at_it(began, turn_s):
-                work(over)
-                spans.append((began, time.perf_counter()))
-            self._leave_off.wait(turn_s / 50)
-        self._leave_off.clear()  # at the end: it may be told to leave off before it has begun
-        return spans
+        return self._turns.take(turn_s, count), 0
 
     @ray.method(concurrency_group=MAIL)
     def leave_off(self) -> None:
-        self._leave_off.set()
+        self._turns.end()
 
     @property
     def _drafter(self) -> OnlineDrafter:

@@ -107,6 +107,7 @@ class PolicyTrainer:
         self._lora = Lora(model, train.lora_rank, train.lora_alpha) if train.lora_rank else None
         self._optimizer = MasterAdamW(self._lora or model, weight_decay=train.weight_decay)
         self.steps_taken = 0
+        self.passes = 0  # over a row of answers, ever: who watches sees that it gets on
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         """One step: `train.minibatches` × `train.epochs` updates of the weights, in place."""
@@ -261,6 +262,7 @@ class PolicyTrainer:
 
     def _hidden(self, model: Transformer, row: "_Row") -> Tensor:
         hidden_TD: Tensor = model(row.tokens_T, row.layout).hidden_TD
+        self.passes += 1
         return hidden_TD.index_select(0, row.before_N)
 
 
