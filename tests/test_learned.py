@@ -392,6 +392,24 @@ def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.Mon
     assert timed == [False, True, True, True, True, False, False, False, False, False, True]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_caught_up_says_how_many_positions(ahead: bool) -> None:
+    """Plain ticks, then drafts: what is taken in is told of the tick that did, whatever was chosen meanwhile."""
+    learned = drafting(window=16)
+    engine, told = told_engine(learned)
+    engine._ahead = ahead
+    engine.submit(requests(2, params=[SamplingParams(max_tokens=60, ignore_eos=True)], seed=1))
+    for _ in range(6):
+        engine.tick()
+    learned._behind = 30  # as after so many plain ticks
+    behind = learned.behind
+    for _ in range(4):
+        engine.tick()
+    assert behind > 0
+    assert [outcome.behind for outcome in told.outcomes if outcome.behind][-1] == behind
+    assert all(outcome.behind == 0 or outcome.caught_up_s > 0 for outcome in told.outcomes)
+
+
 def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
     learned, other = drafting(), drafting().drafter
     engine, told = told_engine(learned)

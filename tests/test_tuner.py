@@ -6,6 +6,7 @@ Where a bound is asserted, something that must break it is shown to: a fixed sha
 import copy
 import math
 import random
+from collections import Counter, deque
 from collections.abc import Iterator
 from statistics import mean
 
@@ -465,16 +466,72 @@ def test_a_moment_in_which_the_machine_stands_still_deceives_nobody() -> None:
 def test_a_small_promise_is_compared_with_plain_decoding(first: float, batch: int) -> None:
     """Trees become dearer while one is in use, and nobody says so: a factor that only they have is not shared."""
     plain = {}
-    for gain in (TunerSettings().check_gain, -1.0):
-        here, policy = world(first, 0.0), tuner(TunerSettings(check_gain=gain))
+    for pause in (TunerSettings().check_pause, 10**6):
+        here, policy = world(first, 0.0), tuner(TunerSettings(check_pause=pause))
         steady(policy, here, batch, 400)
         here.trees = 1.5
         steady(policy, here, batch, 1200)
         before = here.ticks[OFF]
         steady(policy, here, batch, 400)
-        plain[gain] = here.ticks[OFF] - before
-    assert plain[TunerSettings().check_gain] > 380
-    assert plain[-1.0] < 20  # what is dearer seems to be dearer for all
+        plain[pause] = here.ticks[OFF] - before
+    assert plain[TunerSettings().check_pause] > 380
+    assert plain[10**6] < 20  # what is dearer seems to be dearer for all
+
+
+@pytest.mark.parametrize("read_once", [False, True])
+@pytest.mark.parametrize("slow", [4.0, 12.0])
+def test_a_slow_moment_just_after_a_switch_is_forgotten(slow: float, read_once: bool) -> None:
+    """A dozen ticks, the first of a shape, each several times as long: it was the machine, and the drafter is good."""
+    here, policy = world(0.8, 0.0), Tuner(SHAPES, TickCosts(table(), pad, [LEARNED], context_read_once=read_once))
+    while not here.ticks - Counter({OFF: here.ticks[OFF]}):
+        here.tick(policy, 4)
+    here.slow = slow
+    steady(policy, here, 4, 12)
+    here.slow = 1.0
+    steady(policy, here, 4, 2500)
+    before = here.ticks[OFF]
+    steady(policy, here, 4, 500)
+    assert here.ticks[OFF] - before < 50
+    assert 0.0 < (policy.expected(OFF, 4)[1] or 0.0) < 2 * tick_s(OFF, 4)
+
+
+@pytest.mark.parametrize("read_once", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_costs_stay_costs(seed: int, read_once: bool) -> None:
+    """Chosen a tick ahead, times untold, batches that change, new drafters, slow spells, contexts that grow: nothing is
+    ever free, learning stays within its share but for what one spell adds, and plain decoding is as fast at most."""
+    chance = random.Random(seed)
+    shared = TickCosts(table(), pad, [LEARNED], context_read_once=read_once)
+    policy, here = Tuner(SHAPES, shared), world(chance.choice([0.02, 0.4, 0.85]), seed=seed)
+    batch, spell, pending, plain_s = 32, 0, deque[Outcome](), 0.0
+    for tick in range(2500):
+        if chance.random() < 0.01:
+            batch = chance.choice([1, 4, 16, 64, 256, max(1, batch // 2)])
+        spell = chance.randint(3, 40) if not spell and chance.random() < 0.003 else max(0, spell - 1)
+        if chance.random() < 0.002:
+            policy.drafter_changed(LEARNED)
+        shape = policy.choose(batch, chance.choice([0, 64]))
+        true = here.true_s(shape, batch) + (3e-3 * (tick % 1000) / 1000 if read_once else 0.0)
+        told = None if chance.random() < 0.05 else here.measured(shape, batch, true * (4.0 if spell else 1.0))
+        walks = [] if shape.off else [here.walk(shape, here.kept_cached(shape)) for _ in range(batch)]
+        pending.append(Outcome(shape, batch, walks, told))
+        here.seconds += true
+        plain_s += here.length(shape) * (here.true_s(OFF, batch) + true - here.true_s(shape, batch))
+        if len(pending) > 1:
+            policy.observe(pending.popleft())
+        assert all((shared.seconds(one, size) or 0.0) > 1e-4 for one in (OFF, shape) for size in (1, batch))
+    assert here.seconds <= 1.02 * plain_s
+    assert policy.report().explored_s <= 0.005 * policy.report().seconds + 0.2
+
+
+def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
+    """Some of those it was chosen for may have ended."""
+    policy = tuner()
+    while (shape := policy.choose(16)).off:
+        policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16)))
+    policy.observe(Outcome(shape, 8, [Walked(0, ())] * 8, tick_s(shape, 8)))
+    assert policy.report().explored_ticks == 1
+    assert policy.report().explored_s > 0
 
 
 def test_acceptance_that_drifts_is_followed() -> None:
@@ -730,3 +787,9 @@ def test_what_catching_up_took_is_what_it_is_foreseen_to_take() -> None:
     assert found.catching_up(shape, learned(4, 1, 5), 16, 100) == 0.0
     found.caught_up(16, 64, 0.064)
     assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.1)
+    policy = Tuner(SHAPES, found)
+    policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, caught_up_s=1.0))  # nobody was behind
+    assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.1)
+    for _ in range(3):
+        policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, caught_up_s=0.128, behind=64))
+    assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.2)

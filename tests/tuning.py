@@ -105,6 +105,7 @@ class World:
     noise: float = 0.03  # of a tick's time; one in a hundred takes three times as long
     drafting: float = 1.0  # how much dearer drafting is than the table says …
     trees: float = 1.0  # … and all of a tick that speculates
+    slow: float = 1.0  # how many times as long as they take ticks seem to take
     seconds: float = 0.0  # true, without noise
     ticks: Counter[Shape] = field(default_factory=Counter)
     alarms: list[tuple[int, Alarm]] = field(default_factory=list)  # with the verifies before it
@@ -145,7 +146,7 @@ class World:
 
     def measured(self, shape: Shape, batch: int, true: float) -> float | None:
         slow = 3.0 if self.random.random() < 0.01 else 1.0
-        return true * (1.0 + self.noise * self.random.uniform(-1.7, 1.7)) * (slow if self.noise else 1.0)
+        return self.slow * true * (1.0 + self.noise * self.random.uniform(-1.7, 1.7)) * (slow if self.noise else 1.0)
 
     def walk(self, shape: Shape, kept: dict[str, dict[Path, tuple[float, float]]]) -> Walked:
         hard = self.random.random() < 0.5

@@ -124,8 +124,8 @@ class RayFleet:
         return found, time.perf_counter() - started
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
-        """The ticks of the first worker that writes these plainly, so often while the others train in turns, so often
-        while they count in turns."""
+        """The ticks of the first worker that writes these plainly, so often while the others on its machine train in
+        turns, so often while they count in turns."""
         rollouts: dict[str, list[Rollout]] = {"draft_in_turns": [], "count_in_turns": []}
         micro_steps = 0
         for _ in range(repeats):
@@ -137,10 +137,13 @@ class RayFleet:
         return Beside(training, counting, micro_steps)
 
     def _beside_others(self, requests: Sequence[Request], way: str) -> tuple[Rollout, int]:
-        writer, *others = [member.actor for member in self._crew.members.values()]
+        first, *rest = self._crew.members.values()
+        others = [member.actor for member in rest if member.environment.node == first.environment.node]  # one clock
         at_work = [getattr(actor, way).remote(_TURN_S) for actor in others]
-        ticks = ray.get(writer.timed_ticks.remote(requests))
-        ray.get([actor.leave_off.remote() for actor in others])
+        try:
+            ticks = ray.get(first.actor.timed_ticks.remote(requests))
+        finally:
+            ray.get([actor.leave_off.remote() for actor in others])
         told = ray.get(at_work)
         return Rollout(ticks, tuple(tuple(spans) for spans, _ in told)), sum(taken for _, taken in told)
 

@@ -23,13 +23,15 @@ class Turns:
         def over() -> bool:
             return self._ended.is_set() or not at_it(time.perf_counter(), turn_s)
 
-        while not self._ended.is_set():
-            began = time.perf_counter()
-            if at_it(began, turn_s):
-                work(over)
-                shifts.append((began, time.perf_counter()))
-            self._ended.wait(turn_s / 50)
-        self._ended.clear()
+        try:
+            while not self._ended.is_set():
+                began = time.perf_counter()
+                if at_it(began, turn_s):
+                    work(over)
+                    shifts.append((began, time.perf_counter()))
+                self._ended.wait(turn_s / 50)
+        finally:
+            self._ended.clear()
         return shifts
 
     def end(self) -> None:

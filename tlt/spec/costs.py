@@ -87,6 +87,7 @@ def never_falling(values: list[float]) -> list[float]:
 
 _SETTLED = 8  # ticks after a switch in which the new shape is compared with the one before
 _TRUSTED = 4  # ticks of its own on which a shape's correction stands alone; before, it leans on its neighbours'
+_FADE = 512  # ticks in which what was learned of shapes that are not in use loses half its weight
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share …
 _COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
@@ -122,7 +123,8 @@ class TickCosts:
         self._own = _Corrections()
         self._caught_up = False  # ever
         self._last: Shape | None = None
-        self._since = 0  # ticks since the shape changed
+        self._since = 0  # ticks since the shape changed …
+        self._ticks = 0  # … and ever
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
 
     def know(self, measured: Measured) -> None:
@@ -135,7 +137,7 @@ class TickCosts:
         if foreseen is None:
             return None
         own = 0.0 if shape.off else self._own.of(self._kind(shape), shape, self.pad(batch))
-        return (max(_LEAST * foreseen, foreseen + own) + self._shared_s) * self._drift
+        return max(_LEAST * foreseen, foreseen + own + self._shared_s) * self._drift
 
     def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
@@ -153,13 +155,17 @@ class TickCosts:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""
         self._since = self._since + 1 if self._last == shape else 1
         self._last = shape
+        self._ticks += 1
+        if self._ticks % _FADE == 0:
+            self._own.fade(shape)
         if not shape.off:
             for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
                 if drafter not in self._learned:
                     self._table.record(LOOKUP, self.pad(batch), spent)
         expected = self.seconds(shape, batch)
         if shape.off and (expected is None or self._learns(self.pad(batch))):
-            self._table.record(POLICY, self.pad(batch), max(0.0, seconds / self._drift - self._shared_s))
+            alone = seconds / self._drift - self._shared_s
+            self._table.record(POLICY, self.pad(batch), max(_LEAST * seconds, alone))
         elif expected is not None and (shape.off or self._since > _SETTLED):
             self._own.close()
             self._see_shared(_clipped(seconds - expected, _STRANGE * expected), expected, shape.off)
@@ -173,8 +179,9 @@ class TickCosts:
 
     def _see_shared(self, surprise: float, expected: float, plain: bool) -> None:
         weight = _COMPARED if plain and self._since <= _SETTLED else _DRIFT
-        if self._read_once:
-            self._shared_s += weight * surprise
+        if self._read_once:  # contexts and busy hosts only add: what seems to be less is little, or an error
+            least = -_STRANGE * (self._table.estimate(POLICY, 1) or 0.0)
+            self._shared_s = max(least, self._shared_s + weight * surprise)
         else:
             self._drift *= 1.0 + weight * surprise / expected
 
@@ -258,6 +265,14 @@ class _Corrections:
             for key in ((shape, size), (kind, size)):
                 self._known[key] = self._with_news(key)
         self._now, self._said = None, []
+
+    def fade(self, used: Shape) -> None:
+        """What was learned long ago, perhaps while the machine was busy, is forgotten in the end: or whoever seemed too
+        dear then would never be used again."""
+        for key, (seconds, ticks) in list(self._known.items()):
+            if key[0] != used:
+                self._known[key] = (seconds, ticks // 2)
+        self._known = {key: known for key, known in self._known.items() if known[1]}
 
     def _with_news(self, key: tuple[object, int]) -> tuple[float, int]:
         before, ticks = self._known.get(key, (0.0, 0))

@@ -257,13 +257,13 @@ class Speculating:
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
         drafters = [self._drafters[name] for name in shape.drafters]
-        caught_up_s = self._catch_up(drafters, keys, answers, shape)
+        caught_up = self._catch_up(drafters, keys, answers, shape)
         started = time.perf_counter()
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
         odd = self._learned is not None and self._learned.took_in()
         if planted is not None:
             took_s = [time.perf_counter() - started]
-            self._proposed.append(_Proposed(keys, took_s, caught_up_s, odd, self._version, planted=planted))
+            self._proposed.append(_Proposed(keys, took_s, caught_up, odd, self._version, planted=planted))
             return None
         columns, drafts_s = [], []
         for drafter in drafters:
@@ -271,7 +271,7 @@ class Speculating:
             columns.append(drafter.propose(keys, answers, shape))
             drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
-        self._proposed.append(_Proposed(keys, drafts_s, caught_up_s, odd, self._version, parts))
+        self._proposed.append(_Proposed(keys, drafts_s, caught_up, odd, self._version, parts))
         return [_joined(row, shape.verify - 1) for row in parts]
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
@@ -288,12 +288,13 @@ class Speculating:
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
-    ) -> float:
-        """Seconds it took, captures left out: they come once."""
+    ) -> tuple[float, int]:
+        """Seconds it took, captures left out, for they come once; and positions that the learned drafter took in."""
+        behind = self._learned.behind if self._learned is not None and self._learned in drafters else 0
         started, captured_s = time.perf_counter(), self._captured_s
         for drafter in drafters:
             drafter.catch_up(keys, answers, shape)
-        return time.perf_counter() - started - (self._captured_s - captured_s)
+        return time.perf_counter() - started - (self._captured_s - captured_s), behind
 
     @property
     def _captured_s(self) -> float:
@@ -317,14 +318,15 @@ class Speculating:
         if lesson is None:
             return
         walks, proposed = self._walks(lesson), lesson.proposed
-        seconds = None if proposed.odd or lesson.seconds is None else lesson.seconds - proposed.caught_up_s
-        once_s = lesson.once_s + proposed.caught_up_s
+        caught_up_s, behind = proposed.caught_up
+        seconds = None if proposed.odd or lesson.seconds is None else lesson.seconds - caught_up_s
+        once_s = lesson.once_s + caught_up_s
         self._verifies += len(walks)
         self._accepted += sum(map(len, lesson.emitted)) - len(walks)
         self._drafting_s += sum(proposed.drafts_s)
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
-        spent = (seconds, once_s, proposed.drafts_s, proposed.caught_up_s)
+        spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind)
         outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent)
         self._alarms += self._tuner.observe(outcome)
 
@@ -360,7 +362,7 @@ class _Proposed:
 
     keys: Sequence[Key]
     drafts_s: list[float]  # what each drafter took on the host …
-    caught_up_s: float  # … and what they spent catching up before
+    caught_up: tuple[float, int]  # … and what they spent catching up before: seconds, positions
     odd: bool  # whether some of the tick's time on the device was catching up
     version: int  # of the learned drafter
     parts: Sequence[tuple[Draft, ...]] = ()

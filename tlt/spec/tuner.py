@@ -28,7 +28,8 @@ class Outcome:
     seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
     once_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
     drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
-    caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while
+    caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
+    behind: int = 0  # … and the positions that it took in
 
 
 class TunerPolicy(Protocol):
@@ -61,11 +62,10 @@ class TunerSettings:
     horizon: float = 1000.0  # verifies after which an observation counts 1/e
     probe_pause: int = 64  # ticks until a drafter found wanting is tried again; doubles every time
     longest_pause: int = 4096
-    check_gain: float = (
-        0.25  # a shape that promises less than this over plain decoding is compared with it now and then
-    )
-    check_ticks: int = 6  # plain ones at a time
+    check_ticks: int = 6  # plain ones at a time, with which the shape in use is compared now and then
     check_pause: int = 64  # ticks until the first such comparison at a batch size; doubles every time
+    check_gain: float = 0.25  # a shape that promises more over plain decoding is compared more rarely …
+    check_rarely: int = 8  # … by this factor
     swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
 
 
@@ -133,7 +133,7 @@ class _Stand:
     worst: float = 0.0  # … and the seconds it loses if nothing is accepted, but for catching up
     gain: float = 0.0  # promised over plain decoding, as a share
     plain: int = 0  # ticks still to come of a comparison with plain decoding
-    check: int = 0  # tick of the next one
+    check: int = 0  # tick of the next one, if little is promised
     checks: int = 0  # there have been, with this shape
 
 
@@ -146,7 +146,6 @@ class _Pause:
 @dataclass(frozen=True, slots=True)
 class _Probe:
     shape: Shape
-    size: int
     rate: float  # of the shape it stood in for
     worst: float
     tick: int
@@ -165,9 +164,9 @@ class _Ledger:
     def left(self) -> float:
         return self.share * self.spent - self.lost - sum(probe.worst for probe in self.open)
 
-    def close(self, shape: Shape, size: int, tick: int) -> _Probe | None:
+    def close(self, shape: Shape, tick: int) -> _Probe | None:
         """The probe this tick was, if it was one. One that never ran is dropped."""
-        found = next((probe for probe in self.open if (probe.shape, probe.size) == (shape, size)), None)
+        found = next((probe for probe in self.open if probe.shape == shape), None)  # it may run at another size
         self.open = [probe for probe in self.open if probe is not found and tick - probe.tick < 16]
         return found
 
@@ -199,7 +198,7 @@ class Tuner:
         self._stands: dict[int, _Stand] = {}
         self._ledger = _Ledger(self._settings.exploration)
         self._tally = _Tally()
-        self._ticks = self._behind = 0  # positions that the shape chosen last had to take in first
+        self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
     def choose(self, batch: int, behind: int = 0) -> Shape:
@@ -213,9 +212,7 @@ class Tuner:
         if stand.probe is not None and not self._ledger.open and stand.worst <= self._ledger.left:
             worst = stand.worst + self._costs.catching_up(stand.probe, stand.shape, size, behind)
             if worst <= self._ledger.left:
-                self._behind = behind
-                return self._try(stand, size, worst)
-        self._behind = 0 if stand.shape.off else behind
+                return self._try(stand, worst)
         return stand.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
@@ -226,8 +223,8 @@ class Tuner:
             seconds = self._costs.seconds(outcome.shape, size) or 0.0
         else:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
-        if outcome.caught_up_s and self._behind:
-            self._costs.caught_up(size, self._behind, outcome.caught_up_s)
+        if outcome.behind:
+            self._costs.caught_up(size, outcome.behind, outcome.caught_up_s)
         self._ticks += 1
         self._book(outcome, size, seconds)
         if outcome.shape.off or not outcome.walks:
@@ -311,10 +308,13 @@ class Tuner:
         return self._settings.margin + doubt
 
     def _check_is_due(self, stand: _Stand, size: int) -> bool:
-        """A small promise rests on costs that were learned some time ago, in other conditions: a few plain ticks show
-        what plain decoding costs now, and the shape is compared with them when it comes back."""
-        if self._ticks < stand.check or stand.shape.off or stand.gain > self._settings.check_gain:
+        """A promise rests on costs that were learned some time ago, in other conditions: a few plain ticks show what
+        plain decoding costs now, and the shape is compared with them when it comes back."""
+        if stand.shape.off or self._ticks < stand.check:
             return False
+        pause = min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
+        if stand.gain > self._settings.check_gain and self._ticks < stand.check + pause * self._settings.check_rarely:
+            return False  # a large promise may be wrong too
         loss = self._settings.check_ticks * max(0.0, stand.gain) * (self._costs.seconds(OFF, size) or 0.0)
         if loss > self._ledger.left:
             return False
@@ -362,9 +362,9 @@ class Tuner:
             return False
         return True
 
-    def _try(self, stand: _Stand, size: int, worst: float) -> Shape:
+    def _try(self, stand: _Stand, worst: float) -> Shape:
         shape = stand.probe or OFF
-        self._ledger.open.append(_Probe(shape, size, stand.rate, worst, self._ticks))
+        self._ledger.open.append(_Probe(shape, stand.rate, worst, self._ticks))
         pause = self._pauses[shape.drafters]
         if pause.until is not None:
             pause.wait = min(2 * pause.wait, self._settings.longest_pause)
@@ -381,7 +381,7 @@ class Tuner:
             return
         accepted = sum(walked.accepted for walked in outcome.walks)
         per_request = 1.0 + accepted / len(outcome.walks) if outcome.walks else 1.0
-        probe = ledger.close(outcome.shape, size, self._ticks)
+        probe = ledger.close(outcome.shape, self._ticks)
         if probe is not None:
             tally.explored += 1
             ledger.lost = max(0.0, ledger.lost + seconds + outcome.caught_up_s - per_request / probe.rate)
