@@ -478,6 +478,33 @@ def test_a_small_promise_is_compared_with_plain_decoding(first: float, batch: in
     assert plain[10**6] < 20  # what is dearer seems to be dearer for all
 
 
+def test_a_large_promise_is_compared_too() -> None:
+    """What speculates becomes so dear that nothing of it is left: the factor that all share would never tell."""
+    here, policy = world(0.8, 0.0), tuner()
+    steady(policy, here, 4, 400)
+    assert best_rate(here, 4) > 2 * here.rate(OFF, 4)
+    here.trees = 4.0
+    steady(policy, here, 4, 2000)
+    before = here.ticks[OFF]
+    steady(policy, here, 4, 300)
+    assert here.ticks[OFF] - before > 280
+
+
+def test_no_tick_is_ever_free() -> None:
+    """Ticks that seem to take no time at all, plain ones or others: the machine's clock, not the machine."""
+    shape, least = learned(2, 1, 3), 0.1
+    for odd in (OFF, shape):
+        found = TickCosts(table(), pad, [LEARNED], context_read_once=True)
+        for _ in range(300):
+            found.observe(odd, 8, 0.0)
+        for one in (OFF, shape):
+            assert (found.seconds(one, 8) or 0.0) >= 0.99 * least * tick_s(one, 8)
+        assert (found.seconds(OFF, 8) or 0.0) >= 0.7 * tick_s(OFF, 8)
+        for _ in range(60):
+            found.observe(OFF, 8, tick_s(OFF, 8))
+        assert found.seconds(OFF, 8) == pytest.approx(tick_s(OFF, 8), rel=0.02)
+
+
 @pytest.mark.parametrize("read_once", [False, True])
 @pytest.mark.parametrize("slow", [4.0, 12.0])
 def test_a_slow_moment_just_after_a_switch_is_forgotten(slow: float, read_once: bool) -> None:
