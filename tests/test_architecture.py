@@ -63,6 +63,7 @@ PLAIN = {
     "tlt.spec.bandit",
     "tlt.spec.costs",
     "tlt.spec.shape",
+    "tlt.spec.ledger",
     "tlt.spec.suffix",
     "tlt.spec.tuner",
     "tlt.drafting.cadence",

@@ -305,6 +305,7 @@ def test_the_suffix_drafter_speculates_in_the_engine() -> None:
             Always.verifies += len(outcome.walks)  # type: ignore[attr-defined]
             return ()
 
+        def expect(self, ticks: int) -> None: ...
         def drafter_changed(self, drafter: str) -> None: ...
 
     engine = Engine(

@@ -551,6 +551,19 @@ def test_whatever_happens_costs_stay_costs(seed: int, read_once: bool) -> None:
     assert policy.report().explored_s <= 0.005 * policy.report().seconds + 0.2
 
 
+def test_long_answers_are_worth_a_try_at_once_short_ones_not() -> None:
+    """A tick or two on loan, if that is no larger a share of what may come than learning may cost."""
+    tried = {}
+    for most in (0, 32, 256, 4096):
+        here, policy = world(0.8, noise=0.0), tuner()
+        policy.expect(most)
+        tried[most] = next(tick for tick in range(10_000) if (here.tick(policy, 256), here.ticks[OFF] <= tick)[1])
+        report = policy.report()
+        assert report.explored_s <= 0.005 * report.seconds + min(2.0, 0.005 * most) * tick_s(OFF, 256) + 1e-9
+    assert tried[4096] <= tried[256] < tried[32] <= tried[0]
+    assert tried[4096] < 10 < tried[32]
+
+
 def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
     """Some of those it was chosen for may have ended."""
     policy = tuner()

@@ -211,6 +211,9 @@ class Fixed:
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         return ()
 
+    def expect(self, ticks: int) -> None:
+        pass
+
     def drafter_changed(self, drafter: str) -> None:
         pass
 

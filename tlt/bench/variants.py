@@ -100,6 +100,9 @@ class Understudy:
     def know(self, costs: Iterable[Measured]) -> None:
         self.now.know(costs)
 
+    def expect(self, ticks: int) -> None:
+        self.now.expect(ticks)
+
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)
 

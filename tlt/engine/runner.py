@@ -197,7 +197,7 @@ class Runner:
 
     def measured_sizes(self) -> list[int]:
         """Batches from which the costs of all others can be told: few where a run is dear."""
-        steps = (1, 4, 16) if self._device.type == "cpu" else (1, 8, 32, 64, 128, 256, 512)
+        steps = (1, 4, 16, 64) if self._device.type == "cpu" else (1, 8, 32, 64, 128, 256, 512)
         return [size for size in steps if size <= self._max_rows] or [self._max_rows]
 
     @torch.no_grad()

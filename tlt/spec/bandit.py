@@ -68,6 +68,9 @@ class Bandit:
     def know(self, costs: Iterable[Measured]) -> None:
         """It learns from rewards alone."""
 
+    def expect(self, ticks: int) -> None:
+        pass
+
     def drafter_changed(self, drafter: str) -> None:
         """Nothing to do: old rewards leave the windows by themselves."""
 

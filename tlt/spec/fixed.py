@@ -21,6 +21,9 @@ class Fixed:
     def know(self, costs: Iterable[Measured]) -> None:
         pass
 
+    def expect(self, ticks: int) -> None:
+        pass
+
     def drafter_changed(self, drafter: str) -> None:
         pass
 

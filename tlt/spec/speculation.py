@@ -224,6 +224,7 @@ class Speculating:
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._answers[key] = self._begun
         self._begun += 1
+        self._tuner.expect(params.max_tokens)
         for drafter in self._drafters.values():
             drafter.begin(key, prompt_id, prompt, params)
 

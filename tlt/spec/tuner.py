@@ -1,7 +1,8 @@
 """The tuner: which shape this tick, from what was measured. "Off" is always a candidate.
 
 What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning
-costs at most a small share of the time so far, counted against the best known shape: so nothing is tried at first.
+costs at most a small share of the time so far, counted against the best known shape, and a tick or two on loan: so
+nothing is tried at first where answers are short.
 Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
 """
 
@@ -15,6 +16,7 @@ from typing import Protocol
 from tlt.spec.acceptance import Acceptance, Drafters, Walked
 from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.costs import Measured, TickCosts
+from tlt.spec.ledger import Ledger, Probe
 from tlt.spec.shape import OFF, Shape
 
 
@@ -43,6 +45,9 @@ class TunerPolicy(Protocol):
     def know(self, costs: Iterable[Measured]) -> None:
         """What runs cost, measured beforehand."""
 
+    def expect(self, ticks: int) -> None:
+        """A request has come that may run for so many ticks."""
+
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
 
@@ -52,7 +57,8 @@ class TunerPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TunerSettings:
-    exploration: float = 0.005  # share of all time that may be lost by learning
+    exploration: float = 0.005  # share of all time that may be lost by learning …
+    loan: float = 2.0  # … and before that is earned so many plain ticks, if they are no larger a share of what may come
     margin: float = 0.01  # a shape must promise this much more than the one in use …
     doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
     cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there
@@ -143,34 +149,6 @@ class _Pause:
     until: int | None = None  # tick; None: no reason to wait yet
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    shape: Shape
-    rate: float  # of the shape it stood in for
-    worst: float
-    tick: int
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """Time spent, and how much of it was lost by learning."""
-
-    share: float
-    spent: float = 0.0
-    lost: float = 0.0  # a probe that paid off gives back, but never below 0
-    open: list[_Probe] = field(default_factory=list)  # chosen, not yet observed: booked at their worst
-
-    @property
-    def left(self) -> float:
-        return self.share * self.spent - self.lost - sum(probe.worst for probe in self.open)
-
-    def close(self, shape: Shape, tick: int) -> _Probe | None:
-        """The probe this tick was, if it was one. One that never ran is dropped."""
-        found = next((probe for probe in self.open if probe.shape == shape), None)  # it may run at another size
-        self.open = [probe for probe in self.open if probe is not found and tick - probe.tick < 16]
-        return found
-
-
 @dataclass(slots=True)
 class _Tally:
     plain: Counter[int] = field(default_factory=Counter)
@@ -196,7 +174,7 @@ class Tuner:
         self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
         self._pauses = {drafters: _Pause(self._settings.probe_pause) for drafters in self._sets}
         self._stands: dict[int, _Stand] = {}
-        self._ledger = _Ledger(self._settings.exploration)
+        self._ledger = Ledger(self._settings.exploration)
         self._tally = _Tally()
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
@@ -236,6 +214,10 @@ class Tuner:
         for cost in costs:
             self._costs.know(cost)
 
+    def expect(self, ticks: int) -> None:
+        most = min(self._settings.loan, self._settings.exploration * ticks)
+        self._ledger.loan_ticks = max(self._ledger.loan_ticks, most)
+
     def drafter_changed(self, drafter: str) -> None:
         """What was known becomes a weak guess, and the new version is tried at once."""
         if drafter not in self._drafters:
@@ -274,6 +256,7 @@ class Tuner:
         seconds = {shape: self._costs.seconds(shape, size) or 0.0 for shape in self._shapes}
         if not seconds[OFF]:
             return stand  # nothing was ever measured: plain ticks tell what plain ticks cost
+        self._ledger.tick_s = seconds[OFF]
         self._acceptance.refresh()
         self.evaluations += len(seconds)
         rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
@@ -364,7 +347,7 @@ class Tuner:
 
     def _try(self, stand: _Stand, worst: float) -> Shape:
         shape = stand.probe or OFF
-        self._ledger.open.append(_Probe(shape, stand.rate, worst, self._ticks))
+        self._ledger.open.append(Probe(shape, stand.rate, worst, self._ticks))
         pause = self._pauses[shape.drafters]
         if pause.until is not None:
             pause.wait = min(2 * pause.wait, self._settings.longest_pause)
