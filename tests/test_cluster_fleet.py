@@ -250,9 +250,9 @@ def test_what_takes_long_is_waited_for_as_long_as_it_moves(crowd: Crowd, monkeyp
     crew = crowd.fleet._crew
     monkeypatch.setattr("tlt.cluster.crew._GRACE_S", 0.0)
     monkeypatch.setattr("tlt.cluster.crew._BEAT_S", 0.2)
-    monkeypatch.setattr(crew, "_config", with_workers(3, hang_s=1.5))
+    monkeypatch.setattr(crew, "_config", with_workers(3, hang_s=3.0))
     seats = list(crew.members)
-    toiling = {seat: crew.members[seat].actor.toil.remote(4.0, moving=seat != seats[1]) for seat in seats}
+    toiling = {seat: crew.members[seat].actor.toil.remote(6.0, moving=seat != seats[1]) for seat in seats}
     found = crew.ask(toiling, "update")
     assert sorted(found.answers) == [seats[0], *seats[2:]]
     assert found.lost == (seats[1],)

@@ -1,8 +1,5 @@
 """Turns end when they are told to, also when the work goes wrong."""
 
-import threading
-import time
-
 import pytest
 
 from tlt.cluster.turns import Over, Turns, count
@@ -10,12 +7,15 @@ from tlt.cluster.turns import Over, Turns, count
 
 def test_turns_end_when_told_and_can_be_taken_again() -> None:
     turns = Turns()
+
+    def work(over: Over) -> None:
+        count(over)
+        turns.end()
+
     for _ in range(2):
-        threading.Timer(0.2, turns.end).start()
-        shifts = turns.take(0.02, count)
-        assert shifts
-        assert all(began < ended for began, ended in shifts)
-        assert all(int(began / 0.02) % 2 == 0 for began, _ in shifts)
+        ((began, ended),) = turns.take(0.02, work)
+        assert began < ended
+        assert int(began / 0.02) % 2 == 0  # only in its own turn
 
 
 def test_an_end_told_beforehand_counts() -> None:
@@ -33,7 +33,4 @@ def test_work_that_fails_leaves_nothing_behind() -> None:
 
     with pytest.raises(RuntimeError, match="no"):
         turns.take(1e-3, fail)
-    threading.Timer(0.1, turns.end).start()
-    started = time.monotonic()
-    turns.take(0.01, count)
-    assert time.monotonic() - started > 0.05  # the end before was the failed one's
+    assert turns.take(1e-3, lambda over: turns.end())  # the end before was the failed one's

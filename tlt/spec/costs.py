@@ -90,6 +90,7 @@ _TRUSTED = 4  # ticks of its own on which a shape's correction stands alone; bef
 _FADE = 512  # ticks in which what was learned of shapes that are not in use loses half its weight
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share …
 _COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
+_LEAST = 0.1  # of what the table says a tick costs, whatever the corrections
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 
 
@@ -216,9 +217,6 @@ class TickCosts:
         return known if known is not None else self._table.estimate(POLICY, size) or 0.0
 
 
-_LEAST = 0.1  # of what the table says, whatever the corrections
-
-
 def _clipped(value: float, most: float) -> float:
     return min(max(value, -most), most)
 
@@ -269,10 +267,10 @@ class _Corrections:
     def fade(self, used: Shape) -> None:
         """What was learned long ago, perhaps while the machine was busy, is forgotten in the end: or whoever seemed too
         dear then would never be used again."""
-        for key, (seconds, ticks) in list(self._known.items()):
-            if key[0] != used:
-                self._known[key] = (seconds, ticks // 2)
-        self._known = {key: known for key, known in self._known.items() if known[1]}
+        halved = {
+            key: (seconds, ticks if key[0] == used else ticks // 2) for key, (seconds, ticks) in self._known.items()
+        }
+        self._known = {key: known for key, known in halved.items() if known[1]}
 
     def _with_news(self, key: tuple[object, int]) -> tuple[float, int]:
         before, ticks = self._known.get(key, (0.0, 0))

@@ -278,7 +278,7 @@ class Tuner:
             self._tally.switches += stand.since >= 0
             stand.shape, stand.since, stand.reviews = used, self._ticks, 1
             stand.plain = stand.checks = 0
-            stand.check = self._ticks + self._settings.check_pause
+            stand.check = self._ticks + self._check_pause(stand)
         stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
 
     def _margin(self, used: Shape, best: Shape, size: int) -> float:
@@ -295,16 +295,19 @@ class Tuner:
         plain decoding costs now, and the shape is compared with them when it comes back."""
         if stand.shape.off or self._ticks < stand.check:
             return False
-        pause = min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
-        if stand.gain > self._settings.check_gain and self._ticks < stand.check + pause * self._settings.check_rarely:
+        rarely = self._settings.check_rarely * self._check_pause(stand)
+        if stand.gain > self._settings.check_gain and self._ticks < stand.check + rarely:
             return False  # a large promise may be wrong too
         loss = self._settings.check_ticks * max(0.0, stand.gain) * (self._costs.seconds(OFF, size) or 0.0)
         if loss > self._ledger.left:
             return False
         self._ledger.lost += loss
         stand.plain, stand.checks = self._settings.check_ticks, stand.checks + 1
-        stand.check = self._ticks + min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
+        stand.check = self._ticks + self._check_pause(stand)
         return True
+
+    def _check_pause(self, stand: _Stand) -> int:
+        return min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
 
     def _known(self, shape: Shape) -> float:
         return self._acceptance.known(shape.drafters)
