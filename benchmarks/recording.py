@@ -215,7 +215,7 @@ def graph_memory(stage: Recording, policy: Policy, config: RunConfig) -> dict[st
     shapes = [shape for shape in shapes_of(config.spec) if not shape.off]
     sizes = [size for size in buckets(config.engine.rows) if size <= max(stage.answers, 1)]
     base, slope = _private_graphs(policy, config)
-    tokens = [size * shape.verify for shape in shapes for size in sizes]
+    tokens = [shape.tokens(size) for shape in shapes for size in sizes]
     found["every shape at every batch size, estimated"] = {
         "graphs": len(_ROLES) * len(tokens),
         "gib": sum(base + slope * count for count in tokens) / _GIB,  # the policy's alone

@@ -50,7 +50,8 @@ _DRAFT = DraftSettings(tokens_per_batch=16384, steps=4000, single_steps=200, war
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("a", cap=1024, draft=replace(_DRAFT, answers=6144, vocab=16384)),
+        # far ahead nobody can guess what comes: rather more steps of training than more tokens in a row
+        Workload("a", cap=1024, draft=replace(_DRAFT, answers=10240, steps=6000, vocab=16384, unroll=3)),
         Workload(
             "b",
             cap=1024,

@@ -185,7 +185,8 @@ def learned_engine(model: Transformer, shapes: Callable[[], Shape], graphs: bool
     return Engine(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
 
 
-def test_trees_grown_in_graphs_are_those_grown_without() -> None:
+@pytest.mark.parametrize("share", [0.0, 2.5])
+def test_trees_grown_in_graphs_are_those_grown_without(share: float) -> None:
     """And whatever is grown, the tokens stay, up to rounding."""
     model = gpu_policy()
     grown: list[dict[tuple[Key, int], tuple[int, ...]]] = []
@@ -195,7 +196,7 @@ def test_trees_grown_in_graphs_are_those_grown_without() -> None:
         seen: dict[tuple[Key, int], tuple[int, ...]] = {}
         engine, learned = learned_engine(
             model,
-            lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7),  # noqa: B023
+            lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7, share),  # noqa: B023
             graphs,
         )
         propose = engine._speculation.propose
@@ -218,6 +219,7 @@ def test_trees_grown_in_graphs_are_those_grown_without() -> None:
         assert sum(tokens[key] == expected for key, expected in plain.items()) > 12
 
 
-def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens() -> None:
-    engine, _ = learned_engine(gpu_policy(), lambda: Shape(("eagle",), 4, 2, 7), graphs=True)
+@pytest.mark.parametrize("share", [0.0, 2.5])
+def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens(share: float) -> None:
+    engine, _ = learned_engine(gpu_policy(), lambda: Shape(("eagle",), 4, 2, 7, share), graphs=True)
     assert_waits_once(engine, max_tokens=400)

@@ -9,7 +9,7 @@ from tlt.kernels import pruning
 from tlt.kernels.pruning import Pruned
 from tlt.kernels.states import Kept, keep_states
 from tlt.spec.prompt_states import PromptStates
-from tlt.spec.shape import Draft, merge
+from tlt.spec.shape import Draft, merge, share_out
 from tlt.spec.tree import Trees, own_bits
 
 pruning_triton = pytest.importorskip("tlt.kernels.pruning_triton")
@@ -30,11 +30,13 @@ def growth(rows: int, width: int, depth: int, seed: int) -> tuple[torch.Tensor, 
     return token, parent, score
 
 
-def pruned(prune, grown, ready: torch.Tensor, width: int, depth: int, nodes: int) -> Trees:  # type: ignore[no-untyped-def]
+def pruned(  # type: ignore[no-untyped-def]
+    prune, grown, ready: torch.Tensor, width: int, depth: int, nodes: int, budget: int | None = None
+) -> Trees:
     trees = Trees.empty(len(ready), nodes, DEVICE)
     trees.token_RQ[:, 0] = 77
-    out = Pruned(trees.token_RQ, trees.parent_RQ, trees.depth_RQ, trees.mask_RQW)
-    prune(*(part.to(DEVICE) for part in grown), ready.to(DEVICE), width, depth, out)
+    out = Pruned(*trees.parts)
+    prune(*(part.to(DEVICE) for part in grown), ready.to(DEVICE), width, depth, out, budget)
     return trees
 
 
@@ -61,15 +63,54 @@ def test_pruned_trees_are_those_that_merging_on_the_host_keeps(width: int, depth
     assert found.token_RQ[:, 0].tolist() == [77] * 5, "the root belongs to the policy"
 
 
+@pytest.mark.parametrize("budget", [0, 1, 7, 20, 10_000])
+@pytest.mark.parametrize(("width", "depth", "nodes"), [(1, 1, 2), (1, 4, 5), (3, 4, 13), (4, 8, 33), (8, 8, 65)])
+def test_rows_that_share_a_budget_keep_the_likeliest_nodes_of_all(
+    width: int, depth: int, nodes: int, budget: int
+) -> None:
+    """Larger trees for those who are predictable: exactly what sharing out on the host keeps."""
+    grown, ready = growth(6, width, depth, seed=budget), torch.tensor([True, True, False, True, True, True])
+    grown[2].mul_(torch.linspace(0.02, 1.0, 6)[:, None])  # the first rows are surer of themselves
+    drafts = share_out(drafts_of(grown, ready), budget)
+    expected = Trees.empty(6, nodes, "cpu")
+    expected.fill(drafts)
+    found = pruned(pruning.prune, grown, ready, width, depth, nodes, budget)
+    assert found.size_R.tolist() == expected.size_R.tolist() == [len(draft) for draft in drafts]
+    assert sum(map(len, drafts)) == min(budget, 5 * width * depth)
+    for name in ("parent_RQ", "depth_RQ", "mask_RQW"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    real = expected.parent_RQ >= 0
+    assert torch.equal(found.token_RQ.cpu()[real], expected.token_RQ[real])
+
+
+def drafts_of(grown: tuple[torch.Tensor, ...], ready: torch.Tensor) -> list[Draft]:
+    token, parent, score = grown
+    columns = zip(token.tolist(), parent.tolist(), score.double().exp().tolist(), ready.tolist(), strict=True)
+    return [Draft(tuple(t), tuple(p), tuple(s)) if go else Draft() for t, p, s, go in columns]
+
+
+def test_equals_for_which_there_is_no_room_all_go_and_numbers_that_are_none() -> None:
+    token, parent, score = growth(4, 1, 3, seed=1)
+    score[:] = torch.tensor([[-1.0, -2.0, -3.0]])
+    score[3] = float("nan")
+    for prune in (pruning.prune, pruning_triton.prune):
+        for budget, left in ((2, 0), (3, 1), (5, 1), (6, 2), (8, 2), (9, 3), (12, 3)):
+            trees = pruned(prune, (token, parent, score), torch.ones(4, dtype=torch.bool), 1, 3, 4, budget)
+            assert trees.size_R.tolist() == [left, left, left, 0], budget
+
+
+@pytest.mark.parametrize("budget", [None, 0, 5, 12, 1000])
 @pytest.mark.parametrize(("width", "depth", "nodes"), [(1, 3, 4), (4, 8, 16), (3, 5, 9), (8, 8, 40), (2, 2, 9)])
-def test_the_fused_pruner_prunes_alike(width: int, depth: int, nodes: int) -> None:
+def test_the_fused_pruner_prunes_alike(width: int, depth: int, nodes: int, budget: int | None) -> None:
     grown, ready = growth(4, width, depth, seed=width), torch.tensor([True, False, True, True])
     grown[2][0] = 0.0  # all equal: parents first
-    one = pruned(lambda *given: pruning_triton.prune(*given), grown, ready, width, depth, nodes)
+    grown[2][3, -1] = float("nan")
+    one = pruned(lambda *given: pruning_triton.prune(*given), grown, ready, width, depth, nodes, budget)
     cpu = [part.cpu() for part in grown]
     trees = Trees.empty(4, nodes, "cpu")
-    pruning.prune(*cpu, ready, width, depth, Pruned(trees.token_RQ, trees.parent_RQ, trees.depth_RQ, trees.mask_RQW))
-    for name in ("parent_RQ", "depth_RQ", "mask_RQW"):
+    pruning.prune(*cpu, ready, width, depth, Pruned(*trees.parts), budget)
+    assert budget is None or int(trees.size_R.sum()) <= budget
+    for name in ("parent_RQ", "depth_RQ", "mask_RQW", "size_R"):
         assert torch.equal(getattr(one, name).cpu(), getattr(trees, name)), name
     real = trees.parent_RQ >= 0
     assert torch.equal(one.token_RQ.cpu()[real], trees.token_RQ[real])
@@ -99,22 +140,24 @@ def plain_tick() -> Kept:
 
 def walks() -> Kept:
     """Given as the engine has them: columns of wider tables. The second row is idle, the third stays at its root."""
-    position, slot = torch.tensor([6, 3, 50, 7, 0])[:, None], torch.tensor([4, -1, 3, 0, 8])[:, None]
-    position_RQ, slot_RQ = (position + torch.arange(NODES)), (slot + torch.zeros(NODES)).int()
+    root, slot = torch.tensor([6, 3, 50, 7, 0])[:, None], torch.tensor([4, -1, 3, 0, 8])[:, None]
+    depth_Q = torch.tensor([0, 1, 1, 1, 2])
+    position_RQ, slot_RQ = root + depth_Q, (slot + torch.zeros(NODES)).int()
     packed = torch.arange(5 * 10, dtype=torch.int32).view(5, 10)
     packed[3, 1] = packed[4, 2] = -1
     node = torch.tensor([[0, 2, 4], [0, 1, 2], [0, 0, 0], [0, 3, 3], [0, 1, 4]])
-    return Kept(position_RQ[:, 0], slot_RQ[:, 0], packed[:, :3], node, torch.tensor([3, 3, 1, 2, 3]))
+    at = node + torch.arange(5)[:, None] * NODES
+    return Kept(position_RQ.flatten(), slot_RQ.flatten(), packed[:, :3], at, torch.tensor([3, 3, 1, 2, 3]))
 
 
 def by_hand(states: torch.Tensor, tokens: torch.Tensor, taps: list[torch.Tensor], kept: Kept) -> None:
     rows, steps = kept.token_RS.shape
     for row in range(rows):
         for step in range(steps if kept.steps_R is None else int(kept.steps_R[row])):
-            if kept.slot_R[row] >= 0:
-                node = 0 if kept.node_RS is None else int(kept.node_RS[row, step])
-                place = (int(kept.position_R[row]) + step) % tokens.shape[1]
-                states[row, place] = torch.cat([tap.view(rows, -1, WIDTH)[row, node] for tap in taps])
+            state = row if kept.at_RS is None else int(kept.at_RS[row, step])
+            if kept.slot_T[state] >= 0:
+                place = int(kept.position_T[state]) % tokens.shape[1]
+                states[row, place] = torch.cat([tap[state] for tap in taps])
                 tokens[row, place] = max(0, int(kept.token_RS[row, step]))
 
 
@@ -127,8 +170,7 @@ def test_states_are_kept_where_they_belong(tick, window: int, fused: bool, monke
     with torch.device(device):
         kept = tick()
     generator = torch.Generator().manual_seed(1)
-    count = len(kept.position_R) * (1 if kept.node_RS is None else NODES)
-    taps = [torch.randn((count, WIDTH), generator=generator).to(device) for _ in range(3)]
+    taps = [torch.randn((len(kept.position_T), WIDTH), generator=generator).to(device) for _ in range(3)]
     expected = torch.full((7, window, 3 * WIDTH), -5.0), torch.full((7, window), -5)  # and rows that nobody decodes
     found = [ring.to(device, copy=True) for ring in expected]
     by_hand(*expected, taps, kept)
@@ -165,9 +207,9 @@ def test_states_are_kept_behind_the_kernel_that_makes_them() -> None:
 
 
 def test_a_node_whose_parent_is_gone_hangs_on_nothing() -> None:
-    """Scores that are no numbers put children before their parents; such a child must not be taken for a root's."""
+    """Scores that rise put children before their parents; such a child must not be taken for a root's."""
     token, parent, score = growth(1, 4, 3, seed=5)
-    score[:, 8:] = float("nan")
+    score[:, 8:] = 9.0
     trees = pruned(pruning.prune, (token, parent, score), torch.tensor([True]), 4, 3, 4)
     kept = trees.parent_RQ[0, 1:] >= 0
     assert all(trees.depth_RQ[0, 1:][kept] == 1), "only true children of the root hang on it"

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -291,7 +292,8 @@ def test_reading_late_changes_no_token_whatever_happens_meanwhile(seed: int) -> 
     until_full = SamplingParams(max_tokens=100, ignore_eos=True)
     batch[-1] = replace(batch[-1], prompt=long, params=until_full)  # its drafts reach beyond the last position
     learned = [shape_of(*numbers) for numbers in ((1, 1, 2), (3, 1, 4), (4, 3, 9), (7, 2, 12))]
-    shapes = [*learned, *learned, Shape(), Shape(("suffix",), 5, 2, 8), Shape(("eagle", "suffix"), 4, 2, 9)]
+    shared = [replace(shape, share=share) for shape, share in zip(learned, (1.5, 2.0, 3.0, 3.5), strict=True)]
+    shapes = [*learned, *shared, Shape(), Shape(("suffix",), 5, 2, 8, 3.0), Shape(("eagle", "suffix"), 4, 2, 9, 2.0)]
     pages = -(-(room + MOST_NODES) // 16) + dice.randint(2, 12)
     engine = engine_with(
         drafting(),
@@ -343,7 +345,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
     )
     launch = Runner.launch
 
-    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, steps: int = 1) -> Pending:
+    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, **how: Any) -> Pending:
         nonlocal back
         if plan.nodes > 1:
             proposed = engine._speculation._proposed[-1]
@@ -352,7 +354,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
             back += sum(
                 plan.stays[entry.row].progress.preemptions > 0 and not trees[entry.row] for entry in plan.entries
             )
-        return launch(runner, plan, drafts, steps)
+        return launch(runner, plan, drafts, **how)
 
     monkeypatch.setattr(Runner, "launch", look)
     engine.submit(
@@ -455,7 +457,7 @@ def test_keeping_states_is_one_launch_in_any_tick(monkeypatch: pytest.MonkeyPatc
         with torch.no_grad(), Launches() as launches:
             runner._forward(4, filtered=False)
             plain = launches.taken()
-            runner._forward_trees(runner.trees(5).first(4), 3, filtered=False)
+            runner._forward_trees(runner.trees(5).first(4), 20, 3, filtered=False)
             found.append((plain, launches.taken(), len(kept)))
     without, with_keeper = found
     assert min(without[0].total(), without[1].total()) > 20, "they are counted"

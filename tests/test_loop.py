@@ -198,7 +198,7 @@ def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> Non
     assert all(numbers(run) == numbers(runs["plain"]) for run in runs.values())
     weights = {name: (tmp_path / name / "checkpoints/step_2/policy/model.safetensors").read_bytes() for name in runs}
     assert set(weights.values()) == {weights["plain"]} != {(TINY_POLICY / "model.safetensors").read_bytes()}
-    assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.5  # it was not simply off
+    assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.2  # it was not simply off
     for name in ("learned", "kept"):
         assert events_of(runs[name], DrafterTrained)
         assert events_of(runs[name], DrafterSwapped)

@@ -111,6 +111,8 @@ def changing(seed: int) -> Callable[[int], Shape]:
         Shape(("x",), 4, 2, 8),
         Shape(("x",), 7, 3, 17),
         Shape(("x",), 2, 3, 33),
+        Shape(("x",), 4, 2, 8, 1.5),
+        Shape(("x",), 7, 3, 17, 4.0),
     ]
     return lambda running: dice.choice(shapes) if running else OFF
 
@@ -140,11 +142,12 @@ GUESSERS = {
 
 
 @pytest.mark.parametrize("guesser", GUESSERS)
-@pytest.mark.parametrize("shapes", ["chain", "tree", "changing"])
+@pytest.mark.parametrize("shapes", ["chain", "tree", "shared", "changing"])
 def test_no_drafter_and_no_shape_changes_a_token(guesser: str, shapes: str) -> None:
     choose = {
         "chain": fixed(Shape(("x",), 4, 1, 5)),
         "tree": fixed(Shape(("x",), 5, 3, 16)),
+        "shared": fixed(Shape(("x",), 5, 3, 16, 2.5)),
         "changing": changing(3),
     }[shapes]
     assert tokens_of(run(Scripted(GUESSERS[guesser], choose), requests(12, group=3))) == EXPECTED

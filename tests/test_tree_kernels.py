@@ -24,27 +24,32 @@ def random_trees(rows: int, nodes: int, dice: random.Random) -> Trees:
     return trees
 
 
+@pytest.mark.parametrize("shared", [0.0, 1.0, 0.5, 0.2])  # 1: all nodes fit, padding left out; less: trees are cut
 @pytest.mark.parametrize(
-    ("rows", "count", "nodes", "steps"), [(1, 1, 2, 2), (5, 3, 8, 4), (6, 6, 17, 9), (3, 2, 40, 1)]
+    ("rows", "count", "nodes", "steps"), [(1, 1, 2, 2), (5, 3, 8, 4), (6, 6, 17, 9), (3, 2, 40, 1), (70, 66, 4, 4)]
 )
-def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, steps: int) -> None:
+def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, steps: int, shared: float) -> None:
+    tokens = rows * nodes if not shared else rows + int(rows * (nodes - 1) * shared)
     dice, generator = random.Random(nodes), torch.Generator().manual_seed(nodes)
-    ints = torch.randint(-(2**60), 2**60, (8, 5), generator=generator)
-    ints[:, :2] = torch.randint(0, 64, (8, 2), generator=generator)
-    floats = torch.rand((8, 2), generator=generator)
-    pages = torch.randint(0, 999, (8, 20), generator=generator, dtype=torch.int32)
-    drawn = torch.randint(-1, 3, (rows * nodes,), generator=generator)
-    logprobs = torch.randn((2, rows * nodes), generator=generator)
+    ints = torch.randint(-(2**60), 2**60, (72, 5), generator=generator)
+    ints[:, :2] = torch.randint(0, 64, (72, 2), generator=generator)
+    floats = torch.rand((72, 2), generator=generator)
+    pages = torch.randint(0, 999, (72, 20), generator=generator, dtype=torch.int32)
+    drawn = torch.randint(-1, 3, (tokens,), generator=generator)
+    logprobs = torch.randn((2, tokens), generator=generator)
     trees = random_trees(rows, nodes, dice)
     outcomes = []
     for module in (reference, trees_triton):
         state = [tensor.clone().to(DEVICE) for tensor in (ints, floats, pages)]
         live = torch.tensor(count, dtype=torch.int32, device=DEVICE)
-        token, parent, depth = (t.clone().to(DEVICE) for t in (trees.token_RQ, trees.parent_RQ, trees.depth_RQ))
-        inputs = module.prepare(*state, live, token, depth, 8)
-        drawn_parts = tuple(part.to(DEVICE) for part in (drawn, *logprobs))
-        walked = module.finish(state[0], live, (parent, token, inputs[1]), drawn_parts, steps)
-        outcomes.append([*inputs, token, *walked, state[0]])
+        token, parent, depth, mask, size = (part.clone().to(DEVICE) for part in trees.parts)
+        start = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * nodes
+        if shared:
+            start = module.starts(size, live, tokens)
+        inputs = module.prepare((*state, live), (token, depth, mask), start, tokens, 8)
+        drawn_parts = (inputs[1], *(part.to(DEVICE) for part in (drawn, *logprobs)))
+        walked = module.finish(state[0], live, (parent, token), start, drawn_parts, steps)
+        outcomes.append([start, *inputs, token, *walked, state[0]])
     for expected, got in zip(*outcomes, strict=True):
         assert expected.dtype == got.dtype
         assert torch.equal(expected, got)

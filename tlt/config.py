@@ -161,6 +161,7 @@ class SpecSettings:
     depths: tuple[int, ...] = (1, 3, 7, 15)  # tokens a branch may run ahead
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
+    shares: tuple[float, ...] = (1.5, 2.0, 3.0, 4.0, 6.0)  # or so many on average, the likeliest of all requests'
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:
@@ -169,6 +170,7 @@ class SpecSettings:
             _require(bool(values) and min(values) >= lowest, name, values, f"at least one number, each ≥ {lowest}")
         _require(max(self.verifies) <= 128, "verifies", self.verifies, "numbers up to 128")
         _require(max(self.widths) <= 16, "widths", self.widths, "numbers up to 16")
+        _require(all(1.0 < share <= 128.0 for share in self.shares), "shares", self.shares, "numbers in (1, 128]")
         learned = self.drafter in ("eagle", "both")
         _require(bool(self.path) or not learned, "path", self.path, 'the directory of a learned drafter, or "new"')
         _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")

@@ -77,10 +77,10 @@ def variants(spec: SpecSettings, *, exact: bool = False) -> list[Variant]:
 
 
 def fixed_shapes(shapes: Sequence[Shape]) -> list[Shape]:
-    """Of every set of drafters and verify size the deepest shape, and of those the narrowest."""
+    """Of every set of drafters and verify size the deepest shape, and of those the narrowest; none that is shared."""
     chosen: dict[tuple[tuple[str, ...], int], Shape] = {}
     for shape in sorted(shapes, key=lambda shape: (-shape.depth, shape.width)):
-        if not shape.off:
+        if not shape.off and not shape.share:
             chosen.setdefault((shape.drafters, shape.verify), shape)
     return sorted(chosen.values(), key=lambda shape: (shape.drafters, shape.verify))
 

@@ -69,7 +69,8 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
         "eagle": [("eagle",)],
         "both": [("suffix",), ("eagle",), ("eagle", "suffix")],
     }
-    found = candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies)
+    shares = spec.shares if spec.chooser == "tuner" else ()
+    found = candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies, shares)
     if spec.drafter != "none" and all(shape.off for shape in found):
         raise ConfigError(
             f"spec.depths {spec.depths}, widths {spec.widths} and verifies {spec.verifies} allow no tree: a tree of n "

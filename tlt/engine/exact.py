@@ -37,7 +37,7 @@ def chains_only(spec: SpecSettings) -> SpecSettings:
             "expected a chain among them, for nothing else is checked exactly: width 1 and a verify size of depth + 1. "
             'Add one, or set spec.drafter = "none" or engine.exact = false'
         )
-    return replace(spec, widths=(1,))
+    return replace(spec, widths=(1,), shares=())
 
 
 def head_chain(trees: Trees) -> Trees:

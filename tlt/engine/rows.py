@@ -4,7 +4,7 @@ The host sends only what changes (entries, moves, grown pages); a tick reads and
 that the next tick can start before the host has seen this one's tokens. Rows at or beyond `count` are idle: they write
 nothing.
 """
-# R rows, P pages of a row, E changed rows, Q nodes of a draft tree, S steps of a walk
+# R rows, P pages of a row, E changed rows, Q nodes of a tree, T nodes of all trees, S steps of a walk, W mask words
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,13 +36,16 @@ class TickInputs:
 
 @dataclass(frozen=True, slots=True)
 class TreeInputs:
-    """The first rows' draft trees as a forward and a sampler want them."""
+    """The first rows' draft trees as a forward and a sampler want them, one row's behind the other's."""
 
-    position_RQ: Tensor  # a node stands as far behind the root as it is deep
-    slot_RQ: Tensor  # int32: nodes lie one behind the other from the root's place on; −1 in idle rows
+    start_R1: Tensor  # int32, of each row's nodes
+    token_T: Tensor
+    position_T: Tensor  # a node stands as far behind the root as it is deep
+    slot_T: Tensor  # int32: nodes lie one behind the other from the root's place on; −1 in idle rows
+    mask_TW: Tensor  # int32 bits: which nodes of its tree a node sees
     context_R: Tensor  # int32, 0 in idle rows
     pages_RP: Tensor
-    sampling: SamplingRows  # R · Q rows
+    sampling: SamplingRows  # T rows
 
 
 class Rows:
@@ -95,21 +98,27 @@ class Rows:
         packed_R3: Tensor = self._fused().finish(ints, count, *drawn_parts, rows)
         return packed_R3
 
-    def tree_inputs(self, trees: Trees, filtered: bool) -> TreeInputs:
-        """Puts each row's newest token at the root of its tree."""
-        prepare = tree_kernels(self._device).prepare
-        int64s, slot_RQ, context_R, float32s = prepare(*self._state(), trees.token_RQ, trees.depth_RQ, self._page_size)
-        _, next_position, seed, request, top_k = int64s.flatten(1)
-        temperature, top_p = float32s.flatten(1)
-        sampling = SamplingRows(seed, request, next_position, temperature, top_k, top_p, filtered)
-        return TreeInputs(int64s[0], slot_RQ, context_R, self._pages[: len(slot_RQ)], sampling)
+    def tree_inputs(self, trees: Trees, tokens: int, filtered: bool) -> TreeInputs:
+        """Puts each row's newest token at the root of its tree. The trees' nodes are laid into so many tokens: padding
+        and all if these are enough for it, else without."""
+        kernels, (rows, nodes), state = tree_kernels(self._device), trees.token_RQ.shape, self._state()
+        if tokens == rows * nodes:
+            start_R1 = torch.arange(0, tokens + 1, nodes, dtype=torch.int32, device=self._device)
+        else:
+            start_R1 = kernels.starts(trees.size_R, self._count, tokens)
+        laid = (trees.token_RQ, trees.depth_RQ, trees.mask_RQW)
+        int64s, slot_T, context_R, float32s, mask_TW = kernels.prepare(state, laid, start_R1, tokens, self._page_size)
+        token_T, position_T, next_position, seed, request, top_k = int64s
+        sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
+        pages_RP = self._pages[:rows]
+        return TreeInputs(start_R1, token_T, position_T, slot_T, mask_TW, context_R, pages_RP, sampling)
 
     def finish_trees(self, trees: Trees, inputs: TreeInputs, drawn: Sampled, steps: int) -> Walk:
         """Walks the trees; the last token of each walk becomes the next root."""
         ints, _, _, count = self._state()
-        tree = (trees.parent_RQ, trees.token_RQ, inputs.slot_RQ)
-        drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        return Walk(*tree_kernels(self._device).finish(ints, count, tree, drawn_parts, steps))
+        tree = (trees.parent_RQ, trees.token_RQ)
+        drawn_parts = (inputs.slot_T, drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
+        return Walk(*tree_kernels(self._device).finish(ints, count, tree, inputs.start_R1, drawn_parts, steps))
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._ints, self._floats, self._pages, self._count

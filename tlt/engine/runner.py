@@ -4,7 +4,7 @@ One tick = prefill chunks (their keys and values only), page copies, row changes
 each row's newest token, or of its draft tree; sample; advance. The only thing read back is the drawn tokens and their
 log-probabilities, one copy per tick, and it is waited for only when asked for.
 """
-# R rows, T tokens, D hidden, Q nodes of a draft tree, S steps of a walk, W mask words
+# R rows, T tokens, D hidden, S steps of a walk
 
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +25,7 @@ from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.drafter import Entered, Keeper, NoKeeper, RowView
-from tlt.spec.shape import MOST_NODES, Draft
+from tlt.spec.shape import MOST_NODES, Draft, tokens_of
 from tlt.spec.tree import Trees
 
 _TIMED_RUNS = 5  # of each captured size
@@ -127,11 +127,11 @@ class Runner:
             self._keeper.rearrange(plan.moves, entered)
 
     @torch.no_grad()
-    def launch(self, plan: Plan, drafts: Sequence[Draft] | None = None, steps: int = 1) -> Pending:
+    def launch(self, plan: Plan, drafts: Sequence[Draft] | None = None, steps: int = 1, share: float = 0.0) -> Pending:
         """Starts the tick that was prepared; returns before the device has done it.
 
         Where the plan has trees, `drafts` holds one per stay (None: they lie in `trees` already), and a walk emits at
-        most `steps` tokens.
+        most `steps` tokens. `share`: so many nodes a row, on average, are all that is computed; 0: the plan's, of each.
         """
         count = len(plan.stays)
         if not count:
@@ -141,7 +141,7 @@ class Runner:
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
-            result = self._verify(plan, steps)
+            result = self._verify(plan, steps, share)
         self._keeper.computed(steps)
         self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
@@ -222,8 +222,8 @@ class Runner:
             if found and found[-1][1] > _DEAR_S:
                 break
             trees, walk = self.trees(nodes), min(steps, nodes)
-            work = partial(self._forward_trees, trees, walk, filtered=False)
-            key = ("verify", self._max_rows, nodes, walk, False)
+            work = partial(self._forward_trees, trees, self._max_rows * nodes, walk, filtered=False)
+            key = ("verify", self._max_rows, nodes, 0.0, walk, False)
             found.append((self._max_rows * nodes, self.time(key, work)))
             nodes *= 2
         return found
@@ -295,48 +295,44 @@ class Runner:
         own = len(self._keeper.taps)
         return taps[:own], taps[own:]
 
-    def _verify(self, plan: Plan, steps: int) -> _Result:
+    def _verify(self, plan: Plan, steps: int, share: float) -> _Result:
         trees, steps = self.trees(plan.nodes), min(steps, plan.nodes)
 
         def forward(rows: int) -> _Result:
-            return self._forward_trees(trees.first(rows), steps, plan.filtered)
+            tokens = tokens_of(rows, plan.nodes, share)
+            return self._forward_trees(trees.first(rows), tokens, steps, plan.filtered)
 
-        return self._run("verify", len(plan.stays), forward, plan.nodes, steps, plan.filtered)
+        return self._run("verify", len(plan.stays), forward, plan.nodes, share, steps, plan.filtered)
 
-    def _forward_trees(self, trees: Trees, steps: int, filtered: bool) -> _Result:
+    def _forward_trees(self, trees: Trees, tokens: int, steps: int, filtered: bool) -> _Result:
         """The policy's token at every node of every tree, and how far they lead."""
-        rows, nodes = trees.token_RQ.shape
-        inputs = self._rows.tree_inputs(trees, filtered)
+        nodes = trees.token_RQ.shape[1]
+        inputs = self._rows.tree_inputs(trees, tokens, filtered)
         layout = PagedLayout(
             cache=self._cache,
-            positions_T=inputs.position_RQ.flatten(),
-            slots_T=inputs.slot_RQ.flatten(),
-            query_start_R1=self._starts[: rows + 1] * nodes,
+            positions_T=inputs.position_T,
+            slots_T=inputs.slot_T,
+            query_start_R1=inputs.start_R1,
             context_R=inputs.context_R,
             pages_RP=inputs.pages_RP,
             max_query=nodes,
-            tree_mask_TW=None if self._exact else trees.mask_RQW.flatten(0, 1),
+            tree_mask_TW=None if self._exact else inputs.mask_TW,
             exact=self._exact,
             shares_S=self._shares(inputs.context_R, nodes),
         )
-        out = self._model(trees.token_RQ.flatten(), layout, self._all_taps)
+        out = self._model(inputs.token_T, layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
         walked = self._rows.finish_trees(head_chain(trees) if self._exact else trees, inputs, sampled, steps)
-        if steps > 1:
-            places = inputs.slot_RQ[:, 1:steps].contiguous()  # where plain decoding would have put the accepted
-            kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, walked.moves_RS, places)
+        if steps > 1:  # to where plain decoding would have put the accepted
+            kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, walked.moves_RS, walked.places_RS)
         kept, taps = self._split(out.taps)
         if kept:
-            root = inputs.position_RQ[:, 0], inputs.slot_RQ[:, 0]
-            self._keeper.keep(kept, Kept(*root, walked.packed[:, :steps], walked.node_RS, walked.steps_R))
+            where = inputs.position_T, inputs.slot_T
+            self._keeper.keep(kept, Kept(*where, walked.packed[:, :steps], walked.at_RS, walked.steps_R))
         if not self._on_features:
             return _Result(walked.packed, (), out.hidden_TD[:0], walked.steps_R)
-        at_node = walked.node_RS[:, :, None].expand(-1, -1, self._model.config.hidden)
-
-        def walked_only(states_TD: Tensor) -> Tensor:
-            return states_TD.view(rows, nodes, -1).gather(1, at_node)
-
-        return _Result(walked.packed, tuple(map(walked_only, taps)), walked_only(out.hidden_TD), walked.steps_R)
+        taps, hidden = tuple(tap[walked.at_RS] for tap in taps), out.hidden_TD[walked.at_RS]
+        return _Result(walked.packed, taps, hidden, walked.steps_R)
 
     def _fetch(self, packed: Tensor) -> Pending:
         if self._landing is None:

@@ -2,6 +2,9 @@
 
 The nodes of a growth lie level by level, `width` to a level. The likeliest of them stay, in that order, so that parents
 come before children; a node's score never exceeds its parent's, and a small cost per level breaks ties for the parent.
+A score that is no number is the worst.
+Each row may keep as many as its tree has room for; where rows share a budget, only those that are likelier than the
+first node, of all rows' nodes by likelihood, that it has no room for: so a tree is as large as its row is predictable.
 """
 # R rows, L nodes grown, k nodes kept, Q nodes of a tree (the root is 0), W mask words of 32 bits
 
@@ -22,30 +25,57 @@ class Pruned:
     parent_RQ: Tensor
     depth_RQ: Tensor
     mask_RQW: Tensor
+    size_R: Tensor  # nodes behind the root
 
 
 def prune(
-    token_RL: Tensor, parent_RL: Tensor, score_RL: Tensor, ready_R: Tensor, width: int, depth: int, out: Pruned
+    token_RL: Tensor,
+    parent_RL: Tensor,
+    score_RL: Tensor,
+    ready_R: Tensor,
+    width: int,
+    depth: int,
+    out: Pruned,
+    budget: int | None = None,
 ) -> None:
-    """The likeliest nodes of the first `depth` levels (parents: index among the L, −1 the root). Rows that are not
-    ready get no node. The root's token is left as it is."""
+    """The likeliest nodes of the first `depth` levels (parents: index among the L, −1 the root), at most `budget` in
+    all rows together. Rows that are not ready get no node. The root's token is left as it is."""
     rows, grown = len(ready_R), width * depth
     kept = min(out.token_RQ.shape[1] - 1, grown)
     level_L = torch.arange(grown, device=ready_R.device) // width
     score_RL = score_RL[:, :grown] - LEVEL_COST * level_L
+    score_RL = score_RL.masked_fill(score_RL.isnan(), -torch.inf)
     order_RL = score_RL.sort(dim=1, descending=True, stable=True).indices
     node_Rk = order_RL[:, :kept].sort(dim=1).values
-    place_RL = node_Rk.new_full((rows, grown), -1)  # whose parent is gone (scores that are none) hangs on nothing
+    stays_Rk = ready_R[:, None].expand(rows, kept)
+    if budget is not None:
+        unlikely_RL = score_RL.neg().clamp(min=0.0).masked_fill(~ready_R[:, None], torch.inf)
+        stays_Rk = stays_Rk & (unlikely_RL.gather(1, node_Rk) < _cut(unlikely_RL, budget))
+        node_Rk, stays_Rk = _stayers_first(node_Rk, stays_Rk)
+    place_RL = node_Rk.new_full((rows, grown), -1)  # whose parent is gone, as it may if scores rise, hangs on nothing
     place_RL.scatter_(1, node_Rk, torch.arange(1, kept + 1, device=ready_R.device).expand(rows, -1))
     parent_Rk = parent_RL.gather(1, node_Rk)
     moved_Rk = torch.where(parent_Rk < 0, 0, place_RL.gather(1, parent_Rk.clamp(min=0)))
-    ready_R1 = ready_R[:, None]
     out.token_RQ[:, 1 : kept + 1] = token_RL.gather(1, node_Rk)
     out.parent_RQ[:] = -1
-    out.parent_RQ[:, 1 : kept + 1] = moved_Rk.masked_fill(~ready_R1, -1)
+    out.parent_RQ[:, 1 : kept + 1] = moved_Rk.masked_fill(~stays_Rk, -1)
     out.depth_RQ[:] = 0
-    out.depth_RQ[:, 1 : kept + 1] = (level_L[node_Rk] + 1) * ready_R1
+    out.depth_RQ[:, 1 : kept + 1] = (level_L[node_Rk] + 1) * stays_Rk
     out.mask_RQW[:] = lines_of_sight(out.parent_RQ, depth)
+    out.size_R[:] = stays_Rk.sum(dim=1)
+
+
+def _cut(unlikely_RL: Tensor, budget: int) -> Tensor | float:
+    """Of the likeliest node that the budget has no room for; equals go with it."""
+    if unlikely_RL.numel() <= budget:
+        return torch.inf
+    return unlikely_RL.flatten().sort().values[budget]
+
+
+def _stayers_first(node_Rk: Tensor, stays_Rk: Tensor) -> tuple[Tensor, Tensor]:
+    """In the order they have; behind them those who go."""
+    order_Rk = (~stays_Rk).int().sort(dim=1, stable=True).indices
+    return node_Rk.gather(1, order_Rk), stays_Rk.gather(1, order_Rk)
 
 
 def lines_of_sight(parent_RQ: Tensor, depth: int) -> Tensor:

@@ -1,6 +1,8 @@
-"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices."""
+"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices; and one program
+before them where rows share a budget, which finds where to cut."""
 # R rows, L nodes grown, Q nodes of a tree, W mask words
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,9 +13,38 @@ _LEVEL_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(WORD)
 
 
 @triton.jit
+def _score(score_ptr, at, node, there, WIDTH: tl.constexpr):
+    """As nodes are compared; of nodes that are not there, and where there is no number, the worst."""
+    score = tl.load(score_ptr + at, mask=there, other=float("-inf")) - _LEVEL_COST * (node // WIDTH)
+    return tl.where(score == score, score, float("-inf"))
+
+
+@triton.jit
+def _cut_kernel(
+    score_ptr, ready_ptr, cut_ptr, stride_grown, rows, grown, budget, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """How unlikely the first node is that the budget has no room for: numbers from 0 on lie in the order of their
+    bits, so halving the bits left finds it."""
+    index = tl.arange(0, BLOCK)
+    real = index < rows * grown
+    row, node = index // grown, index % grown
+    ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
+    score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, WIDTH)
+    bits = tl.maximum(-score, 0.0).to(tl.int32, bitcast=True)
+    low = tl.program_id(0) * 0
+    high = low + 0x7F800000  # infinity's
+    for _ in tl.range(31):
+        middle = low + (high - low) // 2
+        enough = tl.sum((bits <= middle).to(tl.int32), axis=0) > budget
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    tl.store(cut_ptr, high.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _prune_kernel(
-    token_ptr, parent_ptr, score_ptr, ready_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr, mask_ptr,
-    stride_grown, stride_out, stride_mask, grown, kept, nodes,
+    token_ptr, parent_ptr, score_ptr, ready_ptr, cut_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr, mask_ptr,
+    size_ptr, stride_grown, stride_out, stride_mask, grown, kept, nodes,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, L: tl.constexpr, Q: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -21,12 +52,13 @@ def _prune_kernel(
     node = tl.arange(0, L)
     real = node < grown
     level = node // WIDTH
-    score = tl.load(score_ptr + row * stride_grown + node, mask=real, other=float("-inf"))
-    score = tl.where(real, score - _LEVEL_COST * level, float("-inf"))
+    score = _score(score_ptr, row * stride_grown + node, node, real, WIDTH)
     # how many come before each node: those with a better score, and equals that stand before it
     mine, theirs = score[:, None], score[None, :]
     before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
     stays = real & (tl.sum(before.to(tl.int32), axis=1) < kept)
+    if cut_ptr is not None:
+        stays = stays & (tl.maximum(-score, 0.0) < tl.load(cut_ptr))
     place = tl.cumsum(stays.to(tl.int32), axis=0)  # in the tree; the root is 0
     place = tl.where(stays, place, -1)
     token = tl.load(token_ptr + row * stride_grown + node, mask=real, other=0)
@@ -38,6 +70,7 @@ def _prune_kernel(
     tree_token = tl.sum(tl.where(here, token[None, :], 0), axis=1)
     tree_parent = tl.where(filled, tl.sum(tl.where(here, above[None, :], 0), axis=1), -1)
     tree_depth = tl.where(filled, tl.sum(tl.where(here, level[None, :] + 1, 0), axis=1), 0)
+    tl.store(size_ptr + row, tl.sum(filled.to(tl.int64), axis=0))
     inside = column < nodes
     out = row * stride_out + column
     tl.store(out_token_ptr + out, tree_token, mask=inside & (column > 0))
@@ -53,13 +86,33 @@ def _prune_kernel(
 
 
 def prune(
-    token_RL: Tensor, parent_RL: Tensor, score_RL: Tensor, ready_R: Tensor, width: int, depth: int, out: Pruned
+    token_RL: Tensor,
+    parent_RL: Tensor,
+    score_RL: Tensor,
+    ready_R: Tensor,
+    width: int,
+    depth: int,
+    out: Pruned,
+    budget: int | None = None,
 ) -> None:
     """As `pruning.prune`."""
     grown, (rows, nodes) = width * depth, out.token_RQ.shape
+    cut = None if budget is None else _cut(score_RL, ready_R, width, grown, budget)
     _prune_kernel[(rows,)](
-        token_RL, parent_RL, score_RL, ready_R, out.token_RQ, out.parent_RQ, out.depth_RQ, out.mask_RQW,
+        token_RL, parent_RL, score_RL, ready_R, cut,
+        out.token_RQ, out.parent_RQ, out.depth_RQ, out.mask_RQW, out.size_R,
         token_RL.stride(0), out.token_RQ.stride(0), out.mask_RQW.stride(0), grown, min(nodes - 1, grown), nodes,
         WIDTH=width, DEPTH=depth, L=triton.next_power_of_2(max(grown, 2)), Q=triton.next_power_of_2(max(nodes, 2)),
         W=out.mask_RQW.shape[2], num_warps=4,
     )  # fmt: skip
+
+
+def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, budget: int) -> Tensor:
+    rows = len(ready_R)
+    cut = torch.empty(1, dtype=torch.float32, device=score_RL.device)
+    block = max(32, triton.next_power_of_2(rows * grown))
+    _cut_kernel[(1,)](
+        score_RL, ready_R, cut, score_RL.stride(0), rows, grown, budget,
+        WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return cut

@@ -15,10 +15,10 @@ from torch import Tensor
 class Kept:
     """What a tick drew in each row, and from which states: one each, or those of a walk through the row's tree."""
 
-    position_R: Tensor  # int64, of the first state; the others follow it
-    slot_R: Tensor  # int32, negative in idle rows: of these nothing is kept
+    position_T: Tensor  # int64, of every state of the forward
+    slot_T: Tensor  # int32, negative in idle rows: of these nothing is kept
     token_RS: Tensor  # drawn from each state; negative where there was no distribution
-    node_RS: Tensor | None = None  # int64, whose states among those of the row's tree; None: there is but one
+    at_RS: Tensor | None = None  # int64, which states of the forward they are; None: there is one of each row
     steps_R: Tensor | None = None  # int64, how many of the S count; None: all
 
 
@@ -27,19 +27,16 @@ def keep_states(
 ) -> None:
     """states[r, position % W] = the taps at that state, side by side; tokens[r, position % W] = the token drawn there.
 
-    The taps hold the rows' states one row behind the other, as many of each. Of a walk longer than the ring the newest
-    states stay. A row that drew −1 goes on with token 0 until it is taken out. `pdl` is a launch hint for the GPU and
-    changes nothing here.
+    Of a walk longer than the ring the newest states stay. A row that drew −1 goes on with token 0 until it is taken
+    out. `pdl` is a launch hint for the GPU and changes nothing here.
     """
     (rows, steps), window, device = kept.token_RS.shape, tokens_RW.shape[1], tokens_RW.device
     row_RS = torch.arange(rows, device=device)[:, None].expand(rows, steps)
     step_S = torch.arange(steps, device=device)
     steps_R1 = torch.full((rows, 1), steps, device=device) if kept.steps_R is None else kept.steps_R[:, None]
-    stays_RS = (kept.slot_R[:, None] >= 0) & (step_S < steps_R1) & (step_S + window >= steps_R1)
-    source_RS = row_RS * (len(taps[0]) // rows)
-    if kept.node_RS is not None:
-        source_RS = source_RS + kept.node_RS
-    at = row_RS[stays_RS], ((kept.position_R[:, None] + step_S) % window)[stays_RS]
+    source_RS = row_RS if kept.at_RS is None else kept.at_RS
+    stays_RS = (kept.slot_T[source_RS] >= 0) & (step_S < steps_R1) & (step_S + window >= steps_R1)
+    at = row_RS[stays_RS], (kept.position_T[source_RS] % window)[stays_RS]
     states_NF = torch.cat([tap[source_RS[stays_RS]] for tap in taps], dim=-1)
     states_RWF[at] = states_NF.to(states_RWF.dtype)
     tokens_RW[at] = kept.token_RS[stays_RS].clamp(min=0).to(tokens_RW.dtype)

@@ -7,6 +7,8 @@ The rule of the tree. With p_d(r) the probability that the policy's token at dep
 node is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and
 width, and its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores and do
 better (or worse): what a shape really gave, over what the rule foresaw, corrects it.
+Where requests share what is verified, the drafter knows better than chance for whom it is worth it, and less than for
+sure: the rule takes the middle between choosing blindly and knowing what will be accepted.
 Several drafters in one tree count as one whose rank is the best of theirs, each rank costing one node per drafter; at
 least what the best of them would give alone.
 """
@@ -155,6 +157,15 @@ class Survival:
             row[:] = [value * factor for value in row]
 
 
+def _all(seen: Track) -> Track:
+    return seen
+
+
+def _first_only(seen: Track) -> Track:
+    """What happened at depth 1."""
+    return seen if not seen.ranks else Track(seen.ranks[:1])
+
+
 def likeliest_nodes(ranks: list[list[float]], count: int) -> list[tuple[float, int, int]]:
     """(probability of being walked through, depth, largest rank on its path) of the likeliest nodes, best first."""
     found: list[tuple[float, int, int]] = []
@@ -219,10 +230,11 @@ class Acceptance:
         stride = max(1, -(-len(looked) // _SAMPLE))
         sample = looked[self._sampled % stride :: stride]
         self._sampled += 1
+        told = _first_only if shape.share else _all  # deeper, only those were verified of which much was expected
         for index, drafter in enumerate(shape.drafters):
-            self._survival[(drafter,)].see([walked.tracks[index] for walked in sample])
+            self._survival[(drafter,)].see([told(walked.tracks[index]) for walked in sample])
         if len(shape.drafters) > 1:
-            self._survival[shape.drafters].see(together(walked.tracks) for walked in sample)
+            self._survival[shape.drafters].see(told(together(walked.tracks)) for walked in sample)
         if self.known(shape.drafters) > _SETTLED:
             self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
 
@@ -260,12 +272,24 @@ class Acceptance:
 
     def _rule(self, shape: Shape) -> float:
         """Accept length by the rule of the tree alone."""
-        alone = max(self._cut((drafter,), shape, shape.verify - 1) for drafter in shape.drafters)
+        alone = max(self._tree((drafter,), shape, 1) for drafter in shape.drafters)
         if len(shape.drafters) == 1 or not self.evidence(shape.drafters):
             return alone
-        return max(alone, self._cut(shape.drafters, shape, (shape.verify - 1) // len(shape.drafters)))
+        return max(alone, self._tree(shape.drafters, shape, len(shape.drafters)))
 
-    def _cut(self, key: Drafters, shape: Shape, nodes: int) -> float:
+    def _tree(self, key: Drafters, shape: Shape, nodes_a_rank: int) -> float:
+        lengths = self._cut(key, shape)
+        whole = lengths[min((shape.verify - 1) // nodes_a_rank, len(lengths) - 1)]
+        if not shape.share:
+            return whole
+        nodes = (shape.share - 1.0) / nodes_a_rank
+        below = min(int(nodes), len(lengths) - 1)
+        above = min(below + 1, len(lengths) - 1)
+        blindly = lengths[below] + (nodes - below) * (lengths[above] - lengths[below])
+        return (min(blindly, whole) + min(1.0 + nodes, whole)) / 2
+
+    def _cut(self, key: Drafters, shape: Shape) -> list[float]:
+        """Accept lengths of trees of 0, 1, … nodes within the shape's depth and width."""
         foreseen = self._foreseen[key]
         lengths = foreseen.lengths.get((shape.depth, shape.width))
         if lengths is None:
@@ -275,4 +299,4 @@ class Acceptance:
                 if depth <= shape.depth and rank <= shape.width:
                     lengths.append(lengths[-1] + probability)
             foreseen.lengths[(shape.depth, shape.width)] = lengths
-        return lengths[min(nodes, len(lengths) - 1)]
+        return lengths

@@ -200,7 +200,7 @@ class TickCosts:
 
     def _foreseen(self, shape: Shape, batch: int) -> float | None:
         """By the table alone."""
-        total = self._table.estimate(POLICY, self.pad(batch * shape.verify))
+        total = self._table.estimate(POLICY, self.pad(shape.tokens(batch)))
         if total is None:
             return None
         requests = self.pad(batch)

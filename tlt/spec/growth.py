@@ -72,12 +72,13 @@ class Grove:
         )
         growth_kernels(logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
-    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees) -> None:
-        """The likeliest nodes of the first `depth` levels as trees to verify; rows that are not ready get none."""
-        out = Pruned(*(part[:rows] for part in (trees.token_RQ, trees.parent_RQ, trees.depth_RQ, trees.mask_RQW)))
+    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, budget: int | None = None) -> None:
+        """The likeliest nodes of the first `depth` levels as trees to verify, at most `budget` in all of them; rows
+        that are not ready get none."""
+        out = Pruned(*trees.first(rows).parts)
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
-        _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out)
+        _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, budget)
 
 
 def growth_kernels(device: torch.device) -> Any:

@@ -9,7 +9,6 @@ grown behind a verification whose tokens nobody has read yet.
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,44 +23,16 @@ from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, gather_taps
+from tlt.spec.grown import NOT_READY, GrownTrees
 from tlt.spec.growth import Grove, Soil
 from tlt.spec.prompt_states import PromptStates, Recalled
-from tlt.spec.shape import EMPTY, Draft, Shape
+from tlt.spec.shape import Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
 
 _TAKEN_IN = (3, 5, 9, 17, 64)  # positions taken in by one pass: the fewest that suffice
 _MEASURED_WIDTH = 4  # of the trees whose levels are timed beforehand
 _Part = tuple[Hashable, Callable[[], None]]
-
-
-@dataclass(slots=True)
-class _Trees:
-    """What was grown for one tick. The host's copy arrives by itself."""
-
-    shape: Shape
-    tick: int  # before which it was grown
-    row_of: Mapping[Key, int]  # when it was grown
-    packed_R3L: np.ndarray  # int32 on the host: tokens, parents, bits of scores
-    arrived: torch.cuda.Event | None
-    cleared: set[Key] = field(default_factory=set)  # who was preempted and is back at once: nothing is verified
-
-    def draft(self, key: Key) -> Draft:
-        row = self.row_of.get(key)
-        if row is None or key in self.cleared:
-            return EMPTY
-        if self.arrived is not None:
-            self.arrived.synchronize()
-            self.arrived = None
-        packed_3L = self.packed_R3L[row]
-        tokens, parents, _ = packed_3L.tolist()
-        if parents[0] == _NOT_READY:
-            return EMPTY
-        chances = np.exp(packed_3L[2].view(np.float32))
-        return Draft(tuple(tokens), tuple(parents), tuple(chances.tolist()))
-
-
-_NOT_READY = -2  # first parent of a row from which nothing can be grown yet
 
 
 class LearnedDrafting:
@@ -101,7 +72,7 @@ class LearnedDrafting:
         self._behind = 0  # positions some row may not have been taken in yet
         self._took_in = False  # many at once, since somebody asked
         self._ticks = 0
-        self._planted: _Trees | None = None
+        self._planted: GrownTrees | None = None
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
         self._prompts = PromptStates(window, self._states_RWF[0, :0])
         self._sharpening = Sharpening()
@@ -231,7 +202,7 @@ class LearnedDrafting:
         rows += [ring.k_RKWd, ring.v_RKWd, ring.position_RW, self._soil.g_RD]
         if self._planted is not None:
             trees = self._staged().trees(self._planted.shape.verify)
-            rows += [trees.token_RQ, trees.parent_RQ, trees.depth_RQ, trees.mask_RQW]
+            rows += trees.parts
         for state in rows:
             state[both[0]] = state[both[1]]
 
@@ -273,7 +244,12 @@ class LearnedDrafting:
             raise AssertionError("a learned drafter draws on the states an engine keeps: attach it to one")
         return self._stage
 
-    def _grow(self, keys: Sequence[Key], shape: Shape) -> _Trees:
+    @property
+    def _rows(self) -> RowView:
+        assert self._view is not None
+        return self._view
+
+    def _grow(self, keys: Sequence[Key], shape: Shape) -> GrownTrees:
         """Takes in what is new, grows `depth` levels of `width` nodes for every row, and prunes them to the shape."""
         if shape.depth > self._deepest:
             raise ValueError(f"a tree {shape.depth} deep; this drafter was made for at most {self._deepest}")
@@ -285,12 +261,16 @@ class LearnedDrafting:
         grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
         parts = self._parts(rows, grove, shape.depth)
         trees, packed_R3L = stage.trees(shape.verify), self._packed(grove, rows, shape.depth)
+        budget = shape.tokens(rows) - rows if shape.share else None
 
         def prune() -> None:
-            grove.prune(rows, shape.depth, self._ready_R, trees)
+            ready_R = self._ready_R[:rows]
+            if budget is not None:  # idle rows must take nothing of it
+                ready_R = ready_R & (self._row[:rows] < self._rows.count)
+            grove.prune(rows, shape.depth, ready_R, trees, budget)
             self._pack(grove, packed_R3L)
 
-        stage.play([*parts, (("prune", rows, grove.width, shape.depth, shape.verify), prune)])
+        stage.play([*parts, (("prune", rows, grove.width, shape.depth, shape.verify, shape.share), prune)])
         self._behind = 0
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
@@ -317,8 +297,7 @@ class LearnedDrafting:
 
     def _draws(self, rows: int) -> DrawKeys:
         """Keys of the roots' successors."""
-        view = self._view
-        assert view is not None
+        view = self._rows
         parts = (view.seed_R, view.request_R, view.position_R + 1, view.temperature_R)
         return DrawKeys(*(part[:rows] for part in parts))
 
@@ -334,15 +313,15 @@ class LearnedDrafting:
         rows, _, nodes = packed_R3L.shape
         grown = grove.grown.first(rows)
         packed_R3L[:, 0] = grown.token_RL[:, :nodes]
-        packed_R3L[:, 1] = torch.where(self._ready_R[:rows, None], grown.parent_RL[:, :nodes], _NOT_READY)
+        packed_R3L[:, 1] = torch.where(self._ready_R[:rows, None], grown.parent_RL[:, :nodes], NOT_READY)
         packed_R3L[:, 2] = grown.score_RL[:, :nodes].view(torch.int32)
 
-    def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> _Trees:
+    def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> GrownTrees:
         """What was grown, on its way to the host, which learns from it which guesses were right."""
         landed, arrived = fetch(packed_R3L)
         if keys != self._keys:  # mostly they are those of the tick before
             self._keys, self._row_of = keys, {key: row for row, key in enumerate(keys)}
-        return _Trees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
+        return GrownTrees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
 
     # ---- taking in what was written
 
@@ -355,8 +334,7 @@ class LearnedDrafting:
 
     def _extend(self, rows: int, most: int) -> None:
         """Runs the drafter over the next positions that have become certain, at most so many of each row."""
-        view, row_R = self._view, self._row[:rows]
-        assert view is not None
+        view, row_R = self._rows, self._row[:rows]
         position_R, live_R = view.position_R[:rows], row_R < view.count
         first_R = torch.maximum(self._taken_R[:rows], position_R - self._window)
         count_R = (position_R - first_R).clamp(min=0, max=most) * live_R

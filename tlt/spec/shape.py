@@ -5,6 +5,7 @@ A tree's node 0 is the root: the request's newest token, whose successor nobody 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -14,15 +15,27 @@ class Shape:
     drafters: tuple[str, ...] = ()  # who contributes branches, sorted; none = plain decoding
     depth: int = 0  # tokens a branch may run ahead
     width: int = 0  # candidates considered after each node
-    verify: int = 1  # nodes the policy checks per request, the root included
+    verify: int = 1  # nodes the policy checks per request, the root included: at most, where requests share
+    share: float = 0.0  # nodes per request on average: the likeliest of all requests' trees; 0: `verify` of each
 
     @property
     def off(self) -> bool:
         return self.verify == 1
 
+    def tokens(self, requests: int) -> int:
+        """Nodes that the policy checks in a tick of so many requests."""
+        return tokens_of(requests, self.verify, self.share)
+
     def __str__(self) -> str:
-        """`suffix 4x2/9`: who, depth × width, nodes verified."""
-        return "off" if self.off else f"{'+'.join(self.drafters)} {self.depth}x{self.width}/{self.verify}"
+        """`suffix 4x2/9`: who, depth × width, nodes verified; `eagle 3x1/4~1.5`: on average 1.5 of at most 4."""
+        if self.off:
+            return "off"
+        shared = f"~{self.share:g}" if self.share else ""
+        return f"{'+'.join(self.drafters)} {self.depth}x{self.width}/{self.verify}{shared}"
+
+
+def tokens_of(requests: int, verify: int, share: float) -> int:
+    return ceil(requests * share) if share else requests * verify
 
 
 OFF = Shape()
@@ -76,11 +89,27 @@ def merge(drafts: Sequence[Draft], budget: int) -> Draft:
     return _best(Draft(tuple(tokens), tuple(parents), tuple(scores)), budget)
 
 
-def _best(draft: Draft, budget: int) -> Draft:
-    """The `budget` likeliest nodes. A child can never outlive its parent: it counts at most as much."""
+def share_out(drafts: Sequence[Draft], budget: int) -> list[Draft]:
+    """The same trees with the `budget` likeliest nodes of all of them left; of equals the first."""
+    scores = [_limited(draft) for draft in drafts]
+    order = sorted((-score, node, row) for row, found in enumerate(scores) for node, score in enumerate(found))
+    left = [0] * len(drafts)
+    for _, _, row in order[:budget]:
+        left[row] += 1
+    return [_best(draft, nodes) for draft, nodes in zip(drafts, left, strict=True)]
+
+
+def _limited(draft: Draft) -> list[float]:
+    """Scores. A child can never outlive its parent: it counts at most as much."""
     limited: list[float] = []
     for parent, score in zip(draft.parents, draft.scores, strict=True):
         limited.append(score if parent < 0 else min(score, limited[parent]))
+    return limited
+
+
+def _best(draft: Draft, budget: int) -> Draft:
+    """The `budget` likeliest nodes."""
+    limited = _limited(draft)
     order = sorted(range(len(draft)), key=lambda node: (-limited[node], node))
     kept = sorted(order[:budget])
     new = {node: index for index, node in enumerate(kept)}

@@ -16,7 +16,7 @@ from tlt.spec.acceptance import Walked, track
 from tlt.spec.alarm import Alarm
 from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Planted
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
 from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
 from tlt.types import Key, SamplingParams
 
@@ -273,7 +273,8 @@ class Speculating:
             drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
         self._proposed.append(_Proposed(keys, drafts_s, caught_up, odd, self._version, parts))
-        return [_joined(row, shape.verify - 1) for row in parts]
+        drafts = [_joined(row, shape.verify - 1) for row in parts]
+        return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         for name in shape.drafters:

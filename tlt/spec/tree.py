@@ -24,6 +24,7 @@ class Trees:
     parent_RQ: Tensor  # int64, index of the node it follows; −1 for the root and for padding
     depth_RQ: Tensor  # int64, distance from the root
     mask_RQW: Tensor  # int32 bits: which nodes of its tree a node sees
+    size_R: Tensor  # int64, nodes behind the root: padding is behind them
 
     @classmethod
     def empty(cls, rows: int, nodes: int, device: torch.device | str) -> "Trees":
@@ -34,6 +35,7 @@ class Trees:
             torch.full((rows, nodes), _PADDING, dtype=torch.int64, device=device),
             torch.zeros((rows, nodes), dtype=torch.int64, device=device),
             torch.zeros((rows, nodes, words), dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
         )
 
     def fill(self, drafts: Sequence[Draft]) -> None:
@@ -45,6 +47,7 @@ class Trees:
         self.token_RQ[:rows] = packed[0]
         self.parent_RQ[:rows] = packed[1]
         self.depth_RQ[:rows] = packed[2]
+        self.size_R[:rows] = (packed[1] != _PADDING).sum(dim=1)
         for word in range(self.mask_RQW.shape[2]):
             self.mask_RQW[:rows, :, word] = packed[3 + word].int()
 
@@ -53,10 +56,16 @@ class Trees:
         self.parent_RQ[row] = _PADDING
         self.depth_RQ[row] = 0
         self.mask_RQW[row] = own_bits(self.token_RQ.shape[1], row.device)
+        self.size_R[row] = 0
 
     def first(self, rows: int) -> "Trees":
         """Views of the first rows."""
-        return Trees(self.token_RQ[:rows], self.parent_RQ[:rows], self.depth_RQ[:rows], self.mask_RQW[:rows])
+        return Trees(*(part[:rows] for part in self.parts))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All there is of a row, row by row."""
+        return self.token_RQ, self.parent_RQ, self.depth_RQ, self.mask_RQW, self.size_R
 
 
 def own_bits(nodes: int, device: torch.device) -> Tensor:

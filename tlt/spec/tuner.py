@@ -8,7 +8,7 @@ Deterministic: the same outcomes give the same choices. Knows nothing of tensors
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, sqrt
 from typing import Protocol
@@ -110,19 +110,32 @@ class TunerReport:
 
 
 def candidates(
-    drafters: Iterable[Iterable[str]], depths: Iterable[int], widths: Iterable[int], verifies: Iterable[int]
+    drafters: Iterable[Iterable[str]],
+    depths: Iterable[int],
+    widths: Iterable[int],
+    verifies: Iterable[int],
+    shares: Iterable[float] = (),
 ) -> tuple[Shape, ...]:
-    """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill."""
+    """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
+
+    What requests share among the largest trees of one drafter is clearly less than these hold, but no small part of it.
+    """
     found = {OFF}
     sets = {tuple(sorted(names)) for names in drafters}
     for names, depth, width, verify in product(sets, depths, widths, verifies):
         room = 1 + width * depth * len(names)  # a level keeps `width` nodes
         if names and width >= 1 and depth < verify <= _FILLED * room:
             found.add(Shape(names, depth, width, verify))
+    alone = [shape for shape in sorted(found) if len(shape.drafters) == 1 and shape.width < shape.verify]
+    largest = {(shape.drafters, shape.depth, shape.width): shape for shape in alone}
+    for shape, share in product(largest.values(), shares):
+        if _LEAST_SHARE * shape.verify <= share <= _MOST_SHARE * shape.verify:
+            found.add(replace(shape, share=float(share)))
     return tuple(sorted(found))
 
 
 _FILLED = 1.25  # a tree may have a little more room than nodes come to be
+_LEAST_SHARE, _MOST_SHARE = 0.2, 0.75  # of the nodes that a tree may have
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 
 

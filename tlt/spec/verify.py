@@ -18,8 +18,9 @@ from tlt.kernels import trees as torch_kernels
 @dataclass(frozen=True, slots=True)
 class Walk:
     packed: Tensor  # int32 [R, 3·S + 1]: tokens, bits of both log-probabilities of each step; then the number of steps
-    moves_RS: Tensor  # int32 [R, S − 1]: slots from which accepted nodes move to slot 1, 2, … of their tree; −1: stay
-    node_RS: Tensor  # int64, the nodes walked through, the root first; the last one repeats
+    moves_RS: Tensor  # int32 [R, S − 1]: slots from which accepted nodes move; −1: they lie right
+    places_RS: Tensor  # int32 [R, S − 1]: where to, the slots behind the root's
+    at_RS: Tensor  # int64, the tokens of the forward walked through, the root first; the last one repeats
     steps_R: Tensor  # int64, nodes walked = tokens emitted: 1 + accepted
 
 
