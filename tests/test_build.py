@@ -61,7 +61,7 @@ def test_a_drafter_that_is_not_there_is_an_error() -> None:
 
 def test_settings_that_allow_no_tree_are_refused() -> None:
     with pytest.raises(ConfigError, match="allow no tree"):
-        shapes_of(SpecSettings(drafter="suffix", depths=(3,), widths=(1,), verifies=(16,)))
+        shapes_of(SpecSettings(drafter="suffix", depths=(3,), widths=(1,), verifies=(16,), shares=()))
     with pytest.raises(ConfigError, match="widths is"):
         SpecSettings(widths=(32,))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import drafter, ring_attention
+from tlt.kernels.drafter import New
 from tlt.kernels.workspace import shared_workspace
 from tlt.spec import eagle, window
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -159,10 +160,15 @@ def test_embeddings_and_states_are_normed_side_by_side(rows: int, queries: int, 
     token = torch.randint(50, (rows, queries), generator=torch.Generator().manual_seed(0))
     state, embed = normal(rows, queries, width), normal(50, width, seed=1)
     norms = normal(width, seed=2), normal(width, seed=3)
-    count = torch.tensor([0, queries, 2][:rows]) if counted else None
-    expected = drafter.embed_and_norm(token, state, embed, *norms, 1e-5, count)
+    new = New.even(torch.arange(rows), torch.tensor([0, queries, 2][:rows]), queries) if counted else None
+    if new is not None:
+        token, state = token.view(-1, 1), state.view(-1, 1, width)
+    expected = drafter.embed_and_norm(token, state, embed, *norms, 1e-5, new)
     given = [to_device(x) for x in (token, state, embed, *norms)]
-    found = drafter_triton.embed_and_norm(*given, 1e-5, None if count is None else to_device(count))
+    found = drafter_triton.embed_and_norm(*given, 1e-5, on_device(new))
+    if new is not None:
+        last = [state[row * queries + count - 1, 0] if count else 0.0 * state[0, 0] for row, count in counts(new)]
+        torch.testing.assert_close(expected[1], torch.stack(last))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.cpu().float(), theirs, **CLOSE)
     assert torch.equal(given[1].cpu().float(), state)
@@ -172,6 +178,30 @@ def test_embeddings_and_states_are_normed_side_by_side(rows: int, queries: int, 
         alone = drafter.embed_and_norm(token, state[:, :1].expand(-1, queries, -1), embed, *norms, 1e-5)
         torch.testing.assert_close(shared[1].cpu().float(), alone[1], **CLOSE)
         torch.testing.assert_close(shared[0].cpu().float(), alone[0], **CLOSE)
+
+
+def counts(new: New) -> list[tuple[int, int]]:
+    return list(enumerate(new.count_R.tolist()))
+
+
+def on_device(new: New | None) -> New | None:
+    return new and New(*(part.to(DEVICE) for part in (new.row_T, new.place_T, new.first_R, new.count_R)))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 11, 12, 40])
+@pytest.mark.parametrize("window", [3, 8])
+def test_new_positions_are_spread_row_after_row(tokens: int, window: int) -> None:
+    first, count = torch.tensor([5, 0, 60, 7, 2]), torch.tensor([3, 0, 2, 5, 1])
+    places = [(row, place) for row, many in enumerate(count.tolist()) for place in range(many)][:tokens]
+    for spread, device in ((drafter.spread, "cpu"), (drafter_triton.spread, DEVICE)):
+        new, source = spread(first.to(device), count.to(device), tokens, window)
+        assert list(zip(new.row_T.tolist(), new.place_T.tolist(), strict=True))[: len(places)] == places
+        assert new.place_T[len(places) :].tolist() == [-1] * (tokens - len(places))
+        assert new.row_T[len(places) :].tolist() == source[len(places) :].tolist() == [0] * (tokens - len(places))
+        expected = [row * window + (int(first[row]) + place) % window for row, place in places]
+        assert source[: len(places)].tolist() == expected
+        assert new.count_R.tolist() == [sum(row == whose for whose, _ in places) for row in range(5)]
+        assert new.first_R.tolist() == first.tolist()
 
 
 def tables(width: int, positions: int = 64) -> tuple[Tensor, Tensor]:
@@ -219,6 +249,7 @@ def test_new_positions_enter_the_ring(window: int, new: int) -> None:
     )  # row 1: padding beyond the tables
     rows = len(count)
     qkv = normal(rows * new, (heads + 2 * key_heads) * width)
+    entering = New.even(first, count, new)
     position = first[:, None] + torch.arange(new)
     q, k, v = rotated_by_hand(qkv, position, heads, key_heads, width)
     for module, place in ((drafter, torch.Tensor.float), (drafter_triton, to_device)):
@@ -226,7 +257,10 @@ def test_new_positions_enter_the_ring(window: int, new: int) -> None:
         ring = [place(torch.full((rows, key_heads, window + 1, width), 7.0)) for _ in "kv"]
         held = torch.full((rows, window + 1), -1, device=where)
         found, last = module.rope_into_ring(
-            place(qkv), first.to(where), count.to(where), *(table.to(where) for table in tables(width)), *ring, held
+            place(qkv),
+            entering if where == "cpu" else on_device(entering),
+            *(table.to(where) for table in tables(width)),
+            *(*ring, held),
         )
         expected_k, expected_v = (torch.full(ring[0].shape, 7.0, dtype=torch.float64) for _ in "kv")
         expected_held = torch.full((rows, window + 1), -1)
@@ -235,9 +269,9 @@ def test_new_positions_enter_the_ring(window: int, new: int) -> None:
                 slot = int(position[row, at]) % window
                 expected_k[row, :, slot], expected_v[row, :, slot] = k[row, at], v[row, at]
                 expected_held[row, slot] = position[row, at]
-            at = max(int(count[row]) - 1, 0)
-            torch.testing.assert_close(found[row, 0].cpu().double(), q[row, at], **CLOSE)
-            assert int(last[row, 0]) == int(position[row, at])
+            at, some = int(count[row]) - 1, int(count[row]) > 0
+            torch.testing.assert_close(found[row, 0].cpu().double(), some * q[row, at], **CLOSE)
+            assert int(last[row, 0]) == some * int(position[row, at])
         assert torch.equal(held[:, :window].cpu(), expected_held[:, :window])
         torch.testing.assert_close(ring[0][:, :, :window].cpu().double(), expected_k[:, :, :window], **CLOSE)
         torch.testing.assert_close(ring[1][:, :, :window].cpu().double(), expected_v[:, :, :window], **CLOSE)
@@ -273,7 +307,8 @@ def drafted(model: Eagle, embed: Tensor, head: Tensor) -> list[Tensor]:
         tokens = torch.randint(len(embed), (2, 9), generator=torch.Generator().manual_seed(piece))
         states = normal(2, 9, 3 * hidden, seed=piece).to(device, embed.dtype)
         counts = torch.tensor(count)
-        g = model.extend(ring, tokens.to(device), states, at.to(device), counts.to(device), embed)
+        new = New.even(at.to(device), counts.to(device), 9)
+        g = model.extend(ring, tokens.to(device).flatten(), states.flatten(0, 1), new, embed)
         at = at + counts
         out.append(g[counts.to(device) > 0])
     parent, seen = g[:, None].expand(-1, 3, -1), torch.zeros(2, 3, 6, dtype=torch.bool, device=device)
@@ -302,7 +337,7 @@ def test_the_whole_layer_is_the_same_through_the_kernels(monkeypatch: pytest.Mon
                 if function := getattr(module, name, None):
                     plain = lambda *given, pdl, function=function: function(*given)
                     monkeypatch.setattr(module, name, plain)
-        monkeypatch.setattr(eagle, "_kernels_for", lambda _: drafter_triton)
+        monkeypatch.setattr(eagle, "drafter_kernels", lambda _: drafter_triton)
         monkeypatch.setattr(window, "in_gpu_rollout", lambda _: True)
         found = drafted(drafter_of(torch.float32, "cpu"), *weights)
     for ours, theirs in zip(found, expected, strict=True):

@@ -25,6 +25,7 @@ from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
 from tlt.kernels import states as state_kernels
 from tlt.model.attention import PackedLayout
+from tlt.spec import learned as learned_module
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness
 from tlt.spec.drafter import Planted, SuffixDrafting
@@ -212,6 +213,36 @@ def test_switching_on_and_off_computes_nothing_of_the_policys_again(monkeypatch:
     assert report is not None
     assert report.switches > 4
     assert sum(computed) == sum(len(request.prompt) - 1 for request in batch[::2]), "each group's prompt, once"
+
+
+@AHEAD
+@pytest.mark.parametrize("share", [1.5, 2.0, 3.0])
+def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
+    share: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that shares what is verified writes no more than that: less room for it, and the same drafts."""
+    batch = requests(12, group=3, seed=4, params=[SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 50)])
+    found = []
+    for room in (learned_module._ROOM, ()):
+        monkeypatch.setattr(learned_module, "_ROOM", room)
+        sizes: set[int] = set()
+        taking_in = LearnedDrafting._taking_in
+
+        def seen(learned: LearnedDrafting, rows: int, most: int, tokens: int, sizes=sizes, work=taking_in) -> Any:  # type: ignore[no-untyped-def]
+            sizes.add(tokens - most * rows)
+            return work(learned, rows, most, tokens)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LearnedDrafting, "_taking_in", seen)
+            engine = engine_with(drafting(), lambda running: replace(shape_of(4, 2, 8), share=share), ahead, rows=12)
+            engine.submit(batch)
+            done = engine.drain()
+        report = engine.report().speculation
+        assert report is not None
+        found.append((tokens_of({one.key: one for one in done}), report.verifies, report.accepted))
+        assert (min(sizes) < 0) == bool(room)
+    assert found[0] == found[1]
+    assert found[0][2] > 10
 
 
 def test_the_policy_is_not_touched() -> None:

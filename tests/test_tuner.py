@@ -101,7 +101,7 @@ def test_a_tick_is_the_sum_of_its_runs() -> None:
     known = table()
     summed = (
         (known.estimate(POLICY, pad(6 * 16)) or 0)
-        + (known.estimate(EXTEND, 8) or 0)
+        + (known.estimate(EXTEND, pad(6 * 5)) or 0)  # a walk of depth 4 emits 5 tokens at most
         + 3 * (known.estimate(DRAFT, 8 * 4) or 0)
     )
     assert found.seconds(learned(4, 4, 16), 6) == pytest.approx(summed)
@@ -115,7 +115,7 @@ def test_without_a_table_plain_ticks_tell_and_unknown_drafting_is_dear() -> None
     assert found.seconds(OFF, 4) is None
     found.observe(OFF, 4, 2.0)
     assert found.seconds(OFF, 4) == 2.0
-    assert found.seconds(learned(2, 1, 3), 4) == pytest.approx(2.0 * 16 / 4 + 2.0 + 2.0, rel=1e-4)
+    assert found.seconds(learned(2, 1, 3), 4) == pytest.approx(2.0 * 16 / 4 + 2.0 * 16 / 4 + 2.0, rel=1e-4)
 
 
 def test_what_the_table_leaves_out_of_drafting_is_learned_from_ticks() -> None:

@@ -158,10 +158,10 @@ class SpecSettings:
     drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who guesses: nobody, earlier text, a learned drafter
     path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it; "new" starts from nothing
     chooser: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks shapes by cost, as the paper, or always the deepest
-    depths: tuple[int, ...] = (1, 3, 7, 15)  # tokens a branch may run ahead
+    depths: tuple[int, ...] = (1, 2, 3, 7, 15)  # tokens a branch may run ahead
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
-    shares: tuple[float, ...] = (1.5, 2.0, 3.0, 4.0, 6.0)  # or so many on average, the likeliest of all requests'
+    shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # or so many on average, the likeliest of all requests'
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:

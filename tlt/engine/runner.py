@@ -142,7 +142,7 @@ class Runner:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
             result = self._verify(plan, steps, share)
-        self._keeper.computed(steps)
+        self._keeper.computed(steps, min(share or steps, steps))
         self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
 

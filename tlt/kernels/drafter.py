@@ -4,13 +4,45 @@ Before the qkv product: the next token's embedding and the state, each normed, s
 keys and values to where the attention finds them: a draft tree's nodes, or the ring of newest positions. Knows slots
 and positions; knows nothing of trees, requests or weights.
 """
-# R rows, Q tokens of a row, T = R · Q, D hidden, V vocabulary, N nodes' slots, W ring slots that count, and one more
-# that is never read; H query heads, K key heads, d head width, h half of it, E = (H + 2K) · d, P positions in a table
+# R rows, Q tokens of a row, T tokens of all rows, D hidden, V vocabulary, N nodes' slots, W ring slots that count, and
+# one more that is never read; H query heads, K key heads, d head width, h half of it, E = (H + 2K) · d, P positions in
+# a table
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt.kernels.elementwise import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """The newest positions of rows, as many as each has, spread over T tokens."""
+
+    row_T: Tensor  # int64
+    place_T: Tensor  # int64, of a token among its row's; one that is negative, or none of them, is padding
+    first_R: Tensor  # int64, position of each row's first
+    count_R: Tensor  # int64
+
+    @classmethod
+    def even(cls, first_R: Tensor, count_R: Tensor, most: int) -> "New":
+        """Room for so many of every row."""
+        at_T = torch.arange(len(count_R) * most, device=count_R.device)
+        return cls(at_T // most, at_T % most, first_R, count_R)
+
+
+def spread(first_R: Tensor, count_R: Tensor, tokens: int, window: int) -> tuple[New, Tensor]:
+    """Row after row; the last ones for which there is no room are left out. And where each token's position lies in
+    rings of `window` slots, one row's behind the other's, int64 [T]."""
+    end_R = count_R.cumsum(0).clamp(max=tokens)
+    start_R = torch.cat((end_R.new_zeros(1), end_R[:-1]))
+    at_T = torch.arange(tokens, device=count_R.device)
+    owned_T = at_T < end_R[-1]
+    row_T = torch.searchsorted(end_R, at_T, right=True) * owned_T
+    place_T = torch.where(owned_T, at_T - start_R[row_T], -1)
+    source_T = (row_T * window + (first_R[row_T] + place_T) % window) * owned_T
+    return New(row_T, place_T, first_R, end_R - start_R), source_T
 
 
 def embed_and_norm(
@@ -20,20 +52,29 @@ def embed_and_norm(
     embed_norm_D: Tensor,
     state_norm_D: Tensor,
     eps: float,
-    count_R: Tensor | None = None,
+    new: New | None = None,
     *,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[T, 2D] for the qkv product, and the layer's residual, the caller's to write over: a copy of the states.
 
-    With `count` only the last of each row's first `count_R` states is copied (the first one where there is none).
+    With `new`, which says whose tokens they are, only the state of each row's last one is copied; [R, D], zeros where a
+    row has none.
     """
     state_TD = state_RQD.flatten(0, 1)
     embedded_TD = embed_VD[token_RQ.flatten()]
     both_TE = torch.cat((rms_norm(embedded_TD, embed_norm_D, eps), rms_norm(state_TD, state_norm_D, eps)), -1)
-    if count_R is None:
+    if new is None:
         return both_TE, state_TD.clone()
-    return both_TE, state_RQD[torch.arange(len(count_R), device=count_R.device), (count_R - 1).clamp(min=0)]
+    return both_TE, _of_last(state_TD, new)
+
+
+def _of_last(x_TX: Tensor, new: New) -> Tensor:
+    """Of each row's last token; zeros where it has none."""
+    last_T = (new.place_T >= 0) & (new.place_T == new.count_R[new.row_T] - 1)
+    out = x_TX.new_zeros((len(new.count_R), *x_TX.shape[1:]))
+    out[new.row_T[last_T]] = x_TX[last_T]
+    return out
 
 
 def rope_into_nodes(
@@ -57,8 +98,7 @@ def rope_into_nodes(
 
 def rope_into_ring(
     qkv_TE: Tensor,
-    position_R: Tensor,
-    count_R: Tensor,
+    new: New,
     cos_Ph: Tensor,
     sin_Ph: Tensor,
     k_RKWd: Tensor,
@@ -67,23 +107,20 @@ def rope_into_ring(
     *,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates, and keeps the first `count_R` new positions of each row, position_R[r] onwards, as the ring holds them.
+    """Rotates, and keeps the new positions as the ring holds them.
 
     Position p lies in slot p modulo W; `held` says which one a slot holds. Returns the query of each row's last one,
-    [R, 1, H, d], and its position, [R, 1].
+    [R, 1, H, d], and its position, [R, 1]; zeros where a row has none.
     """
-    rows, window = len(count_R), held_RW.shape[1] - 1
-    place_Q = torch.arange(len(qkv_TE) // rows, device=count_R.device)
-    position_RQ = position_R[:, None] + place_Q
-    q_RQHd, k_RQKd, v_RQKd = _rotated(qkv_TE, position_RQ, cos_Ph, sin_Ph, k_RKWd.shape[1], k_RKWd.shape[3])
-    kept_RQ = (place_Q < count_R[:, None]) & (place_Q >= count_R[:, None] - window)
-    slot_RQ = torch.where(kept_RQ, position_RQ % window, window)  # the others go where nobody reads
-    row_R1 = torch.arange(rows, device=count_R.device)[:, None]
-    k_RKWd[row_R1, :, slot_RQ] = k_RQKd
-    v_RKWd[row_R1, :, slot_RQ] = v_RQKd
-    held_RW[row_R1, slot_RQ] = position_RQ
-    last_R1 = (count_R - 1).clamp(min=0)[:, None]
-    return q_RQHd[row_R1, last_R1], position_RQ.gather(1, last_R1)
+    window, row_T, place_T, count_T = held_RW.shape[1] - 1, new.row_T, new.place_T, new.count_R[new.row_T]
+    position_T1 = (new.first_R[row_T] + place_T)[:, None]
+    q_T1Hd, k_T1Kd, v_T1Kd = _rotated(qkv_TE, position_T1, cos_Ph, sin_Ph, k_RKWd.shape[1], k_RKWd.shape[3])
+    kept_T = (place_T >= 0) & (place_T < count_T) & (place_T >= count_T - window)
+    slot_T = torch.where(kept_T, position_T1[:, 0] % window, window)  # the others go where nobody reads
+    k_RKWd[row_T, :, slot_T] = k_T1Kd[:, 0]
+    v_RKWd[row_T, :, slot_T] = v_T1Kd[:, 0]
+    held_RW[row_T, slot_T] = position_T1[:, 0]
+    return _of_last(q_T1Hd, new), _of_last(position_T1, new)
 
 
 def _rotated(

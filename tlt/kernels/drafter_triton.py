@@ -14,6 +14,42 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt.kernels.cache_triton import start
+from tlt.kernels.drafter import New
+
+
+@triton.jit
+def _spread_kernel(
+    first_ptr, count_ptr, row_ptr, place_ptr, fitting_ptr, source_ptr, rows, tokens, window,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program: some tokens of one row, or of what is left behind all rows."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    other_R = tl.arange(0, ROWS)
+    counts_R = tl.load(count_ptr + other_R, mask=other_R < rows, other=0)
+    begin = tl.minimum(tl.sum(tl.where(other_R < row, counts_R, 0), axis=0), tokens)
+    owned = row < rows
+    fitting = tl.minimum(tl.sum(tl.where(other_R == row, counts_R, 0), axis=0), tokens - begin)
+    place = part * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    inside = place < tl.where(owned, fitting, tokens - begin)
+    position = tl.load(first_ptr + row, mask=owned, other=0) + place
+    at = begin + place
+    tl.store(row_ptr + at, tl.where(owned, row, 0).to(tl.int64) + place * 0, mask=inside)
+    tl.store(place_ptr + at, tl.where(owned, place, -1), mask=inside)
+    tl.store(source_ptr + at, tl.where(owned, row.to(tl.int64) * window + position % window, 0), mask=inside)
+    tl.store(fitting_ptr + row, fitting, mask=owned & (part == 0))
+
+
+def spread(first_R: Tensor, count_R: Tensor, tokens: int, window: int) -> tuple[New, Tensor]:
+    """As `drafter.spread`."""
+    rows, device = len(count_R), count_R.device
+    row_T, place_T, source_T = torch.empty((3, tokens), dtype=torch.int64, device=device)
+    fitting_R = torch.empty(rows, dtype=torch.int64, device=device)
+    block = min(1024, triton.next_power_of_2(tokens))
+    _spread_kernel[(rows + 1, triton.cdiv(tokens, block))](
+        first_R.contiguous(), count_R.contiguous(), row_T, place_T, fitting_R, source_T, rows, tokens, window,
+        ROWS=triton.next_power_of_2(rows), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return New(row_T, place_T, first_R, fitting_R), source_T
 
 
 @triton.jit
@@ -25,7 +61,8 @@ def _normed(x, weight, eps, width):
 
 @triton.jit(do_not_specialize=["stride_tr", "stride_tq", "stride_sr", "stride_sq"])
 def _embed_and_norm_kernel(
-    token_ptr, state_ptr, embed_ptr, embed_norm_ptr, state_norm_ptr, count_ptr, both_ptr, residual_ptr, eps,
+    token_ptr, state_ptr, embed_ptr, embed_norm_ptr, state_norm_ptr, row_ptr, place_ptr, count_ptr,
+    both_ptr, residual_ptr, eps,
     stride_tr, stride_tq, stride_sr, stride_sq, stride_v, width,
     Q: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -47,8 +84,9 @@ def _embed_and_norm_kernel(
     if count_ptr is None:
         tl.store(residual_ptr + at * width + column, state, mask=ok)
     else:
-        last = tl.maximum(tl.load(count_ptr + row) - 1, 0)
-        tl.store(residual_ptr + row * width + column, state, mask=ok & (place == last))
+        whose, place = tl.load(row_ptr + at), tl.load(place_ptr + at)
+        last = (place >= 0) & (place == tl.load(count_ptr + whose) - 1)
+        tl.store(residual_ptr + whose * width + column, state, mask=ok & last)
 
 
 def embed_and_norm(
@@ -58,7 +96,7 @@ def embed_and_norm(
     embed_norm_D: Tensor,
     state_norm_D: Tensor,
     eps: float,
-    count_R: Tensor | None = None,
+    new: New | None = None,
     *,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -68,9 +106,10 @@ def embed_and_norm(
         raise ValueError("states or embeddings have gaps in their last dimension; call .contiguous() on them first")
     block = triton.next_power_of_2(width)
     both_TE = state_RQD.new_empty((rows * queries, 2 * width))
-    residual = state_RQD.new_empty((rows * queries if count_R is None else rows, width))
+    whose = (None, None, None) if new is None else (new.row_T, new.place_T, new.count_R.contiguous())
+    residual = torch.empty_like(both_TE[:, :width]) if new is None else both_TE.new_zeros((len(new.count_R), width))
     _embed_and_norm_kernel[(rows * queries,)](
-        token_RQ, state_RQD, embed_VD, embed_norm_D, state_norm_D, count_R, both_TE, residual, eps,
+        token_RQ, state_RQD, embed_VD, embed_norm_D, state_norm_D, *whose, both_TE, residual, eps,
         *token_RQ.stride(), *state_RQD.stride()[:2], embed_VD.stride(0), width,
         Q=queries, BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
@@ -85,7 +124,8 @@ def _store_halves(ptrs, first, second, mask, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_pr", "stride_pq", "stride_sr", "stride_sq"])
 def _rope_kernel(
-    qkv_ptr, position_ptr, slot_ptr, count_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, held_ptr, q_ptr, last_ptr,
+    qkv_ptr, position_ptr, slot_ptr, row_ptr, place_ptr, count_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, held_ptr,
+    q_ptr, last_ptr,
     stride_pr, stride_pq, stride_sr, stride_sq, stride_kr, stride_kh, stride_kn, stride_hr, last_position,
     Q: tl.constexpr, N_Q: tl.constexpr, N_KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
@@ -103,11 +143,12 @@ def _rope_kernel(
 
     out_row = at
     if WINDOW > 0:
+        row, place = tl.load(row_ptr + at), tl.load(place_ptr + at)
         count = tl.load(count_ptr + row).to(tl.int64)
         position = tl.load(position_ptr + row * stride_pr).to(tl.int64) + place
         slot = position % WINDOW
-        kept = (place < count) & (place >= count - WINDOW)
-        asked = place == tl.maximum(count - 1, 0)
+        kept = (place >= 0) & (place < count) & (place >= count - WINDOW)
+        asked = (place >= 0) & (place == count - 1)
         out_row = row
         here = tl.program_id(1) == 0
         tl.store(held_ptr + row * stride_hr + slot, position, mask=kept & here)
@@ -150,15 +191,15 @@ def rope_into_nodes(
     rows, queries = position_RQ.shape
     q_RQHd = _empty_queries(qkv_TE, rows, queries, k_RKNd)
     numbers = (*position_RQ.stride(), *slot_RQ.stride(), *k_RKNd.stride()[:3], 0, len(cos_Ph) - 1)
-    tensors = (qkv_TE, position_RQ, slot_RQ, None, cos_Ph, sin_Ph, k_RKNd, v_RKNd, None, q_RQHd, None)
+    whose = (None, None, None)
+    tensors = (qkv_TE, position_RQ, slot_RQ, *whose, cos_Ph, sin_Ph, k_RKNd, v_RKNd, None, q_RQHd, None)
     _launch_rope(tensors, numbers, queries, q_RQHd.shape[2], k_RKNd, window=0, pdl=pdl)
     return q_RQHd
 
 
 def rope_into_ring(
     qkv_TE: Tensor,
-    position_R: Tensor,
-    count_R: Tensor,
+    new: New,
     cos_Ph: Tensor,
     sin_Ph: Tensor,
     k_RKWd: Tensor,
@@ -168,13 +209,14 @@ def rope_into_ring(
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `drafter.rope_into_ring`."""
-    rows = len(count_R)
-    q_R1Hd = _empty_queries(qkv_TE, rows, 1, k_RKWd)
-    last_R1 = torch.empty((rows, 1), dtype=torch.int64, device=qkv_TE.device)
-    numbers = (position_R.stride(0), 0, 0, 0, *k_RKWd.stride()[:3], held_RW.stride(0), len(cos_Ph) - 1)
-    tensors = (qkv_TE, position_R, None, count_R, cos_Ph, sin_Ph, k_RKWd, v_RKWd, held_RW, q_R1Hd, last_R1)
+    rows = len(new.count_R)
+    q_R1Hd = _empty_queries(qkv_TE, rows, 1, k_RKWd).zero_()
+    last_R1 = torch.zeros((rows, 1), dtype=torch.int64, device=qkv_TE.device)
+    numbers = (new.first_R.stride(0), 0, 0, 0, *k_RKWd.stride()[:3], held_RW.stride(0), len(cos_Ph) - 1)
+    whose = (new.row_T, new.place_T, new.count_R.contiguous())
+    tensors = (qkv_TE, new.first_R, None, *whose, cos_Ph, sin_Ph, k_RKWd, v_RKWd, held_RW, q_R1Hd, last_R1)
     window = held_RW.shape[1] - 1
-    _launch_rope(tensors, numbers, len(qkv_TE) // rows, q_R1Hd.shape[2], k_RKWd, window=window, pdl=pdl)
+    _launch_rope(tensors, numbers, 1, q_R1Hd.shape[2], k_RKWd, window=window, pdl=pdl)
     return q_R1Hd, last_R1
 
 
@@ -193,7 +235,7 @@ def _launch_rope(
     window: int,
     pdl: bool,
 ) -> None:
-    qkv_TE, v = tensors[0], tensors[7]
+    qkv_TE, v = tensors[0], tensors[9]
     if not qkv_TE.is_contiguous() or k.stride() != v.stride() or k.stride(3) != 1:
         raise ValueError("qkv must be contiguous, and keys and values in the same layout, contiguous along a head")
     key_heads, width = k.shape[1], k.shape[3]

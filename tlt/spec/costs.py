@@ -13,7 +13,7 @@ from statistics import median
 from tlt.spec.shape import Shape
 
 POLICY = "policy"  # one run of the policy; size = padded tokens
-EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded requests
+EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded tokens
 DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
 CATCH_UP = "catch up"  # a learned drafter left out takes in a position of every request; size = padded requests
 LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
@@ -206,7 +206,8 @@ class TickCosts:
         requests = self.pad(batch)
         for drafter in shape.drafters:
             if drafter in self._learned:
-                total += self._run(EXTEND, requests) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
+                taken_in = self.pad(min(shape.tokens(batch), batch * (shape.depth + 1)))
+                total += self._run(EXTEND, taken_in) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
             else:
                 total += self._table.estimate(LOOKUP, requests) or 0.0
         return total

@@ -110,8 +110,8 @@ class Keeper(Protocol):
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
         """Rows moved one after the other (from, to), then requests entered."""
 
-    def computed(self, steps: int) -> None:
-        """A tick was launched in which each row is given at most so many tokens."""
+    def computed(self, steps: int, each: float) -> None:
+        """A tick was launched in which a row is given at most so many tokens, and all rows on average."""
 
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """What its own work costs for so many rows."""
@@ -132,7 +132,7 @@ class NoKeeper:
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
         pass
 
-    def computed(self, steps: int) -> None:
+    def computed(self, steps: int, each: float) -> None:
         pass
 
     def measure(self, sizes: Sequence[int]) -> list[Measured]:

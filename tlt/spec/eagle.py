@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import ModelError
-from tlt.kernels import drafter as drafter_kernels
+from tlt.kernels import drafter as torch_kernels
 from tlt.kernels import training as training_kernels
+from tlt.kernels.drafter import New
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
@@ -263,26 +264,24 @@ class Eagle(nn.Module):
     def extend(
         self,
         ring: Ring,
-        next_RS: Tensor,
-        features_RSF: Tensor,
-        position_R: Tensor,
-        count_R: Tensor,
+        next_T: Tensor,
+        features_TF: Tensor,
+        new: New,
         embed_VD: Tensor,
     ) -> Tensor:
-        """Takes in new positions of every row and writes them to its ring. g of each row's last one, [R, D].
+        """Takes in new positions of rows and writes them to their rings. g of each row's last one, [R, D].
 
-        Row r's new positions are position_R[r] … + count_R[r] − 1: `features` are the policy's states there, `next` the
-        tokens drawn from them. The rest of S is padding; a row of count 0 is left as it is and its g means nothing.
+        `features` are the policy's states there, `next` the tokens drawn from them. A row without new positions is left
+        as it is and its g means nothing.
         """
-        state_TD = self.fuse(features_RSF.flatten(0, 1))
-        state_RSD = state_TD.view(*next_RS.shape, -1)
-        kernels, entry = _kernels_for(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
+        state_TD = self.fuse(features_TF)
+        kernels, entry = drafter_kernels(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_RD = kernels.embed_and_norm(
-            next_RS, state_RSD, *entry, self.config.layer.norm_eps, count_R, pdl=True
+            next_T[:, None], state_TD[:, None], *entry, self.config.layer.norm_eps, new, pdl=True
         )
         # keys and values need no attention of their own, so only the last query of a row asks, and it sees them all
         q_R1Hd, last_R1 = kernels.rope_into_ring(
-            *(linear(both, self.qkv), position_R, count_R, self.cos_PR, self.sin_PR),
+            *(linear(both, self.qkv), new, self.cos_PR, self.sin_PR),
             *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
             pdl=True,
         )
@@ -306,7 +305,7 @@ class Eagle(nn.Module):
         than its parent's entry, `slot` where the node's keys go among N, `seen` the slots it sees: its ancestors and
         itself. All of it are tensors: one graph serves every depth of a tree.
         """
-        kernels, entry = _kernels_for(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
+        kernels, entry = drafter_kernels(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_TD = kernels.embed_and_norm(token_RQ, parent_RQD, *entry, self.config.layer.norm_eps, pdl=True)
         q_RQHd = kernels.rope_into_nodes(
             *(linear(both, self.qkv), position_RQ, slot_RQ, self.cos_PR, self.sin_PR, nodes.k_RKNd, nodes.v_RKNd),
@@ -324,10 +323,10 @@ class Eagle(nn.Module):
         return linear(gated_TM, self.down, residual=x_TD)
 
 
-def _kernels_for(state: Tensor) -> Any:
+def drafter_kernels(state: Tensor) -> Any:
     """The module of what surrounds the products in rollout; Triton is installed only where there is a GPU."""
     if not in_gpu_rollout(state):
-        return drafter_kernels
+        return torch_kernels
     from tlt.kernels import drafter_triton
 
     return drafter_triton

@@ -22,7 +22,7 @@ from tlt.model.transformer import Transformer
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Planted, RowView, Stage
-from tlt.spec.eagle import Eagle, gather_taps
+from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.grown import NOT_READY, GrownTrees
 from tlt.spec.growth import Grove, Soil
 from tlt.spec.prompt_states import PromptStates, Recalled
@@ -30,8 +30,8 @@ from tlt.spec.shape import Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
 
-_TAKEN_IN = (3, 5, 9, 17, 64)  # positions taken in by one pass: the fewest that suffice
-_MEASURED_WIDTH = 4  # of the trees whose levels are timed beforehand
+_TAKEN_IN = (3, 5, 9, 17, 64)  # positions of a row taken in by one pass: the fewest that suffice …
+_ROOM = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # … and, where rows have fewer on average, room for so many of each
 _Part = tuple[Hashable, Callable[[], None]]
 
 
@@ -69,7 +69,8 @@ class LearnedDrafting:
         self._row = torch.arange(rows, device=device)
         self._stage: Stage | None = None
         self._view: RowView | None = None
-        self._behind = 0  # positions some row may not have been taken in yet
+        self._behind = 0  # positions some row may not have been taken in yet …
+        self._behind_each = 0.0  # … and of all rows, on average
         self._took_in = False  # many at once, since somebody asked
         self._ticks = 0
         self._planted: GrownTrees | None = None
@@ -127,7 +128,7 @@ class LearnedDrafting:
         self.version = version
         self._taken_R.copy_(self._held_R)
         self._ready_R.zero_()
-        self._behind = self._window
+        self._behind, self._behind_each = self._window, math.inf
         self._planted = None
         self._copy_head()
 
@@ -186,9 +187,10 @@ class LearnedDrafting:
         if moves or entered:
             self._sharpening.forget()
 
-    def computed(self, steps: int) -> None:
+    def computed(self, steps: int, each: float) -> None:
         self._ticks += 1
         self._behind += steps
+        self._behind_each += each
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         """What a row ends up with may have moved before."""
@@ -227,7 +229,8 @@ class LearnedDrafting:
                 shape = (len(one.row_E), len(states_SF))
                 self._states_RWF[row_N[at].view(shape), slot_N[at].view(shape)] = states_SF
             seen += count
-            self._behind = max(self._behind, len(states_SF))
+            if len(states_SF) > 0:
+                self._behind, self._behind_each = max(self._behind, len(states_SF)), math.inf
         self._held_R[row_E] = held_E
         self._taken_R[row_E] = held_E
         self._ready_R[row_E] = False
@@ -271,7 +274,7 @@ class LearnedDrafting:
             self._pack(grove, packed_R3L)
 
         stage.play([*parts, (("prune", rows, grove.width, shape.depth, shape.verify, shape.share), prune)])
-        self._behind = 0
+        self._behind, self._behind_each = 0, 0.0
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
             self._sharpening.root(grove.root_logits_Rv, draws, self._ready_R, self._ticks)
@@ -281,7 +284,8 @@ class LearnedDrafting:
         parts: list[_Part] = []
         if self._behind:
             new = next(new for new in _TAKEN_IN if new >= self._behind)
-            parts.append((("extend", rows, new), lambda: self._extend(rows, new)))
+            room = next((room for room in _ROOM if self._behind_each <= room < new), float(new))
+            parts.append(self._taking_in(rows, new, math.ceil(room * rows)))
         roots, level = self._levels(rows, grove)
         return [*parts, roots, *[level] * (depth - 1)]
 
@@ -329,22 +333,26 @@ class LearnedDrafting:
         """All rows, many positions at a time, as far back as the window reaches."""
         stage, rows, most = self._staged(), self._staged().padded(count), _TAKEN_IN[-1]
         for _ in range(math.ceil(min(self._behind, self._window) / most)):
-            stage.play([(("extend", rows, most), lambda: self._extend(rows, most))])
-        self._behind, self._took_in = 0, True
+            stage.play([self._taking_in(rows, most, most * rows)])
+        self._behind, self._behind_each, self._took_in = 0, 0.0, True
 
-    def _extend(self, rows: int, most: int) -> None:
-        """Runs the drafter over the next positions that have become certain, at most so many of each row."""
+    def _taking_in(self, rows: int, most: int, tokens: int) -> _Part:
+        return ("extend", rows, most, tokens), lambda: self._extend(rows, most, tokens)
+
+    def _extend(self, rows: int, most: int, tokens: int) -> None:
+        """Runs the drafter over the next positions that have become certain, at most so many of each row, and of all
+        rows: where there are more, as is possible where rows have just left, a row's drafts are of no use once."""
         view, row_R = self._rows, self._row[:rows]
         position_R, live_R = view.position_R[:rows], row_R < view.count
         first_R = torch.maximum(self._taken_R[:rows], position_R - self._window)
         count_R = (position_R - first_R).clamp(min=0, max=most) * live_R
-        slot_RS = (first_R[:, None] + torch.arange(most, device=row_R.device)) % self._window
-        states_RSF, next_RS = self._states_RWF[row_R[:, None], slot_RS], self._tokens_RW[row_R[:, None], slot_RS]
-        soil = self._soil.first(rows)
-        g_RD = self.drafter.extend(soil.ring, next_RS, states_RSF, first_R, count_R, soil.embed_VD)
-        new_R = count_R > 0
+        new, source_T = drafter_kernels(self._soil.g_RD).spread(first_R, count_R, tokens, self._window)
+        states_TF = self._states_RWF.flatten(0, 1).index_select(0, source_T)
+        next_T = self._tokens_RW.flatten().index_select(0, source_T)
+        soil, new_R = self._soil.first(rows), new.count_R > 0
+        g_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
         soil.g_RD.copy_(torch.where(new_R[:, None], g_RD, soil.g_RD))
-        self._taken_R[:rows] = torch.where(new_R, first_R + count_R, self._taken_R[:rows])
+        self._taken_R[:rows] = torch.where(new_R, first_R + new.count_R, self._taken_R[:rows])
         self._ready_R[:rows] |= new_R
 
     # ---- what it costs
@@ -352,20 +360,19 @@ class LearnedDrafting:
     @torch.no_grad()
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """Captured now: what a tuner wants to know beforehand."""
-        stage, grove = self._staged(), self._grove(min(_MEASURED_WIDTH, self.drafter.config.draft_vocab))
+        stage, grove = self._staged(), self._grove(1)
         measured = []
         for size in sizes:
-            rows, new = stage.padded(size), _TAKEN_IN[2]
-            extend = (("extend", rows, new), lambda: self._extend(rows, new))  # noqa: B023
+            rows, new = stage.padded(size), _TAKEN_IN[0 if size < sizes[-1] else 2]
             roots, level = self._levels(rows, grove)
-            begun = stage.time(*extend) + stage.time(*roots)
-            measured += [Measured(EXTEND, rows, begun), Measured(DRAFT, rows * grove.width, stage.time(*level))]
+            begun = stage.time(*self._taking_in(rows, new, new * rows)) + stage.time(*roots)
+            measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, stage.time(*level))]
         return measured + [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
 
     def _measure_catching_up(self, size: int) -> Measured:
         """The cost of batches in between lies in between."""
         rows, most = self._staged().padded(size), _TAKEN_IN[-1]
-        seconds = self._staged().time(("extend", rows, most), lambda: self._extend(rows, most))
+        seconds = self._staged().time(*self._taking_in(rows, most, most * rows))
         return Measured(CATCH_UP, rows, seconds / most)
 
     # ---- sharpness

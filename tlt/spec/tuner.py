@@ -8,7 +8,7 @@ Deterministic: the same outcomes give the same choices. Knows nothing of tensors
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import inf, sqrt
 from typing import Protocol
@@ -114,28 +114,30 @@ def candidates(
     depths: Iterable[int],
     widths: Iterable[int],
     verifies: Iterable[int],
-    shares: Iterable[float] = (),
+    shares: Sequence[float] = (),
 ) -> tuple[Shape, ...]:
     """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
 
-    What requests share among the largest trees of one drafter is clearly less than these hold, but no small part of it.
+    Where the requests of one drafter share what is verified, a tree may hold all that was grown, and on average holds
+    clearly less, but no small part; and the third guess of a token is none of the likeliest.
     """
-    found = {OFF}
+    found, most = {OFF}, max(verifies := tuple(verifies), default=1)
     sets = {tuple(sorted(names)) for names in drafters}
-    for names, depth, width, verify in product(sets, depths, widths, verifies):
+    for names, depth, width in product(sets, depths, widths):
         room = 1 + width * depth * len(names)  # a level keeps `width` nodes
-        if names and width >= 1 and depth < verify <= _FILLED * room:
-            found.add(Shape(names, depth, width, verify))
-    alone = [shape for shape in sorted(found) if len(shape.drafters) == 1 and shape.width < shape.verify]
-    largest = {(shape.drafters, shape.depth, shape.width): shape for shape in alone}
-    for shape, share in product(largest.values(), shares):
-        if _LEAST_SHARE * shape.verify <= share <= _MOST_SHARE * shape.verify:
-            found.add(replace(shape, share=float(share)))
+        if names and width >= 1:
+            fitting = [verify for verify in verifies if depth < verify <= _FILLED * room]
+            found.update(Shape(names, depth, width, verify) for verify in fitting)
+        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and depth < most:
+            verify = min(room, most)
+            sensible = [share for share in shares if _LEAST_SHARE * verify <= share <= _MOST_SHARE * verify]
+            found.update(Shape(names, depth, width, verify, float(share)) for share in sensible)
     return tuple(sorted(found))
 
 
 _FILLED = 1.25  # a tree may have a little more room than nodes come to be
-_LEAST_SHARE, _MOST_SHARE = 0.2, 0.75  # of the nodes that a tree may have
+_SHARED_WIDTH = 2
+_LEAST_SHARE, _MOST_SHARE = 0.25, 0.75  # of the nodes that a tree may have
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 
 
