@@ -302,6 +302,34 @@ def test_a_node_that_is_no_number_harms_those_below_it_alone(kernels: ModuleType
     assert after[2:4].isnan().all(), "who sees it must not be told a number"
 
 
+@pytest.mark.parametrize("where", ["key", "value", "both"])
+@pytest.mark.parametrize(("last", "columns"), [(40, slice(0, 32)), (66, slice(7, 8)), (130, slice(31, 32))])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_either_half_of_a_node_may_be_no_number(where: str, last: int, columns: slice, split: bool) -> None:
+    """In one column or all, in a tile or across two: the same for the key, the value and both; a lone query may stand
+    beside them, and one that is NaN itself is told so.
+    """
+    dtype = WHERE[attention_triton][1]
+    lengths = [(1, 66), (4, last), (1, 70), (2, 30)]
+    batch = make_batch(lengths, n_kv=2, group=3, d_head=32, dtype=dtype, tree_words=1)
+    tree = [[0b1], [0b0001], [0b0011], [0b0101], [0b1101], [0b1], [0b01], [0b11]]
+    batch = replace(batch, tree_mask=torch.tensor(tree, dtype=torch.int32))
+    launch = SPLIT if split else None
+    before = run(attention_triton, batch, 0.2, launch=launch).clone()
+    assert_close(attention_triton, before, naive(batch, 0.2))
+    for request, position in ((1, last - 2), (2, 69)):
+        page = int(batch.page_table[request, position // PAGE])
+        for name, cache in (("key", batch.k_cache), ("value", batch.v_cache)):
+            if where in (name, "both"):
+                cache[page, position % PAGE, :, columns] = math.nan
+    after = run(attention_triton, batch, 0.2, launch=launch)
+    unharmed = [0, 1, 2, 6, 7]
+    assert torch.equal(after[unharmed], before[unharmed])
+    assert after[3:5].isnan().all(), "who sees it must not be told a number"
+    told = after[5] if where != "value" else after[5, :, columns]
+    assert told.isnan().all(), "nor a lone query that is none"
+
+
 @BOTH
 def test_output_goes_where_it_is_told(kernels: ModuleType) -> None:
     device, dtype = WHERE[kernels]

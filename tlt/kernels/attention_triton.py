@@ -82,12 +82,13 @@ def take_tile(
     k_ptr, v_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
     stride_page, stride_slot, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, SPARE: tl.constexpr,
+    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, SPARE,
 ):  # fmt: skip
     """One tile of keys, taken into the running softmax (in base 2); and the pages of the next tile.
 
     Looked up a tile ahead, they let the loads of keys and values depend on no load of their own iteration: the compiler
-    then keeps several tiles in flight. SPARE: a key that is NaN harms only those who see it.
+    then keeps several tiles in flight. SPARE: a key that is NaN harms only those who see it; in a tree so does a
+    value that is. Whether to may be known when this is compiled, or only when it runs.
     """
     key_N = first_key + tl.arange(0, BLOCK_N)
     next_page_N = pages_of(page_row_ptr, first_key + BLOCK_N, high, BLOCK_N, PAGE)
@@ -101,8 +102,13 @@ def take_tile(
         k_ND = tl.load(k_ptr + offset_ND)
         v_ND = tl.load(v_ptr + offset_ND)
     if SPARE:  # its score is NaN to those who see it; to the others its value must not be, whatever its weight
-        spoilt_N = tl.max((k_ND != k_ND).to(tl.int32), 1) > 0
-        v_ND = tl.where(spoilt_N[:, None], 0.0, v_ND)
+        if TREE_WORDS > 0:  # the key takes over the value's NaN: element by element, no thread asks another
+            spoilt_ND = v_ND != v_ND
+            k_ND = tl.where(spoilt_ND, v_ND, k_ND)
+            v_ND = tl.where(spoilt_ND, 0.0, v_ND)
+        else:
+            spoilt_N = tl.max((k_ND != k_ND).to(tl.int32), 1) > 0
+            v_ND = tl.where(spoilt_N[:, None], 0.0, v_ND)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
     if MASKED:
         if TREE_WORDS > 0:
@@ -236,12 +242,14 @@ def _attention_kernel(
             k_head_ptr, v_head_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
             stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, False, False,
         )  # fmt: skip
-    page_N = pages_of(page_row_ptr, middle, end, BLOCK_N, PAGE)
-    for first_key in tl.range(middle, end, BLOCK_N):
+    # a tree takes a tile or two: nothing to keep in flight, and more programs fit without the memory for it
+    TREE_ALONE: tl.constexpr = TREE_WORDS > 0 and WINDOW == 0
+    for first_key in tl.range(middle, end, BLOCK_N, num_stages=1 if TREE_ALONE else None):
         acc_MD, peak_M, sum_M, page_N = take_tile(
             q_MD, acc_MD, peak_M, sum_M, page_N, first_key, end,
             k_head_ptr, v_head_ptr, page_row_ptr, tree_row_ptrs, word_M, row_ok_M, query_M, position_M, first_position,
-            stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, True, TREE_WORDS > 0,
+            stride_page, stride_slot, scale_log2, D, BLOCK_D, BLOCK_N, PAGE, TREE_WORDS, WINDOW, True,
+            query_len > 1 if TREE_ALONE else TREE_WORDS > 0,  # a lone query sees all there is
         )  # fmt: skip
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
@@ -313,7 +321,7 @@ def paged_attention(
         GROUP=group, D=d_head, BLOCK_D=block_d, PAGE=page_size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         CHUNK=in_flight(launch.block_m * block_d), TREE_WORDS=0 if tree_mask_TW is None else tree_mask_TW.shape[1],
         WINDOW=sliding_window, SHARED=parts > 0, PDL=pdl, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        launch_pdl=pdl,
+        launch_pdl=pdl, maxnreg=most_registers(launch, block_d * q_THd.element_size(), tree_mask_TW is not None),
     )  # fmt: skip
     return out
 
@@ -322,6 +330,13 @@ def shares_of(context_len_R: Tensor, n_kv: int, group: int, max_query: int) -> T
     """Who reads what in the attention of all layers of one forward; None where no context is divided."""
     launch = plan_launch(len(context_len_R), n_kv, group, max_query, multiprocessors_of(context_len_R.device))
     return list_shares(context_len_R, launch) if launch.extra else None
+
+
+def most_registers(launch: Launch, row_bytes: int, trees: bool) -> int | None:
+    """Of a thread; None: the compiler's own choice. Over trees with rows of 128 bytes that lets fewer programs on the
+    chip, 159 with 2 warps and 147 with 8, though nothing spills at 128 (read off its code for an H200).
+    """
+    return 128 if trees and launch.num_warps != 4 and row_bytes == 128 else None
 
 
 def in_flight(elements: int) -> int:

@@ -29,7 +29,7 @@ class Ledger:
 
     @property
     def left(self) -> float:
-        earned = self.share * self.spent + self.loan_ticks * self.tick_s
+        earned = max(self.share * self.spent, self.loan_ticks * self.tick_s)  # what was lent is paid back
         return earned - self.lost - sum(probe.worst for probe in self.open)
 
     def close(self, shape: Shape, tick: int) -> Probe | None:
