@@ -5,7 +5,7 @@ And what trees are grown from: states are kept in their place, those of idle row
 import pytest
 import torch
 
-from tlt.kernels import pruning
+from tlt.kernels import moving, pruning
 from tlt.kernels.pruning import Pruned
 from tlt.kernels.states import Kept, keep_states
 from tlt.spec.prompt_states import PromptStates
@@ -13,6 +13,7 @@ from tlt.spec.shape import Draft, merge, share_out
 from tlt.spec.tree import Trees, own_bits
 
 pruning_triton = pytest.importorskip("tlt.kernels.pruning_triton")
+moving_triton = pytest.importorskip("tlt.kernels.moving_triton")
 states_triton = pytest.importorskip("tlt.kernels.states_triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -213,6 +214,31 @@ def test_a_node_whose_parent_is_gone_hangs_on_nothing() -> None:
     trees = pruned(pruning.prune, (token, parent, score), torch.tensor([True]), 4, 3, 4)
     kept = trees.parent_RQ[0, 1:] >= 0
     assert all(trees.depth_RQ[0, 1:][kept] == 1), "only true children of the root hang on it"
+
+
+@pytest.mark.parametrize("pairs", [[(7, 0)], [(7, 2), (6, 5), (4, 1)], [(5, 5)]])
+def test_rows_move_with_all_they_hold(pairs: list[tuple[int, int]]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        torch.randn((8, 3, 5000), generator=generator).bfloat16(),
+        torch.randint(100, (8, 7), generator=generator),
+        torch.randint(100, (8,), generator=generator),
+        torch.randint(2, (8,), generator=generator).bool(),
+        torch.randn((8, 2, 3), generator=generator).bfloat16(),  # 12 bytes
+        torch.randint(100, (8, 3), generator=generator, dtype=torch.int16),
+    ]
+    source, target = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    expected = [x.clone() for x in rows]
+    for x, before in zip(expected, rows, strict=True):
+        for come_from, to in pairs:
+            x[to] = before[come_from]
+    for move_rows, device in ((moving.move_rows, "cpu"), (moving_triton.move_rows, DEVICE)):
+        found = [x.to(device, copy=True) for x in rows]
+        move_rows(found, source.to(device), target.to(device))
+        for x, wanted in zip(found, expected, strict=True):
+            assert torch.equal(x.cpu(), wanted)
+    with pytest.raises(ValueError, match="strides"):
+        moving_triton.move_rows([rows[0].transpose(1, 2)], source, target)
 
 
 def test_prompt_states_hold_no_more_than_they_count() -> None:

@@ -574,6 +574,28 @@ def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
     assert policy.report().explored_s > 0
 
 
+def test_shapes_that_ran_at_a_batch_size_are_preferred_there() -> None:
+    """A little more is not worth capturing another shape's graphs for."""
+    short, long = learned(2, 1, 3), learned(4, 1, 5)
+
+    def better(first: float) -> float:
+        return world(first).rate(long, 16) / world(first).rate(short, 16)
+
+    equal = next(first for first in (0.3 + 0.005 * step for step in range(140)) if better(first) > 1.01)
+    used = {}
+    for unused in (0.0, 0.02):
+        here, policy = world(equal - 0.15, noise=0.0), Tuner([short, long], costs(), TunerSettings(unused=unused))
+        steady(policy, here, 16, 300)
+        assert here.ticks[short] > 200 > here.ticks[long] == 0
+        here.curves[LEARNED] = Curve(equal)
+        steady(policy, here, 16, 1500)
+        used[unused] = here.ticks[long]
+        here.curves[LEARNED] = Curve(0.95)
+        steady(policy, here, 16, 600)
+        assert here.ticks[long] > used[unused] + 300, "for much more it is"
+    assert used[0.0] > 500 > used[0.02] == 0
+
+
 def test_acceptance_that_drifts_is_followed() -> None:
     """From very good to useless in 3,000 verifies per request: ≤ 3 % lost against the best shape of every moment."""
     here, policy, lost = world(0.85), tuner(), 0.0
@@ -583,7 +605,7 @@ def test_acceptance_that_drifts_is_followed() -> None:
         lost += steady(policy, here, 16, 150, lambda: best_rate(here, 16)) * (here.seconds - started)
     print(f"regret under drift: {lost / here.seconds:.2%}")
     assert lost / here.seconds <= 0.03
-    assert not here.alarms
+    assert len(here.alarms) <= 1  # in the end less than half of what a shape used to give is left
 
 
 @pytest.mark.parametrize(("first", "batch"), [(0.8, 1), (0.8, 16), (0.5, 1), (0.5, 32)])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.kernels import moving
 from tlt.kernels import states as torch_states
 from tlt.kernels.states import Kept
 from tlt.model.device import upload
@@ -197,16 +198,14 @@ class LearnedDrafting:
         origin: dict[int, int] = {}
         for source, target in moves:
             origin[target] = origin.get(source, source)
-        device = self._row.device
-        both = _send([np.array(list(origin)), np.array(list(origin.values()))], device)
+        target_E, source_E = _send([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
         ring = self._soil.ring
         rows: list[Tensor] = [self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R]
         rows += [ring.k_RKWd, ring.v_RKWd, ring.position_RW, self._soil.g_RD]
-        if self._planted is not None:
-            trees = self._staged().trees(self._planted.shape.verify)
-            rows += trees.parts
-        for state in rows:
-            state[both[0]] = state[both[1]]
+        if self._planted is not None and self._planted.tick == self._ticks:
+            rows += self._staged().trees(self._planted.shape.verify).parts
+        apart = origin.keys().isdisjoint(origin.values())
+        _mover(self._row.device, apart).move_rows(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
@@ -235,10 +234,9 @@ class LearnedDrafting:
         self._taken_R[row_E] = held_E
         self._ready_R[row_E] = False
         self._soil.ring.forget(row_E)
-        if self._planted is not None:
+        if self._planted is not None and self._planted.tick == self._ticks:
             self._staged().trees(self._planted.shape.verify).clear(row_E)
-            if self._planted.tick == self._ticks:
-                self._entered += [entry.row for entry in entered]
+            self._entered += [entry.row for entry in entered]
 
     # ---- growing
 
@@ -394,6 +392,15 @@ def _kernels_for(device: torch.device) -> Any:
     from tlt.kernels import states_triton
 
     return states_triton
+
+
+def _mover(device: torch.device, apart: bool) -> Any:
+    """The module that moves rows; `apart`: none is read and written at once, as its fast one asks."""
+    if device.type != "cuda" or not apart:
+        return moving
+    from tlt.kernels import moving_triton
+
+    return moving_triton
 
 
 def _send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -62,6 +62,7 @@ class TunerSettings:
     margin: float = 0.01  # a shape must promise this much more than the one in use …
     doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
     cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there
+    unused: float = 0.02  # a shape that never ran at this batch size counts less: its graphs are yet to be captured
     least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
     settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
     review_ticks: int = 128  # between two looks at a batch size; the first come sooner
@@ -191,6 +192,7 @@ class Tuner:
         self._stands: dict[int, _Stand] = {}
         self._ledger = Ledger(self._settings.exploration)
         self._tally = _Tally()
+        self._ran: set[tuple[Shape, int]] = set()  # shapes, and the batch sizes they ever ran at
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
@@ -220,7 +222,10 @@ class Tuner:
             self._costs.caught_up(size, outcome.behind, outcome.caught_up_s)
         self._ticks += 1
         self._book(outcome, size, seconds)
-        if outcome.shape.off or not outcome.walks:
+        if outcome.shape.off:
+            return ()
+        self._ran.add((outcome.shape, size))
+        if not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
         return self._sound(outcome)
@@ -285,9 +290,10 @@ class Tuner:
         used = stand.shape if stand.shape in known else OFF
         if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
             used = OFF
-        best = max(known, key=known.__getitem__)
+        worth = {shape: rate * self._ready(shape, used, size) for shape, rate in known.items()}
+        best = max(worth, key=worth.__getitem__)
         settled = self._ticks - stand.since >= self._settings.settle_ticks
-        if best != used and settled and known[best] > known[used] * (1.0 + self._margin(used, best, size)):
+        if best != used and settled and worth[best] > known[used] * (1.0 + self._margin(used, best, size)):
             used = best
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
@@ -295,6 +301,9 @@ class Tuner:
             stand.plain = stand.checks = 0
             stand.check = self._ticks + self._check_pause(stand)
         stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
+
+    def _ready(self, shape: Shape, used: Shape, size: int) -> float:
+        return 1.0 if used.off or shape.off or (shape, size) in self._ran else 1.0 - self._settings.unused
 
     def _margin(self, used: Shape, best: Shape, size: int) -> float:
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
