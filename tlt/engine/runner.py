@@ -172,10 +172,12 @@ class Runner:
     def time(self, key: Hashable, work: Callable[[], object]) -> float:
         if self._pool is not None:
             self._captured(key, work)
-            return self._pool.seconds(key)
         live = self._rows.set_count(0)
-        work()
-        seconds = min(_seconds_of(work) for _ in range(_TIMED_RUNS))  # a machine busy with something else says too much
+        if self._pool is not None:
+            seconds = self._pool.seconds(key)
+        else:
+            work()
+            seconds = min(_seconds_of(work) for _ in range(_TIMED_RUNS))  # a busy machine says too much
         self._rows.set_count(live)
         return seconds
 
