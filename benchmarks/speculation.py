@@ -557,7 +557,9 @@ def score(options: argparse.Namespace, config: RunConfig) -> None:
 
 
 def _tree(word: str) -> Shape:
-    return Shape(("eagle",), *map(int, word.replace("x", " ").replace("/", " ").split()))
+    size, _, share = word.partition("~")
+    depth, width, verify = map(int, size.replace("x", " ").replace("/", " ").split())
+    return Shape(("eagle",), depth, width, verify, float(share or 0))
 
 
 # ---- the command line

@@ -376,7 +376,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
     )
     launch = Runner.launch
 
-    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, **how: Any) -> Pending:
+    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> Pending:
         nonlocal back
         if plan.nodes > 1:
             proposed = engine._speculation._proposed[-1]
@@ -385,7 +385,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
             back += sum(
                 plan.stays[entry.row].progress.preemptions > 0 and not trees[entry.row] for entry in plan.entries
             )
-        return launch(runner, plan, drafts, **how)
+        return launch(runner, plan, drafts, *how)
 
     monkeypatch.setattr(Runner, "launch", look)
     engine.submit(

@@ -596,6 +596,25 @@ def test_shapes_that_ran_at_a_batch_size_are_preferred_there() -> None:
     assert used[0.0] > 500 > used[0.02] == 0
 
 
+def test_what_is_known_of_deep_drafts_outlasts_ticks_that_say_nothing_of_them() -> None:
+    """Where requests share, deeper drafts are verified only if much is expected of them: that teaches nothing."""
+    chain, shared = learned(3, 1, 4), Shape((LEARNED,), 3, 1, 4, 2.0)
+    found = Acceptance([chain, shared], horizon=1000.0)
+    dice = random.Random(1)
+    for _ in range(200):
+        hits = [dice.random() < chance for chance in (0.6, 0.9, 0.9)]
+        ranks = next((deep for deep, hit in enumerate(hits) if not hit), 3)
+        found.see(chain, [Walked(ranks, (Track((1,) * ranks, 0 if ranks == 3 else 1),))])
+    found.refresh()
+    before = found.length(chain)
+    for _ in range(300):
+        walks = [Walked(1, (Track((1, 1)),)) if dice.random() < 0.6 else Walked(0, (Track((), 1),)) for _ in range(32)]
+        found.see(shared, walks)
+    found.refresh()
+    assert found.length(chain) == pytest.approx(before, rel=0.08)
+    assert found.by_depth(LEARNED)[0] == pytest.approx(0.6, abs=0.05)
+
+
 def test_acceptance_that_drifts_is_followed() -> None:
     """From very good to useless in 3,000 verifies per request: ≤ 3 % lost against the best shape of every moment."""
     here, policy, lost = world(0.85), tuner(), 0.0

@@ -1,6 +1,7 @@
 """An engine as a configuration asks for it: the policy, and who speculates."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -83,6 +84,8 @@ def chooser_of(
     spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False, on_gpu: bool = False
 ) -> TunerPolicy:
     """`measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`."""
+    if not on_gpu:  # attention over trees of unequal size costs a CPU more than it saves
+        spec = replace(spec, shares=())
     shapes = shapes_of(spec, exact=exact)
     if spec.chooser == "fixed":
         return Fixed(max(shapes, key=lambda shape: (shape.depth, -shape.verify)))

@@ -217,7 +217,7 @@ class Engine:
         self._runner.prepare(plan)
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
         steps = min(max(shape.depth, self._speculation.deepest) + 1, shape.verify)
-        pending = self._runner.launch(plan, drafts, steps=steps, share=shape.share)
+        pending = self._runner.launch(plan, drafts, shape, steps)
         self._ticks += 1
         self._following = self._speculation.foresee(len(keys))
         self._speculation.prepare(keys, self._following)

@@ -25,7 +25,7 @@ from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.drafter import Entered, Keeper, NoKeeper, RowView
-from tlt.spec.shape import MOST_NODES, Draft, tokens_of
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, tokens_of
 from tlt.spec.tree import Trees
 
 _TIMED_RUNS = 5  # of each captured size
@@ -127,11 +127,11 @@ class Runner:
             self._keeper.rearrange(plan.moves, entered)
 
     @torch.no_grad()
-    def launch(self, plan: Plan, drafts: Sequence[Draft] | None = None, steps: int = 1, share: float = 0.0) -> Pending:
+    def launch(self, plan: Plan, drafts: Sequence[Draft] | None = None, shape: Shape = OFF, steps: int = 1) -> Pending:
         """Starts the tick that was prepared; returns before the device has done it.
 
-        Where the plan has trees, `drafts` holds one per stay (None: they lie in `trees` already), and a walk emits at
-        most `steps` tokens. `share`: so many nodes a row, on average, are all that is computed; 0: the plan's, of each.
+        Where the plan has trees, they are of this shape; `drafts` holds one per stay (None: they lie in `trees`
+        already), and there is room for walks of `steps` tokens.
         """
         count = len(plan.stays)
         if not count:
@@ -141,8 +141,8 @@ class Runner:
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
-            result = self._verify(plan, steps, share)
-        self._keeper.computed(steps, min(share or steps, steps))
+            result = self._verify(plan, steps, shape.share)
+        self._keeper.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
 

@@ -5,6 +5,7 @@ come before children; a node's score never exceeds its parent's, and a small cos
 A score that is no number is the worst.
 Each row may keep as many as its tree has room for; where rows share a budget, only those that are likelier than the
 first node, of all rows' nodes by likelihood, that it has no room for: so a tree is as large as its row is predictable.
+Of equals, and many rows may be quite sure, those of the first rows are taken for likelier.
 """
 # R rows, L nodes grown, k nodes kept, Q nodes of a tree (the root is 0), W mask words of 32 bits
 
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEVEL_COST = 1e-4  # taken off a score per level when nodes are compared
+LEVEL_COST = 1e-4  # taken off a score per level when nodes are compared …
+ROWS_TO_COST = 1e8  # … and per row, where rows are: together less than a level
 WORD = 32
 
 
@@ -49,7 +51,9 @@ def prune(
     node_Rk = order_RL[:, :kept].sort(dim=1).values
     stays_Rk = ready_R[:, None].expand(rows, kept)
     if budget is not None:
-        unlikely_RL = score_RL.neg().clamp(min=0.0).masked_fill(~ready_R[:, None], torch.inf)
+        row_R1 = torch.arange(rows, device=ready_R.device, dtype=score_RL.dtype)[:, None]
+        unlikely_RL = score_RL.neg().clamp(min=0.0) + row_R1 / ROWS_TO_COST
+        unlikely_RL = unlikely_RL.masked_fill(~ready_R[:, None], torch.inf)
         stays_Rk = stays_Rk & (unlikely_RL.gather(1, node_Rk) < _cut(unlikely_RL, budget))
         node_Rk, stays_Rk = _stayers_first(node_Rk, stays_Rk)
     place_RL = node_Rk.new_full((rows, grown), -1)  # whose parent is gone, as it may if scores rise, hangs on nothing
@@ -66,7 +70,7 @@ def prune(
 
 
 def _cut(unlikely_RL: Tensor, budget: int) -> Tensor | float:
-    """Of the likeliest node that the budget has no room for; equals go with it."""
+    """Of the likeliest node that the budget has no room for."""
     if unlikely_RL.numel() <= budget:
         return torch.inf
     return unlikely_RL.flatten().sort().values[budget]

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.kernels.pruning import LEVEL_COST, WORD, Pruned
+from tlt.kernels.pruning import LEVEL_COST, ROWS_TO_COST, WORD, Pruned
 
-_LEVEL_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(WORD)
+_LEVEL_COST, _ROWS_TO_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(ROWS_TO_COST), tl.constexpr(WORD)
 
 
 @triton.jit
@@ -17,6 +17,11 @@ def _score(score_ptr, at, node, there, WIDTH: tl.constexpr):
     """As nodes are compared; of nodes that are not there, and where there is no number, the worst."""
     score = tl.load(score_ptr + at, mask=there, other=float("-inf")) - _LEVEL_COST * (node // WIDTH)
     return tl.where(score == score, score, float("-inf"))
+
+
+@triton.jit
+def _unlikely(score, row):
+    return tl.maximum(-score, 0.0) + row.to(tl.float32) / _ROWS_TO_COST
 
 
 @triton.jit
@@ -30,7 +35,7 @@ def _cut_kernel(
     row, node = index // grown, index % grown
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
     score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, WIDTH)
-    bits = tl.maximum(-score, 0.0).to(tl.int32, bitcast=True)
+    bits = _unlikely(score, row).to(tl.int32, bitcast=True)
     low = tl.program_id(0) * 0
     high = low + 0x7F800000  # infinity's
     for _ in tl.range(31):
@@ -58,7 +63,7 @@ def _prune_kernel(
     before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
     stays = real & (tl.sum(before.to(tl.int32), axis=1) < kept)
     if cut_ptr is not None:
-        stays = stays & (tl.maximum(-score, 0.0) < tl.load(cut_ptr))
+        stays = stays & (_unlikely(score, row) < tl.load(cut_ptr))
     place = tl.cumsum(stays.to(tl.int32), axis=0)  # in the tree; the root is 0
     place = tl.where(stays, place, -1)
     token = tl.load(token_ptr + row * stride_grown + node, mask=real, other=0)

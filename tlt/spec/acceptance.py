@@ -1,7 +1,8 @@
 """What the policy will accept: survival per depth and rank of each drafter, and a shape's accept length from it.
 
 What always holds: the estimates come from what policies really walked, newer verifies counting more; a verify speaks
-for all shorter depths and narrower widths too. Knows nothing of costs, tensors or the choice of a shape.
+for all shorter depths and narrower widths too, one of requests that shared for depth 1 alone. Knows nothing of costs,
+tensors or the choice of a shape.
 
 The rule of the tree. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a
 node is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and
@@ -88,11 +89,16 @@ class Survival:
         """Verifies it rests on; those of long ago count for little."""
         return (sum(self._hits[0]) + sum(self._misses[0])) / self._weight
 
-    def see(self, tracks: Iterable[Track]) -> None:
+    def see(self, tracks: Iterable[Track], shallow: bool = False) -> None:
+        """`shallow`: they speak of depth 1 alone, and what is known of the others keeps its worth."""
+        before = self._weight
         for seen in tracks:
             self._weight *= self._growth
             self.fresh += 1
-            self._add(seen)
+            self._add(_first_only(seen) if shallow else seen)
+        if shallow:
+            for row in (*self._hits[1:], *self._misses[1:]):
+                row[:] = [value * self._weight / before for value in row]
         if self._weight > 1e12:
             self._scale(1.0 / self._weight)
             self._weight = 1.0
@@ -155,10 +161,6 @@ class Survival:
     def _scale(self, factor: float) -> None:
         for row in (*self._hits, *self._misses):
             row[:] = [value * factor for value in row]
-
-
-def _all(seen: Track) -> Track:
-    return seen
 
 
 def _first_only(seen: Track) -> Track:
@@ -230,11 +232,11 @@ class Acceptance:
         stride = max(1, -(-len(looked) // _SAMPLE))
         sample = looked[self._sampled % stride :: stride]
         self._sampled += 1
-        told = _first_only if shape.share else _all  # deeper, only those were verified of which much was expected
+        shallow = shape.share > 0  # deeper, only those were verified of which much was expected
         for index, drafter in enumerate(shape.drafters):
-            self._survival[(drafter,)].see([told(walked.tracks[index]) for walked in sample])
+            self._survival[(drafter,)].see((walked.tracks[index] for walked in sample), shallow)
         if len(shape.drafters) > 1:
-            self._survival[shape.drafters].see(told(together(walked.tracks)) for walked in sample)
+            self._survival[shape.drafters].see((together(walked.tracks) for walked in sample), shallow)
         if self.known(shape.drafters) > _SETTLED:
             self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
 

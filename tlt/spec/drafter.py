@@ -111,7 +111,7 @@ class Keeper(Protocol):
         """Rows moved one after the other (from, to), then requests entered."""
 
     def computed(self, steps: int, each: float) -> None:
-        """A tick was launched in which a row is given at most so many tokens, and all rows on average."""
+        """A tick was launched that gives a row at most `steps` tokens, and all of them at most `each` on average."""
 
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """What its own work costs for so many rows."""

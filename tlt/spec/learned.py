@@ -32,7 +32,7 @@ from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
 
 _TAKEN_IN = (3, 5, 9, 17, 64)  # positions of a row taken in by one pass: the fewest that suffice …
-_ROOM = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # … and, where rows have fewer on average, room for so many of each
+_ROOM = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)  # … and, where rows have fewer on average, room for so many of each
 _Part = tuple[Hashable, Callable[[], None]]
 
 
@@ -339,7 +339,7 @@ class LearnedDrafting:
 
     def _extend(self, rows: int, most: int, tokens: int) -> None:
         """Runs the drafter over the next positions that have become certain, at most so many of each row, and of all
-        rows: where there are more, as is possible where rows have just left, a row's drafts are of no use once."""
+        rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
         view, row_R = self._rows, self._row[:rows]
         position_R, live_R = view.position_R[:rows], row_R < view.count
         first_R = torch.maximum(self._taken_R[:rows], position_R - self._window)
@@ -351,7 +351,8 @@ class LearnedDrafting:
         g_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
         soil.g_RD.copy_(torch.where(new_R[:, None], g_RD, soil.g_RD))
         self._taken_R[:rows] = torch.where(new_R, first_R + new.count_R, self._taken_R[:rows])
-        self._ready_R[:rows] |= new_R
+        left_behind_R = live_R & (self._taken_R[:rows] < position_R)
+        self._ready_R[:rows] = (self._ready_R[:rows] | new_R) & ~left_behind_R
 
     # ---- what it costs
 

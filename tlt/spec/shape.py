@@ -26,6 +26,11 @@ class Shape:
         """Nodes that the policy checks in a tick of so many requests."""
         return tokens_of(requests, self.verify, self.share)
 
+    @property
+    def most_tokens(self) -> float:
+        """That a request is given in a tick, on average over all of them, if everything is accepted."""
+        return min(self.depth + 1.0, self.share) if self.share else self.depth + 1.0
+
     def __str__(self) -> str:
         """`suffix 4x2/9`: who, depth × width, nodes verified; `eagle 3x1/4~1.5`: on average 1.5 of at most 4."""
         if self.off:

@@ -119,7 +119,7 @@ def candidates(
 ) -> tuple[Shape, ...]:
     """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
 
-    Where the requests of one drafter share what is verified, a tree may hold all that was grown, and on average holds
+    Where the requests of one drafter share what is verified, a tree can hold all that is grown, and on average holds
     clearly less, but no small part; and the third guess of a token is none of the likeliest.
     """
     found, most = {OFF}, max(verifies := tuple(verifies), default=1)
@@ -129,10 +129,9 @@ def candidates(
         if names and width >= 1:
             fitting = [verify for verify in verifies if depth < verify <= _FILLED * room]
             found.update(Shape(names, depth, width, verify) for verify in fitting)
-        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and depth < most:
-            verify = min(room, most)
-            sensible = [share for share in shares if _LEAST_SHARE * verify <= share <= _MOST_SHARE * verify]
-            found.update(Shape(names, depth, width, verify, float(share)) for share in sensible)
+        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and room <= most:
+            sensible = [share for share in shares if _LEAST_SHARE * room <= share <= _MOST_SHARE * room]
+            found.update(Shape(names, depth, width, room, float(share)) for share in sensible)
     return tuple(sorted(found))
 
 
@@ -345,7 +344,7 @@ class Tuner:
             mine = [
                 shape
                 for shape in rates
-                if shape.drafters == drafters and (shape.depth + 1) / seconds[shape] > stand.rate
+                if shape.drafters == drafters and shape.most_tokens / seconds[shape] > stand.rate
             ]  # others could not pay if everything were accepted
             if not mine or drafters == stand.shape.drafters:
                 continue
