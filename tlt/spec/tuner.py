@@ -289,10 +289,11 @@ class Tuner:
         used = stand.shape if stand.shape in known else OFF
         if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
             used = OFF
-        worth = {shape: rate * self._ready(shape, used, size) for shape, rate in known.items()}
+        worth = {shape: rate * self._readiness(shape, size) for shape, rate in known.items()}
         best = max(worth, key=worth.__getitem__)
         settled = self._ticks - stand.since >= self._settings.settle_ticks
-        if best != used and settled and worth[best] > known[used] * (1.0 + self._margin(used, best, size)):
+        promised = known[best] if used.off else worth[best]
+        if best != used and settled and promised > known[used] * (1.0 + self._margin(used, best, size)):
             used = best
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
@@ -301,8 +302,8 @@ class Tuner:
             stand.check = self._ticks + self._check_pause(stand)
         stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
 
-    def _ready(self, shape: Shape, used: Shape, size: int) -> float:
-        return 1.0 if used.off or shape.off or (shape, size) in self._ran else 1.0 - self._settings.unused
+    def _readiness(self, shape: Shape, size: int) -> float:
+        return 1.0 if shape.off or (shape, size) in self._ran else 1.0 - self._settings.unused
 
     def _margin(self, used: Shape, best: Shape, size: int) -> float:
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
