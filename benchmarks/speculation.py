@@ -206,7 +206,8 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
 def write_all(stage: Recording, setting: Setting, results: Results) -> list[Written]:
     """The rollouts in order of importance, each variant once to warm up and then for good, while the budget lasts.
 
-    The warm tuner writes rollouts as training does, one after the other, until it asks for no new graphs.
+    The warm tuner writes rollouts as training does, one after the other, until it asks for no new graphs, or until the
+    budget is spent: then what it spent on them is in its time, and in the record beside it.
     """
     options = setting.options
     fixed = [Variant(str(shape), shape) for shape in _fixed(setting)]
@@ -223,9 +224,12 @@ def write_all(stage: Recording, setting: Setting, results: Results) -> list[Writ
             warmed.add(variant.name)
         done = stage.write(variant)
         while variant.name == WARM and done.capture_s > _CAPTURED * done.seconds and len(runs) < _MOST_RUNS:
+            if time.perf_counter() - started > options.budget:
+                break
             runs.append(
                 {"variant": f"{WARM}, still capturing", "makespan_s": done.seconds, "capture_s": done.capture_s}
             )
+            print(f"{WARM}: {done.seconds:.2f} s, {done.capture_s:.2f} s of it capturing: once more", flush=True)
             done = stage.write(variant)
         written.append(done)
         runs.append({"variant": variant.name, "makespan_s": done.seconds, "capture_s": done.capture_s})
