@@ -12,6 +12,7 @@ from tlt.errors import ConfigError, ModelError
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.tuner import Tuner
 from tlt.tasks.choose import task_of
 from tlt.types import Key, SamplingParams
 
@@ -57,6 +58,19 @@ def test_a_drafter_that_is_not_there_is_an_error() -> None:
     config = RunConfig(spec=SpecSettings(drafter="eagle", path="nosuch"))
     with pytest.raises(ModelError, match="nosuch"):
         build_engine(open_policy(config.model), config)
+
+
+def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> None:
+    spec = SpecSettings(drafter="both", path="x")
+    shared = {shape for shape in shapes_of(spec) if shape.share}
+    assert {shape.drafters for shape in shared} == {("eagle",), ("suffix",)}
+    assert not any(shape.share for shape in shapes_of(spec, exact=True))
+    for chooser in ("beg-mab", "fixed"):
+        assert not any(shape.share for shape in shapes_of(replace(spec, chooser=chooser)))
+    for on_gpu in (True, False):
+        tuner = chooser_of(spec, 8, on_gpu=on_gpu)
+        assert isinstance(tuner, Tuner)
+        assert shared & set(tuner._shapes) == (shared if on_gpu else set())
 
 
 def test_settings_that_allow_no_tree_are_refused() -> None:

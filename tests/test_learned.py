@@ -245,6 +245,31 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
     assert found[0][2] > 10
 
 
+def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts would follow from an older token: they cost what the others share, and never come true."""
+    batch = requests(10, group=2, seed=3, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
+    taking_in, grow, left = LearnedDrafting._taking_in, LearnedDrafting._grow, 0
+
+    def half(learned: LearnedDrafting, rows: int, most: int, tokens: int) -> Any:
+        return taking_in(learned, rows, most, max(1, tokens // 4))
+
+    def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
+        nonlocal left
+        grown = grow(learned, keys, shape)
+        behind = learned._taken_R[: len(keys)] < learned._rows.position_R[: len(keys)]
+        assert not (learned._ready_R[: len(keys)] & behind).any()
+        assert [not grown.draft(key).tokens for key in keys] == (~learned._ready_R[: len(keys)]).tolist()
+        left += int(behind.sum())
+        return grown
+
+    monkeypatch.setattr(LearnedDrafting, "_taking_in", half)
+    monkeypatch.setattr(LearnedDrafting, "_grow", look)
+    engine = engine_with(drafting(), lambda running: replace(shape_of(4, 2, 8), share=2.0), rows=10)
+    engine.submit(batch)
+    assert tokens_of({one.key: one for one in engine.drain()}) == plain(batch)
+    assert left > 20, "there was room for all: this shows nothing"
+
+
 def test_the_policy_is_not_touched() -> None:
     before = [parameter.clone() for parameter in MODEL.parameters()]
     engine = engine_with(drafting(), lambda batch: shape_of(3, 2, 6) if batch else Shape(), rows=4)

@@ -17,6 +17,7 @@ from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_n
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, LOOKUP, POLICY, CostTable, Measured, TickCosts, never_falling
+from tlt.spec.ledger import Ledger
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.tuner import Outcome, Tuner, TunerPolicy, TunerSettings, candidates
 
@@ -572,6 +573,48 @@ def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
     policy.observe(Outcome(shape, 8, [Walked(0, ())] * 8, tick_s(shape, 8)))
     assert policy.report().explored_ticks == 1
     assert policy.report().explored_s > 0
+
+
+def test_what_was_lent_is_paid_back_before_more_is_tried() -> None:
+    ledger = Ledger(0.01, loan_ticks=2.0, tick_s=1.0)
+    assert ledger.left == 2.0
+    ledger.lost, ledger.spent = 2.0, 150.0
+    assert ledger.left == 0.0
+    ledger.spent = 300.0
+    assert ledger.left == pytest.approx(1.0)
+
+
+def test_requests_share_the_trees_of_one_drafter_that_hold_all_that_grows() -> None:
+    found = candidates([("a",), ("a", "b")], (1, 3), (1, 2, 4), (2, 4, 8), shares=(1.5, 2.0, 6.0))
+    shared = {str(shape) for shape in found if shape.share}
+    assert shared == {"a 1x1/2~1.5", "a 1x2/3~1.5", "a 1x2/3~2", "a 3x1/4~1.5", "a 3x1/4~2", "a 3x2/7~2"}
+    assert not [shape for shape in candidates([("a",)], (7,), (2,), (2, 8), (2.0,)) if shape.share], "15 nodes in 8"
+
+
+def test_what_requests_share_is_what_a_tick_costs_and_may_give() -> None:
+    shared, alone = Shape((LEARNED,), 3, 1, 4, 1.5), learned(3, 1, 4)
+    assert [shared.tokens(n) for n in (1, 3, 64)] == [2, 5, 96]
+    assert (shared.most_tokens, alone.most_tokens, OFF.most_tokens) == (1.5, 4.0, 1.0)
+    known, found = table(), costs()
+    difference = (found.seconds(alone, 64) or 0.0) - (found.seconds(shared, 64) or 0.0)
+    tokens = (known.estimate(POLICY, pad(256)) or 0.0) - (known.estimate(POLICY, pad(96)) or 0.0)
+    taken_in = (known.estimate(EXTEND, pad(256)) or 0.0) - (known.estimate(EXTEND, pad(96)) or 0.0)
+    assert difference == pytest.approx(tokens + taken_in)
+
+
+def test_sharing_is_foreseen_between_choosing_blindly_and_knowing() -> None:
+    """And what it really gave counts more and more."""
+    chain, shared = learned(3, 1, 4), Shape((LEARNED,), 3, 1, 4, 2.0)
+    found = Acceptance([chain, shared], horizon=1000.0)
+    for number in range(400):
+        ranks = (1,) * (number % 4)  # half of what gets to a depth, about, goes on
+        found.see(chain, [Walked(len(ranks), (Track(ranks, 0 if len(ranks) == 3 else 1),))])
+    found.refresh()
+    first = found.by_depth(LEARNED)[0]
+    assert 1.0 + first < found.length(shared) < min(2.0, found.length(chain))
+    for _ in range(200):
+        found.see(shared, [Walked(1, (Track((1,)),))] * 32)
+    assert found.length(shared) > 1.9
 
 
 def test_shapes_that_ran_at_a_batch_size_are_preferred_there() -> None:
