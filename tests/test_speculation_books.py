@@ -292,6 +292,22 @@ def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.Monkey
     assert len(found) == engine.report().speculation.verifies  # type: ignore[union-attr]
 
 
+def test_drafts_of_the_host_are_shared_out_among_requests() -> None:
+    """The likeliest of all: here the second request repeats itself, the third has nothing to go by."""
+    drafting, shape = SuffixDrafting(1000), Shape(("suffix",), 4, 1, 5, 2.0)
+    speculation = Speculating([drafting], Fixed(shape))
+    answers = [[5, 6, 7, 5, 9, 7, 5], [3, 4] * 8, [1]]
+    keys = [Key(0, number) for number in range(3)]
+    for key in keys:
+        speculation.begin(key, f"p{key.request}", (30, 31), SamplingParams(max_tokens=50))
+    drafts = speculation.propose(keys, answers, shape)
+    assert drafts is not None
+    whole = [len(speculation._proposed[-1].of(row)[0]) for row in range(3)]
+    assert sum(whole) > 3 == sum(map(len, drafts)), "two tokens for each of three, the newest ones included"
+    assert len(drafts[1]) > len(drafts[0])
+    assert not drafts[2]
+
+
 # ---- alarms
 
 
