@@ -16,10 +16,11 @@ from tests.tuning import LEARNED, MODEL_FREE, Curve, Fixed, World, costs, pad, p
 from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_nodes, together, track
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
+from tlt.spec.choices import candidates
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, LOOKUP, POLICY, CostTable, Measured, TickCosts, never_falling
 from tlt.spec.ledger import Ledger
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.tuner import Outcome, Tuner, TunerPolicy, TunerSettings, candidates
+from tlt.spec.tuner import Outcome, Tuner, TunerPolicy, TunerSettings
 
 SETS = [(LEARNED,), (MODEL_FREE,), (LEARNED, MODEL_FREE)]
 SHAPES = candidates(SETS, depths=(1, 2, 4, 8), widths=(1, 4), verifies=(2, 3, 5, 9, 16, 32))
@@ -573,6 +574,23 @@ def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
     policy.observe(Outcome(shape, 8, [Walked(0, ())] * 8, tick_s(shape, 8)))
     assert policy.report().explored_ticks == 1
     assert policy.report().explored_s > 0
+
+
+def test_graphs_are_part_of_what_a_further_try_costs() -> None:
+    """Of useless drafters, over batch sizes that all have graphs of their own: each is tried once, come what may, and
+    again only where its graphs are there, or when their capture has been earned."""
+    policy, ran, once_s, spent_s = tuner(), set[tuple[Shape, int]](), 0.0, 0.0
+    for _ in range(12):
+        for batch in range(96, 0, -1):
+            for _ in range(3):
+                shape = policy.choose(batch)
+                captured_s = 0.2 if not shape.off and (shape, pad(batch)) not in ran else 0.0
+                ran.add((shape, pad(batch)))
+                walks = [Walked(0, (Track((), shape.width),) * len(shape.drafters))] * batch if not shape.off else []
+                policy.observe(Outcome(shape, batch, walks, tick_s(shape, batch), once_s=captured_s))
+                once_s, spent_s = once_s + captured_s, spent_s + tick_s(shape, batch)
+    assert policy.report().explored_ticks > 5
+    assert once_s <= 0.2 * 4 + 0.005 * spent_s
 
 
 def test_what_was_lent_is_paid_back_before_more_is_tried() -> None:

@@ -14,6 +14,7 @@ from tlt.engine.runner import Features
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
+from tlt.spec.choices import candidates
 from tlt.spec.costs import CostTable, Measured, TickCosts
 from tlt.spec.drafter import Drafter, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -22,7 +23,7 @@ from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
-from tlt.spec.tuner import Tuner, TunerPolicy, candidates
+from tlt.spec.tuner import Tuner, TunerPolicy
 
 NEW = "new"  # spec.path of a drafter that starts from nothing
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many

@@ -9,7 +9,6 @@ Deterministic: the same outcomes give the same choices. Knows nothing of tensors
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import inf, sqrt
 from typing import Protocol
 
@@ -110,34 +109,6 @@ class TunerReport:
         )
 
 
-def candidates(
-    drafters: Iterable[Iterable[str]],
-    depths: Iterable[int],
-    widths: Iterable[int],
-    verifies: Iterable[int],
-    shares: Sequence[float] = (),
-) -> tuple[Shape, ...]:
-    """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
-
-    Where the requests of one drafter share what is verified, a tree can hold all that is grown, and on average holds
-    clearly less, but no small part; and the third guess of a token is none of the likeliest.
-    """
-    found, most = {OFF}, max(verifies := tuple(verifies), default=1)
-    sets = {tuple(sorted(names)) for names in drafters}
-    for names, depth, width in product(sets, depths, widths):
-        room = 1 + width * depth * len(names)  # a level keeps `width` nodes
-        if names and width >= 1:
-            fitting = [verify for verify in verifies if depth < verify <= _FILLED * room]
-            found.update(Shape(names, depth, width, verify) for verify in fitting)
-        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and room <= most:
-            sensible = [share for share in shares if _LEAST_SHARE * room <= share <= _MOST_SHARE * room]
-            found.update(Shape(names, depth, width, room, float(share)) for share in sensible)
-    return tuple(sorted(found))
-
-
-_FILLED = 1.25  # a tree may have a little more room than nodes come to be
-_SHARED_WIDTH = 2
-_LEAST_SHARE, _MOST_SHARE = 0.25, 0.75  # of the nodes that a tree may have
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 
 
@@ -191,7 +162,8 @@ class Tuner:
         self._stands: dict[int, _Stand] = {}
         self._ledger = Ledger(self._settings.exploration)
         self._tally = _Tally()
-        self._ran: set[tuple[Shape, int]] = set()  # shapes, and the batch sizes they ever ran at
+        self._ran: set[tuple[Shape, int]] = set()  # shapes, and the batch sizes they ever ran at …
+        self._first_s = 0.0  # … and the one-off work of a first run there, of late: captured graphs
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
@@ -223,7 +195,9 @@ class Tuner:
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
-        self._ran.add((outcome.shape, size))
+        if (outcome.shape, size) not in self._ran:
+            self._ran.add((outcome.shape, size))
+            self._first_s += (max(0.0, outcome.once_s - outcome.caught_up_s) - self._first_s) / 2
         if not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
@@ -280,7 +254,7 @@ class Tuner:
         self.evaluations += len(seconds)
         rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
         self._decide(stand, rates, size)
-        self._plan_probe(stand, rates, seconds)
+        self._plan_probe(stand, rates, seconds, size)
         return stand
 
     def _decide(self, stand: _Stand, rates: dict[Shape, float], size: int) -> None:
@@ -338,8 +312,9 @@ class Tuner:
 
     # ---- learning
 
-    def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float]) -> None:
-        """The drafters least is known about that are worth a try now, in the shape that promises most."""
+    def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float], size: int) -> None:
+        """The drafters least is known about that are worth a try now, in the shape that promises most. Capturing graphs
+        is part of what a further try costs; the first one has to be made."""
         stand.probe = None
         for drafters in sorted(self._sets, key=self._acceptance.evidence):
             mine = [
@@ -350,7 +325,9 @@ class Tuner:
             if not mine or drafters == stand.shape.drafters:
                 continue
             if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
-                worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) for shape in mine}
+                first_s = self._first_s if self._acceptance.evidence(drafters) >= _UNKNOWN else 0.0
+                once = {shape: 0.0 if (shape, size) in self._ran else first_s for shape in mine}
+                worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) + once[shape] for shape in mine}
                 left = self._ledger.left
                 affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
                 stand.probe = max(affordable, key=rates.__getitem__)
