@@ -160,7 +160,7 @@ def test_embeddings_and_states_are_normed_side_by_side(rows: int, queries: int, 
     token = torch.randint(50, (rows, queries), generator=torch.Generator().manual_seed(0))
     state, embed = normal(rows, queries, width), normal(50, width, seed=1)
     norms = normal(width, seed=2), normal(width, seed=3)
-    new = New.even(torch.arange(rows), torch.tensor([0, queries, 2][:rows]), queries) if counted else None
+    new = tiny.new_positions(torch.arange(rows), torch.tensor([0, queries, 2][:rows]), queries) if counted else None
     if new is not None:
         token, state = token.view(-1, 1), state.view(-1, 1, width)
     expected = drafter.embed_and_norm(token, state, embed, *norms, 1e-5, new)
@@ -249,7 +249,7 @@ def test_new_positions_enter_the_ring(window: int, new: int) -> None:
     )  # row 1: padding beyond the tables
     rows = len(count)
     qkv = normal(rows * new, (heads + 2 * key_heads) * width)
-    entering = New.even(first, count, new)
+    entering = tiny.new_positions(first, count, new)
     position = first[:, None] + torch.arange(new)
     q, k, v = rotated_by_hand(qkv, position, heads, key_heads, width)
     for module, place in ((drafter, torch.Tensor.float), (drafter_triton, to_device)):
@@ -307,7 +307,7 @@ def drafted(model: Eagle, embed: Tensor, head: Tensor) -> list[Tensor]:
         tokens = torch.randint(len(embed), (2, 9), generator=torch.Generator().manual_seed(piece))
         states = normal(2, 9, 3 * hidden, seed=piece).to(device, embed.dtype)
         counts = torch.tensor(count)
-        new = New.even(at.to(device), counts.to(device), 9)
+        new = tiny.new_positions(at.to(device), counts.to(device), 9)
         g = model.extend(ring, tokens.to(device).flatten(), states.flatten(0, 1), new, embed)
         at = at + counts
         out.append(g[counts.to(device) > 0])

@@ -18,7 +18,6 @@ from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import TltError
 from tlt.kernels import distribution
-from tlt.kernels.drafter import New
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
 from tlt.model.weights import read_config
@@ -352,7 +351,7 @@ def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[fl
     first = entry - int(aligned.index_T[entry])
     ring, nodes = model.new_ring(1), model.new_nodes(1, DEPTH)
     part, count = slice(first, entry + 1), torch.tensor([entry + 1 - first])
-    new = New.even(count * 0, count, int(count))
+    new = tiny.new_positions(count * 0, count, int(count))
     g = model.extend(ring, aligned.next_T[part], batch.features_TF[part], new, POLICY.embed)
     found: dict[float, list[list[bool]]] = {beta: [] for beta in BETAS}
     for depth in range(min(DEPTH, end - 2 - entry)):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tlt.engine import sampler
 from tlt.errors import ModelError, TltError
-from tlt.kernels.drafter import New
 from tlt.model.config import ModelConfig
 from tlt.spec import candidates as candidates_module
 from tlt.spec.align import UNKNOWN, Aligned, align
@@ -276,7 +275,7 @@ def extend(
     for row, count in enumerate(counts):
         part = slice(starts[row] + done[row], starts[row] + done[row] + count)
         tokens[row, :count], states[row, :count] = aligned.next_T[part], features[part]
-    new = New.even(torch.tensor(done), torch.tensor(counts), width)
+    new = tiny.new_positions(torch.tensor(done), torch.tensor(counts), width)
     return model.extend(ring, tokens.flatten(), states.flatten(0, 1), new, EMBED)  # type: ignore[arg-type]
 
 

@@ -4,8 +4,10 @@ what torch is asked to do."""
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tlt.kernels.drafter import New
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.text import Tokenizer
@@ -70,3 +72,9 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def new_positions(first_R: Tensor, count_R: Tensor, most: int) -> New:
+    """Of rows for which there is room for `most` each, padding behind what they have."""
+    at_T = torch.arange(len(count_R) * most, device=count_R.device)
+    return New(at_T // most, at_T % most, first_R, count_R)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlt.engine.sampler import Sampled, SamplingRows
 from tlt.engine.scheduler import Plan
+from tlt.kernels import moving
 from tlt.kernels import rows as row_kernels
 from tlt.kernels.noise import as_int64
 from tlt.spec.drafter import RowView
@@ -132,13 +133,9 @@ class Rows:
         return rows_triton
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Moves happen one after another: what a row ends up with may have moved before."""
-        origin: dict[int, int] = {}
-        for source, target in moves:
-            origin[target] = origin.get(source, source)
+        origin = moving.origins(moves)
         to, come_from = self._send(list(origin), torch.int64), self._send(list(origin.values()), torch.int64)
-        for state in (self._ints, self._floats, self._pages):
-            state[to] = state[come_from]
+        moving.move_rows((self._ints, self._floats, self._pages), come_from, to)
 
     def _enter(self, plan: Plan) -> None:
         entries = plan.entries

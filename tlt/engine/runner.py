@@ -25,7 +25,7 @@ from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.drafter import Entered, Keeper, NoKeeper, RowView
-from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, tokens_of
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
 _TIMED_RUNS = 5  # of each captured size
@@ -141,7 +141,7 @@ class Runner:
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
-            result = self._verify(plan, steps, shape.share)
+            result = self._verify(plan, shape, steps)
         self._keeper.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
@@ -297,14 +297,13 @@ class Runner:
         own = len(self._keeper.taps)
         return taps[:own], taps[own:]
 
-    def _verify(self, plan: Plan, steps: int, share: float) -> _Result:
+    def _verify(self, plan: Plan, shape: Shape, steps: int) -> _Result:
         trees, steps = self.trees(plan.nodes), min(steps, plan.nodes)
 
         def forward(rows: int) -> _Result:
-            tokens = tokens_of(rows, plan.nodes, share)
-            return self._forward_trees(trees.first(rows), tokens, steps, plan.filtered)
+            return self._forward_trees(trees.first(rows), shape.tokens(rows), steps, plan.filtered)
 
-        return self._run("verify", len(plan.stays), forward, plan.nodes, share, steps, plan.filtered)
+        return self._run("verify", len(plan.stays), forward, plan.nodes, shape.share, steps, plan.filtered)
 
     def _forward_trees(self, trees: Trees, tokens: int, steps: int, filtered: bool) -> _Result:
         """The policy's token at every node of every tree, and how far they lead."""

@@ -25,12 +25,6 @@ class New:
     first_R: Tensor  # int64, position of each row's first
     count_R: Tensor  # int64
 
-    @classmethod
-    def even(cls, first_R: Tensor, count_R: Tensor, most: int) -> "New":
-        """Room for so many of every row."""
-        at_T = torch.arange(len(count_R) * most, device=count_R.device)
-        return cls(at_T // most, at_T % most, first_R, count_R)
-
 
 def spread(first_R: Tensor, count_R: Tensor, tokens: int, window: int) -> tuple[New, Tensor]:
     """Row after row; the last ones for which there is no room are left out. And where each token's position lies in

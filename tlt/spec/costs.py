@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 
 from tlt.spec.shape import Shape
@@ -206,7 +207,7 @@ class TickCosts:
         requests = self.pad(batch)
         for drafter in shape.drafters:
             if drafter in self._learned:
-                taken_in = self.pad(min(shape.tokens(batch), batch * (shape.depth + 1)))
+                taken_in = self.pad(ceil(batch * shape.most_tokens))
                 total += self._run(EXTEND, taken_in) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
             else:
                 total += self._table.estimate(LOOKUP, requests) or 0.0

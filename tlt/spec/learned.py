@@ -194,10 +194,7 @@ class LearnedDrafting:
         self._behind_each += each
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """What a row ends up with may have moved before."""
-        origin: dict[int, int] = {}
-        for source, target in moves:
-            origin[target] = origin.get(source, source)
+        origin = moving.origins(moves)
         target_E, source_E = _send([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
         ring = self._soil.ring
         rows: list[Tensor] = [self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R]

@@ -24,7 +24,7 @@ class Shape:
 
     def tokens(self, requests: int) -> int:
         """Nodes that the policy checks in a tick of so many requests."""
-        return tokens_of(requests, self.verify, self.share)
+        return ceil(requests * self.share) if self.share else requests * self.verify
 
     @property
     def most_tokens(self) -> float:
@@ -37,10 +37,6 @@ class Shape:
             return "off"
         shared = f"~{self.share:g}" if self.share else ""
         return f"{'+'.join(self.drafters)} {self.depth}x{self.width}/{self.verify}{shared}"
-
-
-def tokens_of(requests: int, verify: int, share: float) -> int:
-    return ceil(requests * share) if share else requests * verify
 
 
 OFF = Shape()
