@@ -226,12 +226,12 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
     found = []
     for room in (learned_module._ROOM, ()):
         monkeypatch.setattr(learned_module, "_ROOM", room)
-        sizes: set[int] = set()
+        sizes: set[float] = set()
         taking_in = LearnedDrafting._taking_in
 
-        def seen(learned: LearnedDrafting, rows: int, most: int, tokens: int, sizes=sizes, work=taking_in) -> Any:  # type: ignore[no-untyped-def]
-            sizes.add(tokens - most * rows)
-            return work(learned, rows, most, tokens)
+        def seen(learned: LearnedDrafting, rows: int, most: int, room: float, sizes=sizes, work=taking_in) -> Any:  # type: ignore[no-untyped-def]
+            sizes.add(room - most)
+            return work(learned, rows, most, room)
 
         with monkeypatch.context() as patch:
             patch.setattr(LearnedDrafting, "_taking_in", seen)
@@ -251,8 +251,8 @@ def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.Monke
     batch = requests(10, group=2, seed=3, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
     taking_in, grow, left = LearnedDrafting._taking_in, LearnedDrafting._grow, 0
 
-    def half(learned: LearnedDrafting, rows: int, most: int, tokens: int) -> Any:
-        return taking_in(learned, rows, most, max(1, tokens // 4))
+    def half(learned: LearnedDrafting, rows: int, most: int, room: float) -> Any:
+        return taking_in(learned, rows, most, room / 4)
 
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal left

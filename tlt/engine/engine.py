@@ -105,7 +105,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._read_s: float | None = None  # when the last tick was read …
         self._read_capture_s = 0.0  # … and what captures had taken by then
-        self._captured = False  # something, in the last verification's tick
+        self._captured = False  # something, or run without a graph, in the last verification's tick
         self._following: Shape | None = None  # chosen, and drafted for, behind the last verification
         self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # without them and below its limit, an answer goes on …
         self._watches: dict[Key, StopWatch] = {}  # … unless it has stop texts
@@ -223,9 +223,9 @@ class Engine:
         self._speculation.prepare(keys, self._following)
         late = self._ahead and not self._hands_out
         # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well,
-        # and the tick after it to take next to nothing, for the device has a start
+        # and the tick after it to take next to nothing, for the device has a start; and without a graph it takes longer
         captured = self._runner.capture_s > captured_s
-        timed = not late or not (plan.chunks or captured or self._captured)
+        timed = not captured and not (late and (plan.chunks or self._captured))
         self._captured = captured
         if unread:
             completions += self._read_trees(replace(unread, timed=unread.timed and timed))

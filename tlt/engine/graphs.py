@@ -1,7 +1,8 @@
-"""The pool of CUDA graphs: one per (role, padded size), captured when first needed, all in one memory pool.
+"""The pool of CUDA graphs: one per (role, padded size), captured when they are worth it, all in one memory pool.
 
 A captured function reads and writes fixed tensors, so replaying it costs the host one call whatever it contains. What
-has no graph (prefill, a size beyond the largest bucket) is run eagerly and counted. Knows nothing of what they do.
+has no graph (prefill, a size beyond the largest bucket, the first runs of a role) is run eagerly and counted. Knows
+nothing of what they do.
 """
 
 import gc
@@ -13,7 +14,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from tlt.engine.thrift import Thrift
+
 T = TypeVar("T")
+Key = tuple[Hashable, int]  # role, padded size
 
 _TIMED_RUNS = 3
 _ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
@@ -23,32 +27,54 @@ _ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
 class PoolReport:
     graphs: int
     memory_bytes: int  # of the pool the graphs share
-    capture_s: float  # spent capturing, warm-up runs (and kernel compilation) included, and timing
+    capture_s: float  # spent capturing and timing, compiling kernels, and on the first runs, which have no graph yet
     replays: int
-    eager: int  # runs that found no graph
+    eager: int  # runs of what gets no graph
+    first: int = 0  # runs of what may get one later
 
 
 class GraphPool(Generic[T]):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: Any = None  # the stream on which everything is captured: each has memory of its own
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._thrift = Thrift()
+        self._settled: set[Key] = set()  # what ran without a graph: compiled, and all it needs is loaded
         self._pool: Any = None  # of the first graph; the others join it
-        self._seconds: dict[Hashable, float] = {}
-        self._memory = self._replays = self._eager = 0
+        self._seconds: dict[Key, float] = {}
+        self._memory = self._replays = self._eager = self._first = 0
         self._capture_s = 0.0
 
-    def has(self, key: Hashable) -> bool:
+    def has(self, key: Key) -> bool:
         return key in self._graphs
 
-    def capture(self, key: Hashable, function: Callable[[], T]) -> None:
-        """Runs the function once to compile and settle it, then records it. It must have no effect while captured."""
+    def serve(self, key: Key, *, exactly: bool = False) -> Key | None:
+        """Which graph serves a run of this role and size: a larger one's rows may be idle, unless it must be exactly
+        this size. One that is not there is worth capturing now; None: not yet."""
+        role, size = key
+        served = self._thrift.serve(role, size, exactly=exactly)
+        return (role, served) if served else None
+
+    def run_first(self, key: Key, function: Callable[[], T]) -> T:
+        """Without a graph. Its time is the launching of it, and compiling: far more than a replay takes."""
+        started = time.perf_counter()
+        result = function()
+        self._settled.add(key)
+        self._first += 1
+        self._capture_s += time.perf_counter() - started
+        return result
+
+    def capture(self, key: Key, function: Callable[[], T]) -> None:
+        """Records the function, which must have no effect while captured; one that never ran is run once before, to
+        compile and settle it."""
         torch.cuda.synchronize(self._device)  # what was launched before is not the capture's
         started = time.perf_counter()
+        settled = key in self._settled and self._side is not None
         self._side = self._side or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._side):
-            function()
+            if not settled:
+                function()
             torch.cuda.synchronize(self._device)
             if torch.cuda.mem_get_info(self._device)[0] < _ROOM:
                 torch.cuda.empty_cache()  # while it captures, the allocator hands nothing back, however much it keeps
@@ -57,6 +83,7 @@ class GraphPool(Generic[T]):
         torch.cuda.synchronize(self._device)
         self._memory += torch.cuda.memory_reserved(self._device) - before
         self._graphs[key] = (graph, result)
+        self._thrift.captured(*key)
         self._capture_s += time.perf_counter() - started
 
     def _recorded(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -75,7 +102,7 @@ class GraphPool(Generic[T]):
                 gc.enable()
         return graph, result
 
-    def seconds(self, key: Hashable) -> float:
+    def seconds(self, key: Key) -> float:
         """What a run takes: timed when first asked for, and then it must have no effect either. Most are never asked
         for, and their requests are waiting."""
         if key not in self._seconds:
@@ -96,7 +123,7 @@ class GraphPool(Generic[T]):
             runs.append(float(begun.elapsed_time(ended)) / 1e3)
         return min(runs)
 
-    def replay(self, key: Hashable) -> T:
+    def replay(self, key: Key) -> T:
         """What the captured function returned: fixed tensors that the next replay overwrites."""
         graph, result = self._graphs[key]
         graph.replay()
@@ -107,7 +134,7 @@ class GraphPool(Generic[T]):
         self._eager += 1
 
     def report(self) -> PoolReport:
-        return PoolReport(len(self._graphs), self._memory, self._capture_s, self._replays, self._eager)
+        return PoolReport(len(self._graphs), self._memory, self._capture_s, self._replays, self._eager, self._first)
 
 
 def buckets(largest: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt.engine.exact import head_chain
-from tlt.engine.graphs import GraphPool, PoolReport, bucket, buckets
+from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
@@ -24,7 +24,7 @@ from tlt.kernels.states import Kept
 from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
-from tlt.spec.drafter import Entered, Keeper, NoKeeper, RowView
+from tlt.spec.drafter import Entered, Keeper, NoKeeper, Part, RowView
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
@@ -137,11 +137,12 @@ class Runner:
         if not count:
             return Pending(torch.empty((0, 3), dtype=torch.int32), None)
         if plan.nodes == 1:
-            result = self._run("decode", count, lambda rows: self._forward(rows, plan.filtered), plan.filtered)
+            result = self._run(("decode", plan.filtered), count, lambda rows: self._forward(rows, plan.filtered))
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
-            result = self._verify(plan, shape, steps)
+            role, forward = self._verification(shape, min(steps, plan.nodes), plan.filtered)
+            result = self._run(role, count, forward, thrifty=True)
         self._keeper.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
         return self._fetch(result.packed[:count])
@@ -159,17 +160,20 @@ class Runner:
             self._trees[nodes] = Trees.empty(self._max_rows, nodes, self._device)
         return self._trees[nodes]
 
-    def play(self, parts: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
+    def play(self, parts: Sequence[Part]) -> None:
         if self._pool is None:
-            for _, work in parts:
-                work()
+            for part in parts:
+                part.work(part.rows)
             return
-        for key, work in parts:  # all of them first: a capture runs the work, and leaves its traces to the next part
-            self._captured(key, work)
-        for key, _ in parts:
-            self._pool.replay(key)
+        served: dict[Hashable, Key | None] = {}
+        for part in parts:  # captures first: one may run the work, and leaves its traces to the next part
+            if part.role not in served:
+                served[part.role] = self._served((part.role, part.rows), part.work, exactly=part.exactly)
+        for part in parts:
+            self._replay(served[part.role], (part.role, part.rows), part.work)
 
-    def time(self, key: Hashable, work: Callable[[], object]) -> float:
+    def time(self, part: Part) -> float:
+        key, work = (part.role, part.rows), partial(part.work, part.rows)
         if self._pool is not None:
             self._captured(key, work)
         live = self._rows.set_count(0)
@@ -181,7 +185,19 @@ class Runner:
         self._rows.set_count(live)
         return seconds
 
-    def _captured(self, key: Hashable, work: Callable[[], Any]) -> None:
+    def _served(self, key: Key, function: Callable[[int], Any], *, exactly: bool = False) -> Key | None:
+        """The graph that a run of this role and size gets, captured if it is worth it; None: it has to do without."""
+        assert self._pool is not None
+        graph = self._pool.serve(key, exactly=exactly)
+        if graph is not None:
+            self._captured(graph, partial(function, graph[1]))
+        return graph
+
+    def _replay(self, graph: Key | None, key: Key, function: Callable[[int], Any]) -> Any:
+        assert self._pool is not None
+        return self._pool.replay(graph) if graph else self._pool.run_first(key, partial(function, key[1]))
+
+    def _captured(self, key: Key, work: Callable[[], Any]) -> None:
         """Has the graph captured if it was not: all rows idle, so that the trial runs change nothing."""
         assert self._pool is not None
         if not self._pool.has(key):
@@ -223,10 +239,8 @@ class Runner:
         while nodes <= widest and self._max_rows * nodes <= _DEAREST[self._device.type]:
             if found and found[-1][1] > _DEAR_S:
                 break
-            trees, walk = self.trees(nodes), min(steps, nodes)
-            work = partial(self._forward_trees, trees, self._max_rows * nodes, walk, filtered=False)
-            key = ("verify", self._max_rows, nodes, 0.0, walk, False)
-            found.append((self._max_rows * nodes, self.time(key, work)))
+            role, work = self._verification(Shape(verify=nodes), min(steps, nodes), filtered=False)
+            found.append((self._max_rows * nodes, self.time(Part(role, self._max_rows, work))))
             nodes *= 2
         return found
 
@@ -234,24 +248,26 @@ class Runner:
         """No row is live, so that nothing changes."""
         self._rows.set_count(0)
         captured, started = self.capture_s, time.perf_counter()
-        self._run("decode", size, lambda rows: self._forward(rows, filtered=False), False)
+        self._run(("decode", False), size, lambda rows: self._forward(rows, filtered=False))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started - (self.capture_s - captured)
 
     # ---- decode
 
-    def _run(self, role: str, count: int, function: Callable[[int], _Result], *variant: Hashable) -> _Result:
-        """The function over `count` rows: its graph for the bucket they fit, captured if it was not; else eagerly."""
+    def _run(self, role: Hashable, count: int, function: Callable[[int], _Result], *, thrifty: bool = False) -> _Result:
+        """The function over `count` rows: its graph for the bucket they fit, captured if it was not, or, to be thrifty,
+        if that is worth it; else eagerly."""
         size = bucket(count, self._sizes)
         if self._pool is None:
             return function(count)
         if size is None:
             self._pool.count_eager()
             return function(count)
-        key = (role, size, *variant)
-        self._captured(key, lambda: function(size))
-        result: _Result = self._pool.replay(key)
+        key: Key = (role, size)
+        if not thrifty:
+            self._captured(key, partial(function, size))
+        result: _Result = self._replay(self._served(key, function) if thrifty else key, key, function)
         return result
 
     def _hand_out(self, plan: Plan, result: _Result) -> None:
@@ -297,13 +313,14 @@ class Runner:
         own = len(self._keeper.taps)
         return taps[:own], taps[own:]
 
-    def _verify(self, plan: Plan, shape: Shape, steps: int) -> _Result:
-        trees, steps = self.trees(plan.nodes), min(steps, plan.nodes)
+    def _verification(self, shape: Shape, steps: int, filtered: bool) -> tuple[Hashable, Callable[[int], _Result]]:
+        """Its role, and the work for so many rows."""
+        trees = self.trees(shape.verify)
 
         def forward(rows: int) -> _Result:
-            return self._forward_trees(trees.first(rows), shape.tokens(rows), steps, plan.filtered)
+            return self._forward_trees(trees.first(rows), shape.tokens(rows), steps, filtered)
 
-        return self._run("verify", len(plan.stays), forward, plan.nodes, shape.share, steps, plan.filtered)
+        return ("verify", shape.verify, shape.share, steps, filtered), forward
 
     def _forward_trees(self, trees: Trees, tokens: int, steps: int, filtered: bool) -> _Result:
         """The policy's token at every node of every tree, and how far they lead."""

@@ -60,6 +60,16 @@ class RowView:
     count: Tensor  # rows from here on are idle
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of work on the device, always the same for a role and a number of rows."""
+
+    role: Hashable
+    rows: int
+    work: Callable[[int], object]  # for so many rows: perhaps for more than asked for, which are idle …
+    exactly: bool = False  # … unless it must not be
+
+
 class Stage(Protocol):
     """Where a drafter's work on the device is played: in the engine's graphs, or just so."""
 
@@ -71,10 +81,10 @@ class Stage(Protocol):
     def trees(self, nodes: int) -> Trees:
         """The trees that the policy verifies."""
 
-    def play(self, parts: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
+    def play(self, parts: Sequence[Part]) -> None:
         """One piece of work after the other. Before the first, each may be run with all rows idle, to capture it."""
 
-    def time(self, key: Hashable, work: Callable[[], object]) -> float:
+    def time(self, part: Part) -> float:
         """Seconds the work takes, all rows idle."""
 
     @property

@@ -8,7 +8,7 @@ grown behind a verification whose tokens nobody has read yet.
 # R rows, W window, S positions, F = 3·D states, w width of the trees, L nodes grown, v draft tokens
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from tlt.model.device import upload
 from tlt.model.transformer import Transformer
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
-from tlt.spec.drafter import Entered, Planted, RowView, Stage
+from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.grown import NOT_READY, GrownTrees
 from tlt.spec.growth import Grove, Soil
@@ -33,7 +33,6 @@ from tlt.types import Key, SamplingParams
 
 _TAKEN_IN = (3, 5, 9, 17, 64)  # positions of a row taken in by one pass: the fewest that suffice …
 _ROOM = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)  # … and, where rows have fewer on average, room for so many of each
-_Part = tuple[Hashable, Callable[[], None]]
 
 
 class LearnedDrafting:
@@ -258,36 +257,43 @@ class LearnedDrafting:
             self._take_in(len(keys))
         grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
         parts = self._parts(rows, grove, shape.depth)
-        trees, packed_R3L = stage.trees(shape.verify), self._packed(grove, rows, shape.depth)
-        budget = shape.tokens(rows) - rows if shape.share else None
-
-        def prune() -> None:
-            ready_R = self._ready_R[:rows]
-            if budget is not None:  # idle rows must take nothing of it
-                ready_R = ready_R & (self._row[:rows] < self._rows.count)
-            grove.prune(rows, shape.depth, ready_R, trees, budget)
-            self._pack(grove, packed_R3L)
-
-        stage.play([*parts, (("prune", rows, grove.width, shape.depth, shape.verify, shape.share), prune)])
+        stage.play([*parts, self._pruning(rows, grove, shape)])
+        packed_R3L = self._packed(grove, rows, shape.depth)
         self._behind, self._behind_each = 0, 0.0
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
             self._sharpening.root(grove.root_logits_Rv, draws, self._ready_R, self._ticks)
         return self._fetch(packed_R3L[: len(keys)], keys, shape)
 
-    def _parts(self, rows: int, grove: Grove, depth: int) -> list[_Part]:
-        parts: list[_Part] = []
+    def _pruning(self, rows: int, grove: Grove, shape: Shape) -> Part:
+        trees = self._staged().trees(shape.verify)
+
+        def prune(rows: int) -> None:
+            ready_R = self._ready_R[:rows]
+            budget = shape.tokens(rows) - rows if shape.share else None
+            if budget is not None:  # idle rows must take nothing of it
+                ready_R = ready_R & (self._row[:rows] < self._rows.count)
+            grove.prune(rows, shape.depth, ready_R, trees, budget)
+            self._pack(grove, self._packed(grove, rows, shape.depth))
+
+        # where requests share, more rows would share more than there is room for when they are verified
+        role = ("prune", grove.width, shape.depth, shape.verify, shape.share)
+        return Part(role, rows, prune, exactly=shape.share > 0)
+
+    def _parts(self, rows: int, grove: Grove, depth: int) -> list[Part]:
+        parts: list[Part] = []
         if self._behind:
             new = next(new for new in _TAKEN_IN if new >= self._behind)
             room = next((room for room in _ROOM if self._behind_each <= room < new), float(new))
-            parts.append(self._taking_in(rows, new, math.ceil(room * rows)))
+            parts.append(self._taking_in(rows, new, room))
         roots, level = self._levels(rows, grove)
         return [*parts, roots, *[level] * (depth - 1)]
 
-    def _levels(self, rows: int, grove: Grove) -> tuple[_Part, _Part]:
+    def _levels(self, rows: int, grove: Grove) -> tuple[Part, Part]:
         """The first level, and any other."""
-        roots = (("roots", rows, grove.width), lambda: grove.roots(rows, self._draws(rows), self._beta))
-        return roots, (("deepen", rows, grove.width), lambda: grove.deepen(rows, self._draws(rows), self._beta))
+        roots = Part(("roots", grove.width), rows, lambda rows: grove.roots(rows, self._draws(rows), self._beta))
+        level = Part(("deepen", grove.width), rows, lambda rows: grove.deepen(rows, self._draws(rows), self._beta))
+        return roots, level
 
     def _grove(self, width: int) -> Grove:
         if width not in self._groves:
@@ -328,11 +334,13 @@ class LearnedDrafting:
         """All rows, many positions at a time, as far back as the window reaches."""
         stage, rows, most = self._staged(), self._staged().padded(count), _TAKEN_IN[-1]
         for _ in range(math.ceil(min(self._behind, self._window) / most)):
-            stage.play([self._taking_in(rows, most, most * rows)])
+            stage.play([self._taking_in(rows, most, most)])
         self._behind, self._behind_each, self._took_in = 0, 0.0, True
 
-    def _taking_in(self, rows: int, most: int, tokens: int) -> _Part:
-        return ("extend", rows, most, tokens), lambda: self._extend(rows, most, tokens)
+    def _taking_in(self, rows: int, most: int, room: float) -> Part:
+        """At most so many positions of a row, and `room` on average. Where these are many, no row must be idle."""
+        many = most == _TAKEN_IN[-1]
+        return Part(("extend", most, room), rows, lambda rows: self._extend(rows, most, math.ceil(room * rows)), many)
 
     def _extend(self, rows: int, most: int, tokens: int) -> None:
         """Runs the drafter over the next positions that have become certain, at most so many of each row, and of all
@@ -361,14 +369,14 @@ class LearnedDrafting:
         for size in sizes:
             rows, new = stage.padded(size), _TAKEN_IN[0 if size < sizes[-1] else 2]
             roots, level = self._levels(rows, grove)
-            begun = stage.time(*self._taking_in(rows, new, new * rows)) + stage.time(*roots)
-            measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, stage.time(*level))]
+            begun = stage.time(self._taking_in(rows, new, new)) + stage.time(roots)
+            measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, stage.time(level))]
         return measured + [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
 
     def _measure_catching_up(self, size: int) -> Measured:
         """The cost of batches in between lies in between."""
         rows, most = self._staged().padded(size), _TAKEN_IN[-1]
-        seconds = self._staged().time(*self._taking_in(rows, most, most * rows))
+        seconds = self._staged().time(self._taking_in(rows, most, most))
         return Measured(CATCH_UP, rows, seconds / most)
 
     # ---- sharpness

@@ -1,0 +1,140 @@
+"""Which graph serves a run: a larger one, none, or its own; and whatever serves, the tokens are plain decoding's."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_engine import requests
+from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
+from tests.test_speculation import tokens_of
+from tlt.engine.graphs import GraphPool, Key
+from tlt.engine.thrift import WORTH, Thrift
+from tlt.spec.shape import Shape
+from tlt.types import SamplingParams
+
+
+def serves(thrift: Thrift, role: str, size: int, runs: int, **how: bool) -> list[int]:
+    return [thrift.serve(role, size, **how) for _ in range(runs)]
+
+
+def test_the_first_runs_do_without_a_graph_and_then_one_is_captured() -> None:
+    thrift = Thrift()
+    first = serves(thrift, "verify", 8, 6)
+    assert first == [0, 0, 8, 8, 8, 8], "it asks for the capture until there is one"
+    thrift.captured("verify", 8)
+    assert serves(thrift, "verify", 8, 100) == [8] * 100
+
+
+def test_a_larger_graph_serves_until_what_it_wastes_is_worth_a_capture() -> None:
+    thrift = Thrift()
+    thrift.captured("verify", 64)
+    served = serves(thrift, "verify", 48, 200)
+    at = served.index(48)
+    assert set(served[:at]) == {64}
+    assert set(served[at:]) == {48}
+    assert at * (1 - 48 / 64) == pytest.approx(WORTH, abs=0.25)
+    assert serves(Thrift(), "verify", 48, 3)[0] == 0, "there is none to serve"
+
+
+def test_the_smallest_that_holds_it_serves_and_none_that_is_far_too_large() -> None:
+    thrift = Thrift()
+    for size in (256, 64, 128):
+        thrift.captured("roots", size)
+    assert [thrift.serve("roots", size) for size in (100, 60, 65, 33, 32, 31, 257)] == [128, 64, 128, 64, 64, 0, 0]
+    assert thrift.serve("deepen", 100) == 0, "another role's graph does other work"
+
+
+def test_what_must_be_exactly_its_size_waits_for_its_own() -> None:
+    thrift = Thrift()
+    thrift.captured("prune", 64)
+    assert serves(thrift, "prune", 48, 3, exactly=True) == [0, 0, 48]
+
+
+class HostPool(GraphPool[Any]):
+    """Graphs without a GPU: a captured function is called again. It counts how runs were served."""
+
+    def __init__(self, live: Callable[[], int]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.functions: dict[Key, Callable[[], Any]] = {}
+        self.how: Counter[str] = Counter()
+        self._live = live
+
+    def has(self, key: Key) -> bool:
+        return key in self.functions
+
+    def capture(self, key: Key, function: Callable[[], Any]) -> None:
+        assert self._live() == 0, "a capture may run the work: no row must be live"
+        function()
+        self.functions[key] = function
+        self._thrift.captured(*key)
+        self.how["captured"] += 1
+
+    def serve(self, key: Key, *, exactly: bool = False) -> Key | None:
+        served = super().serve(key, exactly=exactly)
+        if served and served[1] > key[1]:
+            assert not exactly
+            self.how["larger"] += 1
+        self.how["bare"] += served is None
+        return served
+
+    def replay(self, key: Key) -> Any:
+        return self.functions[key]()
+
+
+def shapes(seed: int, running: int, *, shared: bool) -> Shape:
+    drawn = random.Random(f"{seed}")
+    if not running or drawn.random() < 0.2:
+        return Shape()
+    if shared:
+        return Shape(("eagle",), 3, 2, 7, drawn.choice([2.0, 3.0, 4.0]))
+    return shape_of(*drawn.choice([(3, 1, 4), (4, 3, 9), (2, 2, 5)]))
+
+
+def pooled(batch: Sequence[Any], ahead: bool, shared: bool) -> tuple[Any, HostPool]:
+    ticks = iter(range(10**6))
+    engine: Any = engine_with(
+        *(drafting(rows=24), lambda running: shapes(next(ticks) // 9, running, shared=shared), ahead), rows=24
+    )
+    rows = engine._runner._rows
+    engine._runner._pool = pool = HostPool(lambda: rows._known_count)
+    engine.submit(batch)
+    return engine, pool
+
+
+@AHEAD
+@pytest.mark.parametrize("shared", [False, True], ids=["each its tree", "shared"])
+def test_tokens_stay_whichever_graph_serves(ahead: bool, shared: bool) -> None:
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (30, 44, 60, 90, 130, 170)]
+    batch = requests(24, group=2, seed=5, params=params)
+    engine, pool = pooled(batch, ahead, shared)
+    assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
+    assert min(pool.how[how] for how in ("captured", "larger", "bare")) > 3, pool.how
+
+
+def test_drafts_are_as_good_whichever_graph_serves() -> None:
+    """Nothing that a bare run, a larger graph or a capture leaves behind disturbs the next part of the work."""
+    hot = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=100.0) for n in (40, 60, 90, 130)]
+    batch = requests(12, group=2, seed=4, params=hot)
+    found = []
+    for with_pool in (False, True):
+        engine, pool = pooled(batch, True, False)
+        if not with_pool:
+            engine._runner._pool = None
+        engine.drain()
+        report = engine.report().speculation
+        found.append((report.verifies, report.accepted))
+    assert found[0] == found[1]
+    assert found[0][1] > 0.3 * found[0][0], "drafts never come true: this shows nothing"
+    assert pool.how["bare"] > 3
+
+
+def test_the_first_runs_are_counted_and_take_part_in_what_captures_cost() -> None:
+    pool: GraphPool[int] = GraphPool(torch.device("cpu"))
+    assert pool.run_first(("verify", 4), lambda: 7) == 7
+    report = pool.report()
+    assert (report.first, report.eager, report.graphs) == (1, 0, 0)
+    assert report.capture_s > 0.0
