@@ -19,8 +19,9 @@ from tests.test_speculation import tokens_of
 from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
+from tlt.engine.landing import Pending
 from tlt.engine.request import Request
-from tlt.engine.runner import Pending, Runner
+from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
 from tlt.kernels import states as state_kernels

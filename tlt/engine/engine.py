@@ -16,10 +16,11 @@ from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
 from tlt.engine.exact import check_policy
 from tlt.engine.graphs import PoolReport
+from tlt.engine.landing import Drawn, Pending
 from tlt.engine.memory import cache_pages
 from tlt.engine.pages import Census, PageBook
 from tlt.engine.request import Limits, Progress, Request, check, check_keys
-from tlt.engine.runner import Drawn, Features, Pending, Runner
+from tlt.engine.runner import Features, Runner
 from tlt.engine.scheduler import Plan, Scheduler, Stay
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache

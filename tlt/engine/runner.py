@@ -1,8 +1,7 @@
 """The runner: carries out plans. Owns the cache, the rows and the graphs; decides nothing.
 
 One tick = prefill chunks (their keys and values only), page copies, row changes, then all rows at once: a forward of
-each row's newest token, or of its draft tree; sample; advance. The only thing read back is the drawn tokens and their
-log-probabilities, one copy per tick, and it is waited for only when asked for.
+each row's newest token, or of its draft tree; sample; advance. The only thing read back is what was drawn.
 """
 # R rows, T tokens, D hidden, S steps of a walk
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from tlt.engine.exact import head_chain
 from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
+from tlt.engine.landing import Landing, Pending
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
@@ -31,15 +31,6 @@ from tlt.spec.tree import Trees
 _TIMED_RUNS = 5  # of each captured size
 _DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of a forward that is still timed beforehand …
 _DEAR_S = 0.1  # … unless half as many take so long: then a large policy is on a CPU
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What a tick drew, row by row: a list of tokens each, one in plain decoding."""
-
-    tokens: list[list[int]]  # −1 where the logits were no distribution
-    logprobs: list[list[float]]
-    policy_logprobs: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +50,6 @@ class _Result:
     taps: tuple[Tensor, ...]
     hidden: Tensor
     steps: Tensor | None = None
-
-
-class Pending:
-    """A launched tick. `drawn()` waits for the device, once."""
-
-    def __init__(self, packed: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._packed = packed
-        self._ready = ready
-
-    def drawn(self) -> Drawn:
-        if self._ready is not None:
-            self._ready.synchronize()
-        steps = self._packed.shape[1] // 3
-        tokens, logprobs, policy_logprobs = torch.split(self._packed[:, : 3 * steps], steps, dim=1)
-        drawn = Drawn(
-            tokens.tolist(), logprobs.view(torch.float32).tolist(), policy_logprobs.view(torch.float32).tolist()
-        )
-        if self._packed.shape[1] % 3:  # a walk: each row has its own number of steps
-            for row, count in enumerate(self._packed[:, -1].tolist()):
-                del drawn.tokens[row][count:]
-        return drawn
 
 
 class Runner:
@@ -111,8 +81,7 @@ class Runner:
         self._all_taps = (*self._keeper.taps, *self._taps)
         self._sizes = buckets(rows)
         self._pool: GraphPool[Any] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
-        self._landing = _landing(rows) if model.embed.is_cuda else None
-        self._turn = 0
+        self._landing = Landing(rows, self._device)
 
     @torch.no_grad()
     def prepare(self, plan: Plan) -> None:
@@ -145,7 +114,7 @@ class Runner:
             result = self._run(role, count, forward, thrifty=True)
         self._keeper.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
-        return self._fetch(result.packed[:count])
+        return self._landing.fetch(result.packed[:count])
 
     # ---- a drafter's stage
 
@@ -352,16 +321,6 @@ class Runner:
         taps, hidden = tuple(tap[walked.at_RS] for tap in taps), out.hidden_TD[walked.at_RS]
         return _Result(walked.packed, taps, hidden, walked.steps_R)
 
-    def _fetch(self, packed: Tensor) -> Pending:
-        if self._landing is None:
-            return Pending(packed, None)
-        self._turn = (self._turn + 1) % len(self._landing)
-        landed = self._landing[self._turn][: packed.numel()].view(packed.shape)
-        landed.copy_(packed, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(self._device))
-        return Pending(landed, ready)
-
     # ---- prefill and copies
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -411,12 +370,6 @@ class Runner:
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return send(values, dtype, self._device)
-
-
-def _landing(rows: int) -> tuple[Tensor, ...]:
-    """Pinned host memory the tokens arrive in: two ticks may be under way, a third place keeps them apart."""
-    numbers = rows * (3 * MOST_NODES + 1)
-    return tuple(torch.empty(numbers, dtype=torch.int32, pin_memory=True) for _ in range(3))
 
 
 def _seconds_of(work: Callable[[], object]) -> float:
