@@ -33,6 +33,7 @@ from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
 from tlt.spec.eagle_widen import widen_drafter
+from tlt.spec.record import DraftRecord, read_record
 from tlt.train.drafter import DrafterTrainer, stream_states
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import SupervisedTrainer, batches
@@ -82,7 +83,8 @@ def config_in_shape(config: ModelConfig, shape: str) -> ModelConfig:
 
 
 def ready_drafter(place: Place, small: Transformer, policy: Policy, shape: str) -> Path:
-    """The directory of the trained drafter in the policy's shape; `small` is the policy it was trained for."""
+    """The directory of the trained drafter in the policy's shape; `small` is the policy it was trained for. Widened, it
+    names what it named: what was measured of it holds."""
     target = place.drafter(shape)
     if not (target / "config.json").is_file():
         drafter = load_drafter(
@@ -92,13 +94,13 @@ def ready_drafter(place: Place, small: Transformer, policy: Policy, shape: str) 
             dtype=small.embed.dtype,
             device=small.embed.device,
         )
-        _save(widen_drafter(drafter, policy.model.config), target, policy)
+        _save(widen_drafter(drafter, policy.model.config), target, policy, read_record(place.drafter()))
     return target
 
 
-def _save(drafter: Eagle, target: Path, policy: Policy) -> None:
+def _save(drafter: Eagle, target: Path, policy: Policy, record: DraftRecord | None) -> None:
     architectures = tuple(policy.model.config.source.get("architectures") or ())
-    save_drafter(drafter, target, policy.model.head_weight, Origin(str(policy.source), architectures))
+    save_drafter(drafter, target, policy.model.head_weight, Origin(str(policy.source), architectures), record=record)
 
 
 # ---- preparing

@@ -62,6 +62,7 @@ PLAIN = {
     "tlt.spec.alarm",
     "tlt.spec.bandit",
     "tlt.spec.costs",
+    "tlt.spec.record",
     "tlt.spec.shape",
     "tlt.spec.ledger",
     "tlt.spec.suffix",

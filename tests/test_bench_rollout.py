@@ -20,7 +20,11 @@ from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import shapes_of
 from tlt.errors import ConfigError
 from tlt.policy import Policy
+from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.eagle_files import Origin, save_drafter
+from tlt.spec.record import DraftRecord
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.tuner import Tuner, TunerSettings
 from tlt.types import Completion, Key, SamplingParams, Timing
 
 SPEC = SpecSettings(drafter="suffix", depths=(2, 4), widths=(1, 2), verifies=(3, 5))
@@ -88,9 +92,9 @@ def test_a_few_fixed_shapes_stand_for_all() -> None:
     assert str(OFF) == "off"
 
 
-def stage(scale: RolloutScale = SCALE) -> Stage:
+def stage(scale: RolloutScale = SCALE, config: RunConfig = CONFIG) -> Stage:
     prompts = [(3, 4, 5, 6), (7, 8, 9)]
-    return Stage(Policy(policy(sharpness=60.0), letters(), Path()), CONFIG, prompts, scale)
+    return Stage(Policy(policy(sharpness=60.0), letters(), Path()), config, prompts, scale)
 
 
 def test_a_variant_does_what_its_name_says() -> None:
@@ -110,6 +114,19 @@ def test_a_variant_does_what_its_name_says() -> None:
     assert {shape for _, shape in fixed.ticks} == {Shape(("suffix",), 4, 1, 5)}
     assert fixed.accept_length > 1.2, "the test must accept drafts to mean anything"
     assert done["suffix 4x1/5"].ticks < plain.ticks
+
+
+def test_every_tuner_knows_its_drafters_record_once(tmp_path: Path) -> None:
+    model = policy(sharpness=60.0)
+    drafter = Eagle(EagleConfig.of_policy(model.config, window=16), dtype=model.embed.dtype)
+    drafter.init_weights(0)
+    record = DraftRecord(((0.8, 0.1),), places=100, temperature=1.0)
+    save_drafter(drafter, tmp_path, model.head_weight, Origin("tiny", ()), record=record)
+    here = stage(config=replace(CONFIG, spec=replace(SPEC, drafter="eagle", path=str(tmp_path))))
+    for chooser in (here.warm, here.chooser(Variant(TUNER)), here.chooser(Variant(TUNER))):
+        assert isinstance(chooser, Tuner)
+        assert chooser.expected(Shape(("eagle",), 2, 1, 3), 1)[0] == pytest.approx(1 + 0.8 + 0.64, rel=0.02)
+        assert chooser._acceptance.evidence(("eagle",)) == pytest.approx(TunerSettings().recall_worth)
 
 
 def test_a_rollout_finds_nothing_of_the_one_before() -> None:

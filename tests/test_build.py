@@ -1,16 +1,18 @@
 """An engine built from a configuration: speculation configured, tokens unchanged."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.test_speculation import tokens_of
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import build_engine, chooser_of, shapes_of
+from tlt.engine.build import NEW, build_engine, chooser_of, shapes_of
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
+from tlt.spec.record import FILE, DraftRecord, write_record
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.tuner import Tuner
 from tlt.tasks.choose import task_of
@@ -58,6 +60,35 @@ def test_a_drafter_that_is_not_there_is_an_error() -> None:
     config = RunConfig(spec=SpecSettings(drafter="eagle", path="nosuch"))
     with pytest.raises(ModelError, match="nosuch"):
         build_engine(open_policy(config.model), config)
+
+
+def tuner_of(spec: SpecSettings) -> Tuner:
+    chooser = chooser_of(spec, rows=8)
+    assert isinstance(chooser, Tuner)
+    return chooser
+
+
+def test_a_new_tuner_knows_what_its_drafter_was_measured_to_accept(tmp_path: Path) -> None:
+    spec = SpecSettings(drafter="both", path=str(tmp_path))
+    chain, other = Shape(("eagle",), 7, 1, 8), Shape(("suffix",), 7, 1, 8)
+    stranger = tuner_of(spec).expected(chain, 1)[0]
+    write_record(DraftRecord(((0.9, 0.05),), places=100, temperature=1.0), tmp_path)
+    tuner = tuner_of(spec)
+    assert tuner.expected(chain, 1)[0] == pytest.approx(1 + sum(0.9**depth for depth in range(1, 8)), rel=0.03)
+    assert tuner.expected(other, 1)[0] == stranger < 1.5
+    assert tuner.report().ticks == 0
+    for apart in (replace(spec, path=NEW), replace(spec, drafter="eagle", path=str(tmp_path / "elsewhere"))):
+        assert tuner_of(apart).expected(chain, 1)[0] == stranger
+    for drafter in ("suffix", "none"):
+        assert tuner_of(replace(spec, drafter=drafter)).report().ticks == 0  # has no use for it
+    for chooser in ("beg-mab", "fixed"):
+        assert not chooser_of(replace(spec, chooser=chooser), 8).choose(1).off
+
+
+def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(ModelError, match=r"acceptance\.json is no record of a drafter"):
+        chooser_of(SpecSettings(drafter="eagle", path=str(tmp_path)), rows=8)
 
 
 def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -26,6 +27,8 @@ from tlt.spec.align import align
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, candidates
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
+from tlt.spec.record import read_record
+from tlt.train import drafter_measure
 from tlt.train.drafter import (
     RATED_AT,
     DrafterBatch,
@@ -325,11 +328,54 @@ def test_accept_lengths_are_those_of_drafting_for_real() -> None:
     walked = [walks(model, batch, start, held) for start in starts_of(batch)]
     assert found.tokens == len(walked) > 15
     for beta, reach in ((GREEDY, found.greedy), (1.0, found.shared), (found.beta, found.fitted)):
-        hits = [walk[beta] for walk in walked]
-        assert reach.first_hit == pytest.approx(sum(walk[0][0] for walk in hits) / len(hits))
-        for place, length in enumerate(reach.lengths):
-            assert length == pytest.approx(1 + sum(survival(hits, place, depth) for depth in range(DEPTH)))
+        ranks = [walk[beta] for walk in walked]
+        assert reach.first_hit == pytest.approx(sum(walk[0] == 0 for walk in ranks) / len(ranks))
+        for width, length in zip(WIDTHS, reach.lengths, strict=True):
+            assert length == pytest.approx(1 + sum(survival(ranks, width, depth) for depth in range(DEPTH)))
     assert found.fitted.first_hit >= max(found.greedy.first_hit, found.shared.first_hit)
+    assert len(found.ranks) == DEPTH
+    for depth, row in enumerate(found.ranks):
+        came = came_to([walk[found.beta] for walk in walked], depth)
+        if not came:
+            assert depth > 1, "the test must get somewhere to mean anything"
+            assert row == found.ranks[depth - 1]
+            continue
+        assert row == pytest.approx([sum(walk[depth] == rank for walk in came) / len(came) for rank in range(8)])
+
+
+def came_to(walked: list[list[int]], depth: int) -> list[list[int]]:
+    """Of the places with a token so deep, those whose earlier ones a tree of width 8 would have held."""
+    return [walk for walk in walked if len(walk) > depth and all(rank < 8 for rank in walk[:depth])]
+
+
+def test_a_drafter_that_is_always_right_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the depths that answers of four tokens have, and so below them."""
+
+    def right(*given: Any) -> Tensor:
+        reached_SN = given[2].reached_SN
+        return torch.zeros((len(BETAS), *reached_SN.shape), dtype=torch.int32).masked_fill(~reached_SN, -1)
+
+    monkeypatch.setattr(drafter_measure, "_ranks", right)
+    keys = torch.zeros(2, dtype=torch.int64)
+    held = Drawn(batch_of([Example((1, 2, 3, 4, 5), 1), Example((5, 4, 3, 2, 1), 1)]), keys, keys, torch.ones(2))
+    found = accept_length(drafter(), [held], POLICY.head_weight, POLICY.embed)
+    assert found.ranks == ((1.0, *[0.0] * 7),) * DEPTH
+    assert found.tokens == 6
+
+
+def test_the_table_by_hand() -> None:
+    """Three places: ranks 1, 2 and a miss at depth 1; of the two that go on, rank 1 and none of eight."""
+    followed = drafter_measure._Followed(3)
+    rank_ST = torch.tensor([[0, 1, 8], [0, 99, 0], [-1, 0, 0]])
+    for part in (rank_ST[:, :2], rank_ST[:, 2:]):  # batches are pooled
+        rank_BST = part.repeat(len(BETAS), 1, 1)
+        rank_BST[BETAS.index(GREEDY)] = 8
+        followed.see(rank_BST)
+    first, second, third = followed.ranks(1.0)
+    assert first == pytest.approx([1 / 3, 1 / 3, *[0.0] * 6])
+    assert second == pytest.approx([1 / 2, *[0.0] * 7])
+    assert third == second, "nobody came there with a token to name"
+    assert followed.ranks(GREEDY) == ((0.0,) * 8,) * 3
 
 
 def starts_of(batch: DrafterBatch) -> list[int]:
@@ -337,14 +383,14 @@ def starts_of(batch: DrafterBatch) -> list[int]:
     return targets.entry_SN[0][targets.reached_SN[0]].tolist()
 
 
-def survival(hits: list[list[list[bool]]], place: int, depth: int) -> float:
+def survival(walked: list[list[int]], width: int, depth: int) -> float:
     """How many of the drafts that could reach a depth did."""
-    long_enough = [walk for walk in hits if len(walk) > depth]
-    return sum(all(step[place] for step in walk[: depth + 1]) for walk in long_enough) / max(1, len(long_enough))
+    long_enough = [walk for walk in walked if len(walk) > depth]
+    return sum(all(rank < width for rank in walk[: depth + 1]) for walk in long_enough) / max(1, len(long_enough))
 
 
-def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[float, list[list[bool]]]:
-    """For every β: at each depth, whether the policy's token is among the candidates, for each width."""
+def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[float, list[int]]:
+    """For every β: at each depth, the candidates named before the policy's token; all of them if it is none."""
     aligned = batch.aligned
     sequence = int((torch.tensor(aligned.lengths).cumsum(0) <= entry).sum())
     end = sum(aligned.lengths[: sequence + 1])
@@ -353,7 +399,7 @@ def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[fl
     part, count = slice(first, entry + 1), torch.tensor([entry + 1 - first])
     new = tiny.new_positions(count * 0, count, int(count))
     g = model.extend(ring, aligned.next_T[part], batch.features_TF[part], new, POLICY.embed)
-    found: dict[float, list[list[bool]]] = {beta: [] for beta in BETAS}
+    found: dict[float, list[int]] = {beta: [] for beta in BETAS}
     for depth in range(min(DEPTH, end - 2 - entry)):
         if depth:
             seen, slot = (torch.arange(DEPTH) < depth)[None, None], torch.tensor([[depth - 1]])
@@ -365,7 +411,7 @@ def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[fl
         true = int(aligned.next_T[entry + 1 + depth])
         for beta in BETAS:
             named = candidates(logits, keys, beta, max(WIDTHS), model.token_of_draft_v).token_Nk[0].tolist()
-            found[beta].append([true in named[:width] for width in WIDTHS])
+            found[beta].append(named.index(true) if true in named else len(named))
     return found
 
 
@@ -399,6 +445,11 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     for form in ("flat", "speculators"):
         assert main(["draft", "export", there, str(tmp_path / form), "--format", form]) == 0
     config = read_config(TINY_POLICY)
+    record = read_record(there)
+    assert record is not None
+    assert f"{record.places} places of held-out answers" in said
+    assert (len(record.ranks), len(record.ranks[0]), record.temperature) == (DEPTH, max(WIDTHS), 1.0)
+    assert all(read_record(tmp_path / form) == record for form in ("flat", "speculators"))
     saved, *exported = (load_drafter(tmp_path / name, config, window=64) for name in ("drafter", "flat", "speculators"))
     assert saved.config.draft_vocab == 16
     for other in exported:

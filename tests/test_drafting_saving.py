@@ -19,6 +19,7 @@ from tlt.errors import CheckpointError
 from tlt.model.transformer import Transformer
 from tlt.model.weights import read_tensors
 from tlt.spec.eagle_files import HEAD, Origin, load_drafter
+from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.train.checkpoint import load_state, save_state
 
 ORIGIN = Origin("somewhere", ("LlamaForCausalLM",))
@@ -94,6 +95,12 @@ def test_the_directory_is_a_drafter_that_tlt_opens(policy: Transformer, tmp_path
     assert opened.config == drafter.drafter.config
     for mine, theirs in zip(opened.parameters(), drafter.drafter.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_what_was_measured_of_other_weights_goes(policy: Transformer, tmp_path: Path) -> None:
+    write_record(DraftRecord(((0.5,),), 9, 1.0), tmp_path)
+    write_checkpoint(trained(policy), ORIGIN, tmp_path)
+    assert read_record(tmp_path) is None
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(

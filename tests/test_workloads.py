@@ -31,6 +31,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
 from tlt.policy import open_policy
+from tlt.spec.record import read_record
 from tlt.spec.shape import OFF, Shape
 from tlt.tasks.files import FileTask
 from tlt.tasks.steps import StepsTask
@@ -239,6 +240,8 @@ def test_what_is_prepared_is_kept(work: Path, stand_in: str) -> None:
 def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run("measure", work, "--shape", "double")
     assert (work / "c" / "drafter-double" / "config.json").is_file()
+    small, wide = (read_record(work / "c" / name) for name in ("drafter", "drafter-double"))
+    assert small == wide is not None, "widened, it names what it named"
     names = [record["variant"] for record in found["runs"]]
     assert names == ["plain", "tuner", "tuner, warm", "plain", "BEG-MAB", "eagle 2x2/4", "off"]
     assert all(one["identical_share"] == 1.0 for one in found["divergence"].values())

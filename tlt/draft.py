@@ -1,7 +1,7 @@
 """`tlt draft`: a drafter for a policy, trained on the policy's own answers, and drafters in other engines' formats.
 
 Owns the order of things: the policy answers prompts, the drafter learns from its states, and what it reaches before and
-after is measured on answers it never learned from. Decides nothing about learning.
+after is measured on answers it never learned from; the latter is kept beside it. Decides nothing about learning.
 """
 
 import os
@@ -28,6 +28,7 @@ from tlt.kernels.noise import as_int64
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
+from tlt.spec.record import DraftRecord, read_record
 from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterTrainer, policy_states, stream_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
@@ -56,7 +57,8 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         seconds = spent.on("training")
         after = _measure(drafter, policy, held)
         spent.on("measuring")
-        save_drafter(drafter, place, policy.model.head_weight, _origin(config.model.path, policy))
+        record = DraftRecord(after.ranks, after.tokens, config.sampling.temperature)
+        save_drafter(drafter, place, policy.model.head_weight, _origin(config.model.path, policy), record=record)
         spent.on("saving")
     _tell(console, before, after)
     unrolled = max(0, config.draft.steps - config.draft.single_steps) if config.draft.unroll > 1 else 0
@@ -87,7 +89,8 @@ def draft_export(source: str, target: str, form: str, policy_path: str | None) -
             source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
         )
         embedding = embed_VD if formats[0] == "speculators" else None
-        save_drafter(drafter, place, head_VD, _origin(path, policy), form=formats[0], embed_VD=embedding)
+        origin, record = _origin(path, policy), read_record(source)
+        save_drafter(drafter, place, head_VD, origin, form=formats[0], embed_VD=embedding, record=record)
     Console(highlight=False).print(f"saved {target} in the {form} format", soft_wrap=True)
 
 

@@ -2,8 +2,9 @@
 
 All variants share the policy, the requests and their seeds. Two engines lie side by side, one that never heard of
 speculation and one built with the drafters of the configuration; what differs between the variants of the latter is
-who chooses. A chooser starts every rollout anew, but for the one warm tuner that goes on as it would in training. What
-drafters remember of a prompt starts anew in any case: prompts have another name in each rollout.
+who chooses. A chooser starts every rollout anew, with no more than what was measured of costs and of the drafter
+beforehand, but for the one warm tuner that goes on as it would in training. What drafters remember of a prompt starts
+anew in any case: prompts have another name in each rollout.
 """
 
 import gc
@@ -102,6 +103,9 @@ class Understudy:
 
     def expect(self, ticks: int) -> None:
         self.now.expect(ticks)
+
+    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        self.now.recall(drafter, ranks)
 
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)

@@ -21,6 +21,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import load_drafter
 from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
+from tlt.spec.record import DraftRecord, read_record
 from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner, TunerPolicy
@@ -84,7 +85,23 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
 def chooser_of(
     spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False, on_gpu: bool = False
 ) -> TunerPolicy:
-    """`measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`."""
+    """A new one, that has seen no tick and knows what was measured of the drafter at `spec.path` when it was trained.
+
+    `measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`.
+    """
+    chooser = _chooser(spec, rows, exact, on_gpu)
+    chooser.know(measured)
+    record = _record_of(spec)
+    if record is not None:
+        chooser.recall(LearnedDrafting.name, record.ranks)
+    return chooser
+
+
+def _record_of(spec: SpecSettings) -> DraftRecord | None:
+    return read_record(spec.path) if spec.drafter in ("eagle", "both") and spec.path != NEW else None
+
+
+def _chooser(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> TunerPolicy:
     if not on_gpu:  # attention over trees of unequal size costs a CPU more than it saves
         spec = replace(spec, shares=())
     shapes = shapes_of(spec, exact=exact)
@@ -100,9 +117,7 @@ def chooser_of(
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
     sizes = buckets(rows * max(spec.verifies))
     pad = cache(lambda tokens: bucket(tokens, sizes) or sizes[-1])  # asked several times a tick
-    tuner = Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",), context_read_once=on_gpu))
-    tuner.know(measured)
-    return tuner
+    return Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",), context_read_once=on_gpu))
 
 
 def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | None:

@@ -1,8 +1,8 @@
 """What the policy will accept: survival per depth and rank of each drafter, and a shape's accept length from it.
 
 What always holds: the estimates come from what policies really walked, newer verifies counting more; a verify speaks
-for all shorter depths and narrower widths too, one of requests that shared for depth 1 alone. Knows nothing of costs,
-tensors or the choice of a shape.
+for all shorter depths and narrower widths too, one of requests that shared for depth 1 alone. What was measured before
+the first walk counts like a few of them. Knows nothing of costs, tensors or the choice of a shape.
 
 The rule of the tree. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a
 node is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and
@@ -81,7 +81,7 @@ class Survival:
         self._misses = [[0.0] * width for _ in range(depth)]  # it was none of so many candidates
         self._weight = 1.0  # of the newest verify: growing it forgets the older ones
         self._growth = 1.0 + 1.0 / horizon
-        self._guess = [[0.0] * width for _ in range(depth)]  # chances believed before the last `fade`
+        self._guess = [[0.0] * width for _ in range(depth)]  # chances believed before the last `fade`, or recalled
         self.fresh = 0.0  # verifies since the last `fade` or since somebody set it to 0
 
     @property
@@ -103,6 +103,20 @@ class Survival:
             self._scale(1.0 / self._weight)
             self._weight = 1.0
 
+    def recall(self, ranks: Sequence[Sequence[float]], worth: float) -> None:
+        """As if `worth` verifies had gone as a table of p_d(r) says, below its last row as in that row. Where few of
+        them would have got, the table is leaned on all the same."""
+        reaching = worth * self._weight
+        for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
+            row, missed = ranks[min(depth, len(ranks) - 1)][: self._width], 1.0
+            for rank, probability in enumerate(row):
+                self._guess[depth][rank] = min(1.0, probability / missed) if missed > 0.0 else 0.0
+                hits[rank] += reaching * probability
+                missed -= probability
+            misses[len(row) - 1] += reaching * max(0.0, missed)
+            reaching *= min(1.0, sum(row))
+        self.fresh += worth
+
     def fade(self, most: float) -> None:
         """Keeps the estimates, unless they are worse than a stranger's, as worth at most so many verifies."""
         self._guess = self._all_chances()
@@ -111,7 +125,8 @@ class Survival:
         self.fresh += 1
 
     def by_depth(self) -> tuple[float, ...]:
-        """Share accepted at depth 1, 2, … of what got there, at any rank; as deep as something got."""
+        """Share accepted at depth 1, 2, … of what got there, at any rank; as deep as something got. What was recalled
+        counts too."""
         looked = [(sum(hits), sum(misses)) for hits, misses in zip(self._hits, self._misses, strict=True)]
         return tuple(hits / (hits + misses) for hits, misses in looked if hits + misses > 0.0)
 
@@ -128,7 +143,8 @@ class Survival:
 
     def _all_chances(self) -> list[list[float]]:
         """Of each rank given that those before missed, among the verifies that looked so far. Where little is known it
-        leans on the depth before, at depth 1 on the rank before; or on what was believed before a `fade`, if better."""
+        leans on the depth before, at depth 1 on the rank before; or on what was recalled, or believed before a `fade`,
+        if that is better."""
         found: list[list[float]] = []
         for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
             looked, at_risk = 0.0, [0.0] * self._width
@@ -239,6 +255,13 @@ class Acceptance:
             self._survival[shape.drafters].see((together(walked.tracks) for walked in sample), shallow)
         if self.known(shape.drafters) > _SETTLED:
             self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
+
+    def recall(self, drafter: str, ranks: Sequence[Sequence[float]], worth: float) -> None:
+        """This drafter alone was measured elsewhere: p_d(r), a row per depth. It counts like so many verifies."""
+        if (drafter,) not in self._survival:
+            known = sorted(key[0] for key in self._survival if len(key) == 1)
+            raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {known}")
+        self._survival[(drafter,)].recall(ranks, worth)
 
     def refresh(self) -> None:
         """Takes new evidence into the accept lengths, where there is enough of it to matter."""

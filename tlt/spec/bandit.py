@@ -71,6 +71,9 @@ class Bandit:
     def expect(self, ticks: int) -> None:
         pass
 
+    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        """Rewards are not accept lengths."""
+
     def drafter_changed(self, drafter: str) -> None:
         """Nothing to do: old rewards leave the windows by themselves."""
 

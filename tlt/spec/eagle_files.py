@@ -4,7 +4,8 @@ What `tlt` writes for itself is the flat format with a few words of its own unde
 drafter serves elsewhere as it is; only a run's checkpoints leave the policy's head out, and `tlt draft export` adds it.
 Names and shapes are checked on the way in and on the way out, because neither engine reports what is missing; an error
 names the tensor. A drafter that is not there, or does not fit the policy, is an error and never a random one. Reading
-and writing touch no tensor of the policy.
+and writing touch no tensor of the policy. What the drafter was measured to accept lies beside it, if somebody measured
+it: never what was measured of other weights.
 """
 # V policy's vocabulary, v draft vocabulary, D hidden
 
@@ -21,6 +22,7 @@ from tlt.errors import ModelError
 from tlt.model.config import ModelConfig
 from tlt.model.weights import Place, read_tensors, write_tensors
 from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source, taps
+from tlt.spec.record import DraftRecord, write_record
 
 Format = Literal["flat", "speculators"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -74,22 +76,34 @@ def save_drafter(
     *,
     form: Format = "flat",
     embed_VD: Tensor | None = None,
+    record: DraftRecord | None = None,
 ) -> None:
-    """Writes a drafter directory. The policy's head rows go along, in speculators its embedding too (`embed_VD`)."""
+    """Writes a drafter directory. The policy's head rows go along, in speculators its embedding too (`embed_VD`).
+
+    `record`: what these weights were measured to accept, if somebody did.
+    """
     tensors = file_tensors(model, head_VD, form, embed_VD)
     config = flat_config(model, origin) if form == "flat" else speculators_config(model, origin)
-    write_drafter(tensors, config, model.config, Path(path), form)
+    write_drafter(tensors, config, model.config, Path(path), form, record)
 
 
 def write_drafter(
-    tensors: Mapping[str, Tensor], words: Mapping[str, Any], config: EagleConfig, directory: Path, form: Format = "flat"
+    tensors: Mapping[str, Tensor],
+    words: Mapping[str, Any],
+    config: EagleConfig,
+    directory: Path,
+    form: Format = "flat",
+    record: DraftRecord | None = None,
 ) -> None:
-    """Writes what `file_tensors` (or `own_tensors`) and a config say, once they are found to fit."""
+    """Writes what `file_tensors` (or `own_tensors`) and a config say, once they are found to fit. The record of weights
+    that were there before goes first."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_tensors(shapes, config, form, str(directory), headless=words["tlt"]["headless"])
     directory.mkdir(parents=True, exist_ok=True)
+    write_record(None, directory)
     write_tensors(tensors, directory)
     (directory / "config.json").write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+    write_record(record, directory)
 
 
 def own_tensors(ours: Mapping[str, Tensor], config: EagleConfig, form: Format = "flat") -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """One shape for ever: what choosers are measured against."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import Measured
@@ -22,6 +22,9 @@ class Fixed:
         pass
 
     def expect(self, ticks: int) -> None:
+        pass
+
+    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         pass
 
     def drafter_changed(self, drafter: str) -> None:

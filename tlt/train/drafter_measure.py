@@ -4,7 +4,7 @@ The drafter is walked along each answer from every position at once, fed the tru
 depth the rank of the policy's token among its candidates says whether a tree of width k would have held it. The noise
 is the very noise the answer was drawn with. Nothing is sampled and nothing is learned.
 """
-# T packed positions, N tokens to name, S depths, C sequences, v draft vocabulary, B values of β
+# T packed positions, N tokens to name, S depths, C sequences, v draft vocabulary, B values of β, r ranks
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +49,35 @@ class Acceptance:
     fitted: Reach  # with the β that would have hit most
     beta: float  # that β
     tokens: int  # named in depth 1
+    ranks: tuple[tuple[float, ...], ...]  # with that β: see `_Followed`
+
+
+class _Followed:
+    """At depth d, of the places whose earlier tokens were all among the first candidates of a widest tree: how often
+    the policy's token was candidate r. These are the walks that a tuner sees, and p_d(r) as its rule of the tree asks.
+
+    A depth that no place reaches is taken to be like the one before it.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._widest = max(WIDTHS)
+        self._named_BSr = torch.zeros((len(BETAS), depth, self._widest), dtype=torch.float64)
+        self._followed_BS = torch.zeros((len(BETAS), depth), dtype=torch.float64)
+
+    def see(self, rank_BST: Tensor) -> None:
+        among_BST = (rank_BST >= 0) & (rank_BST < self._widest)
+        came_BST = torch.ones_like(among_BST)
+        came_BST[:, 1:] = among_BST.cumprod(dim=1)[:, :-1].bool()
+        self._followed_BS += (came_BST & (rank_BST >= 0)).sum(2)
+        for rank in range(self._widest):
+            self._named_BSr[:, :, rank] += (came_BST & (rank_BST == rank)).sum(2)
+
+    def ranks(self, beta: float) -> tuple[tuple[float, ...], ...]:
+        place = BETAS.index(beta)
+        rows: list[tuple[float, ...]] = []
+        for named_r, followed in zip(self._named_BSr[place], self._followed_BS[place].tolist(), strict=True):
+            rows.append(rows[-1] if rows and not followed else tuple((named_r / max(1.0, followed)).tolist()))
+        return tuple(rows)
 
 
 @torch.no_grad()
@@ -60,7 +89,7 @@ def accept_length(
     hits = torch.zeros((len(BETAS), len(WIDTHS), depth), dtype=torch.float64)
     first_hits = torch.zeros(len(BETAS), dtype=torch.float64)
     reached = torch.zeros(depth, dtype=torch.float64)
-    sharpness = Sharpness()
+    sharpness, followed = Sharpness(), _Followed(depth)
     for drawn in held:
         targets = drawn.batch.aligned.targets(depth)
         rank_BSN = _ranks(model, drawn, targets, head_vD, embed_VD)
@@ -71,6 +100,7 @@ def accept_length(
             within_BST = (rank_BST >= 0) & (rank_BST < width)
             hits[:, place] += within_BST.cumprod(dim=1).sum(2)
         first_hits += (rank_BST[:, 0] == 0).sum(1)
+        followed.see(rank_BST)
         sharpness.observe((rank_BST == 0).sum((1, 2)).tolist(), int(exists_ST.sum()))
     survival = hits / reached.clamp(min=1)
     reaches = [
@@ -78,7 +108,7 @@ def accept_length(
         for b in range(len(BETAS))
     ]
     greedy, shared, fitted = (reaches[BETAS.index(beta)] for beta in (GREEDY, 1.0, sharpness.beta))
-    return Acceptance(greedy, shared, fitted, sharpness.beta, int(reached[0]))
+    return Acceptance(greedy, shared, fitted, sharpness.beta, int(reached[0]), followed.ranks(sharpness.beta))
 
 
 def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_VD: Tensor) -> Tensor:

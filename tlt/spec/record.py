@@ -1,0 +1,96 @@
+"""What a drafter was measured to accept when it was trained: a table kept beside its weights, for tuners to start from.
+
+What always holds: a record is whole and sensible or an error; no record is no error. It speaks of the weights beside
+it: whoever writes others there writes their record, or removes the old one. Knows nothing of tensors or tuners.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from tlt.errors import ModelError
+
+FILE = "acceptance.json"
+_FIELDS = {"ranks", "places", "temperature"}
+_ROUNDING = 1e-6  # by which the chances of one depth may add up to more than 1
+_CURE = "train the drafter again, or remove the file: tuners then start without it"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecord:
+    """Measured on answers the drafter never learned from, with the noise they were drawn with and the fitted β."""
+
+    ranks: tuple[tuple[float, ...], ...]  # p_d(r), see `tlt.spec.acceptance`: a row per depth from 1, its ranks from 1
+    places: int  # of the answers, from each of which a draft was followed
+    temperature: float  # that the answers were drawn at
+
+    def __post_init__(self) -> None:
+        problem = _problem(self.ranks, self.places, self.temperature)
+        if problem:
+            raise ModelError(f"no record of a drafter: {problem}")
+
+
+def record_text(record: DraftRecord) -> str:
+    return json.dumps(asdict(record)) + "\n"
+
+
+def parse_record(text: str) -> DraftRecord:
+    """The other way round. A ModelError says what does not fit."""
+    try:
+        words = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"it is not valid JSON: {error}") from error
+    if not isinstance(words, dict) or set(words) != _FIELDS:
+        found = f"the names {sorted(words)}" if isinstance(words, dict) else f"a {type(words).__name__}"
+        raise ModelError(f"it holds {found}; expected an object with {sorted(_FIELDS)}")
+    problem = _problem(**words)
+    if problem:
+        raise ModelError(problem)
+    return DraftRecord(tuple(tuple(map(float, row)) for row in words["ranks"]), words["places"], words["temperature"])
+
+
+def read_record(directory: Path | str) -> DraftRecord | None:
+    """Of the drafter in this directory; None if nobody measured it."""
+    file = Path(directory) / FILE
+    if not file.is_file():
+        return None
+    try:
+        return parse_record(file.read_text(encoding="utf-8"))
+    except (ModelError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is no record of a drafter: {error}; {_CURE}") from error
+
+
+def write_record(record: DraftRecord | None, directory: Path) -> None:
+    """None: nobody has measured what is there now, so that a record of what was there before goes."""
+    file = directory / FILE
+    if record is None:
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text(record_text(record), encoding="utf-8")
+
+
+def _problem(ranks: Any, places: Any, temperature: Any) -> str:
+    """What is wrong with it, and what was expected; nothing if all is well."""
+    if not isinstance(places, int) or isinstance(places, bool) or places < 1:
+        return f"places is {places!r}; expected a whole number ≥ 1"
+    if not _is_number(temperature) or temperature < 0.0:
+        return f"temperature is {temperature!r}; expected a finite number ≥ 0"
+    if not isinstance(ranks, list | tuple) or not ranks:
+        return f"ranks is {ranks!r}; expected a row of chances per depth"
+    for depth, row in enumerate(ranks, 1):
+        if not isinstance(row, list | tuple) or not row:
+            return f"ranks at depth {depth} is {row!r}; expected a row of chances"
+        if len(row) != len(ranks[0]):
+            return f"ranks has {len(row)} chances at depth {depth} and {len(ranks[0])} at depth 1; expected as many"
+        for rank, chance in enumerate(row, 1):
+            if not _is_number(chance) or not 0.0 <= chance <= 1.0:
+                return f"ranks at depth {depth}, rank {rank} is {chance!r}; expected a number from 0 to 1"
+        if sum(row) > 1.0 + _ROUNDING:
+            return f"ranks at depth {depth} add up to {sum(row):.6g}; expected at most 1"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
