@@ -26,7 +26,7 @@ from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
 from tlt.kernels import states as state_kernels
 from tlt.model.attention import PackedLayout
-from tlt.spec import learned as learned_module
+from tlt.spec import backlog
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness
 from tlt.spec.drafter import Planted, SuffixDrafting
@@ -217,16 +217,19 @@ def test_switching_on_and_off_computes_nothing_of_the_policys_again(monkeypatch:
 
 
 @AHEAD
-@pytest.mark.parametrize("share", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize(("share", "rows"), [(1.5, 12), (2.0, 12), (3.0, 12), (0.0, 5), (2.0, 5)])
 def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
-    share: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    share: float, rows: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that shares what is verified writes no more than that: less room for it, and the same drafts."""
+    """A batch that shares what is verified writes no more than that, and of those who come in while others draft only
+    their own prompts are to be taken in: less room for it, and the same drafts."""
     hot = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=100.0) for n in (20, 50)]  # then drafts come true
     batch = requests(12, group=3, seed=4, params=hot)
     found = []
-    for room in (learned_module._ROOM, ()):
-        monkeypatch.setattr(learned_module, "_ROOM", room)
+    for room in (True, False):
+        if not room:
+            monkeypatch.setattr(backlog, "ROOM", ())
+            monkeypatch.setattr(backlog, "MUCH_ROOM", ())
         sizes: set[float] = set()
         taking_in = LearnedDrafting._taking_in
 
@@ -236,13 +239,13 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
 
         with monkeypatch.context() as patch:
             patch.setattr(LearnedDrafting, "_taking_in", seen)
-            engine = engine_with(drafting(), lambda running: replace(shape_of(4, 2, 8), share=share), ahead, rows=12)
+            engine = engine_with(drafting(), lambda running: replace(shape_of(4, 2, 8), share=share), ahead, rows=rows)
             engine.submit(batch)
             done = engine.drain()
         report = engine.report().speculation
         assert report is not None
         found.append((tokens_of({one.key: one for one in done}), report.verifies, report.accepted))
-        assert (min(sizes) < 0) == bool(room)
+        assert (min(sizes) < 0) == room
     assert found[0] == found[1]
     assert found[0][2] > 0.3 * found[0][1]
 
@@ -492,13 +495,14 @@ def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine._speculation, "prepare", capturing)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     engine.submit(requests(2, params=[params], seed=1))
-    for tick in range(14):
+    for tick in range(15):
         if tick == 10:
             engine.submit(requests(1, params=[params], seed=2))
         engine.tick()
     timed = [outcome.seconds is not None for outcome in told.outcomes if not outcome.shape.off]
-    # ticks 1 to 11; the first takes in the prompts, 6 to 8 stand around the capture, 9 and 10 around the prefill
-    assert timed == [False, True, True, True, True, False, False, False, False, False, True]
+    # ticks 1 to 12; the first takes in the prompts, 6 to 8 stand around the capture, 9 to 11 around the prefill, of
+    # which there is so much for so few rows that it is caught up with
+    assert timed == [False, True, True, True, True, False, False, False, False, False, False, True]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -510,8 +514,8 @@ def test_who_caught_up_says_how_many_positions(ahead: bool) -> None:
     engine.submit(requests(2, params=[SamplingParams(max_tokens=60, ignore_eos=True)], seed=1))
     for _ in range(6):
         engine.tick()
-    learned._behind = 30  # as after so many plain ticks
-    behind = learned.behind
+    learned._backlog.wrote(30, 30.0)  # as in so many plain ticks
+    behind = learned.behind(2)
     for _ in range(4):
         engine.tick()
     assert behind > 0

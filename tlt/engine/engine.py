@@ -26,7 +26,7 @@ from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.alarm import Alarm
-from tlt.spec.costs import POLICY, Measured
+from tlt.spec.costs import CAPTURE, POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
@@ -303,7 +303,9 @@ class Engine:
         if self._speculation.widest > 1:
             steps = self._speculation.deepest + 1
             policy += [Measured(POLICY, *pair) for pair in self._runner.time_trees(self._speculation.widest, steps)]
-        return policy + self._speculation.keeper.measure(sizes)
+        measured = policy + self._speculation.keeper.measure(sizes)
+        graphs = self._runner.report()
+        return measured + ([Measured(CAPTURE, 1, graphs.capture_s / graphs.graphs)] if graphs and graphs.graphs else [])
 
     def report(self) -> EngineReport:
         return EngineReport(

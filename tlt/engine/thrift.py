@@ -9,8 +9,8 @@ captures than doing without them had wasted before. Knows roles and sizes, neith
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 
-WORTH = 16.0  # runs: what a capture costs
-_BARE = 6.0  # runs that one without a graph wastes: the host launches its kernels one by one
+WORTH = 4.0  # runs: what a capture costs
+_BARE = 1.5  # runs that one without a graph wastes: the host launches its kernels one by one
 _LARGEST = 2  # times the size: a graph beyond that computes too much that nobody needs
 
 

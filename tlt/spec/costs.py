@@ -17,6 +17,7 @@ POLICY = "policy"  # one run of the policy; size = padded tokens
 EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded tokens
 DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
 CATCH_UP = "catch up"  # a learned drafter left out takes in a position of every request; size = padded requests
+CAPTURE = "capture"  # of a graph, compiling included; size = 1
 LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
 
 _WINDOW = 9  # measurements kept of a (role, size): their median shrugs off four outliers and forgets the capture
@@ -92,6 +93,7 @@ _FADE = 512  # ticks in which what was learned of shapes that are not in use los
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share …
 _COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
 _LEAST = 0.1  # of what the table says a tick costs, whatever the corrections
+_IDLE = 8.0  # times as long as over idle rows a GPU may need for live ones when it catches up: 6 were seen
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 
 
@@ -143,8 +145,12 @@ class TickCosts:
 
     def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
-        new = self._learned.intersection(shape.drafters).difference(before.drafters)
-        return len(new) * behind * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
+        return 0.0 if self._kind(before) else self.taking_in(shape, batch, behind)
+
+    def taking_in(self, shape: Shape, batch: int, positions: float) -> float:
+        """Seconds that learned drafters need for so many positions of every request."""
+        idle = _IDLE if self._read_once and not self._caught_up else 1.0
+        return self._kind(shape) * positions * idle * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
 
     def caught_up(self, batch: int, behind: int, seconds: float) -> None:
         """So long it took, all rows and so many positions: what was measured over idle rows counts no more."""

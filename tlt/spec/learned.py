@@ -20,6 +20,7 @@ from tlt.kernels import states as torch_states
 from tlt.kernels.states import Kept
 from tlt.model.device import upload
 from tlt.model.transformer import Transformer
+from tlt.spec.backlog import TAKEN_IN, Backlog
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
@@ -30,9 +31,6 @@ from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.shape import Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
-
-_TAKEN_IN = (3, 5, 9, 17, 64)  # positions of a row taken in by one pass: the fewest that suffice …
-_ROOM = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)  # … and, where rows have fewer on average, room for so many of each
 
 
 class LearnedDrafting:
@@ -69,8 +67,7 @@ class LearnedDrafting:
         self._row = torch.arange(rows, device=device)
         self._stage: Stage | None = None
         self._view: RowView | None = None
-        self._behind = 0  # positions some row may not have been taken in yet …
-        self._behind_each = 0.0  # … and of all rows, on average
+        self._backlog = Backlog(window, at_once=deepest + 1)
         self._took_in = False  # many at once, since somebody asked
         self._ticks = 0
         self._planted: GrownTrees | None = None
@@ -83,12 +80,18 @@ class LearnedDrafting:
         """The weight of its own opinion against the shared noise, fitted to what was verified."""
         return self._sharpening.sharpness.beta
 
+    def late(self, rows: int) -> bool:
+        """Whether it has to catch up first; a little is taken in with the first guess."""
+        return self._backlog.late(rows)
+
+    def behind(self, rows: int) -> int:
+        """Positions that would be taken in first, for each of so many rows on average."""
+        return self._backlog.before(rows)
+
     @property
-    def behind(self) -> int:
-        """Positions that would have to be taken in first, of every row; a few are taken in with the first guess."""
-        if self._behind <= self._deepest + 1:
-            return 0
-        return math.ceil(min(self._behind, self._window) / _TAKEN_IN[-1]) * _TAKEN_IN[-1]
+    def arrived(self) -> int:
+        """Positions that newcomers ever brought with them."""
+        return self._backlog.arrived
 
     @property
     def capture_s(self) -> float:
@@ -128,7 +131,7 @@ class LearnedDrafting:
         self.version = version
         self._taken_R.copy_(self._held_R)
         self._ready_R.zero_()
-        self._behind, self._behind_each = self._window, math.inf
+        self._backlog.fill()
         self._planted = None
         self._copy_head()
 
@@ -143,7 +146,7 @@ class LearnedDrafting:
     @torch.no_grad()
     def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
         """After plain ticks: takes in what they wrote, as far back as the window reaches."""
-        if self.behind:
+        if self.late(len(keys)):
             self._take_in(len(keys))
             if self._row.is_cuda:  # rare: its time must not count as this tick's
                 torch.cuda.current_stream(self._row.device).synchronize()
@@ -189,8 +192,7 @@ class LearnedDrafting:
 
     def computed(self, steps: int, each: float) -> None:
         self._ticks += 1
-        self._behind += steps
-        self._behind_each += each
+        self._backlog.wrote(steps, each)
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         origin = moving.origins(moves)
@@ -224,8 +226,7 @@ class LearnedDrafting:
                 shape = (len(one.row_E), len(states_SF))
                 self._states_RWF[row_N[at].view(shape), slot_N[at].view(shape)] = states_SF
             seen += count
-            if len(states_SF) > 0:
-                self._behind, self._behind_each = max(self._behind, len(states_SF)), math.inf
+            self._backlog.came(len(one.row_E), len(states_SF))
         self._held_R[row_E] = held_E
         self._taken_R[row_E] = held_E
         self._ready_R[row_E] = False
@@ -253,13 +254,13 @@ class LearnedDrafting:
         stage, rows = self._staged(), self._staged().padded(len(keys))
         self._learn_sharpness(len(keys))
         self._entered = []
-        if self._behind > _TAKEN_IN[-1]:
+        if self._backlog.most > TAKEN_IN[-1]:
             self._take_in(len(keys))
         grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
-        parts = self._parts(rows, grove, shape.depth)
+        parts = self._parts(len(keys), grove, shape.depth)
         stage.play([*parts, self._pruning(rows, grove, shape)])
         packed_R3L = self._packed(grove, rows, shape.depth)
-        self._behind, self._behind_each = 0, 0.0
+        self._backlog.clear()
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
             self._sharpening.root(grove.root_logits_Rv, draws, self._ready_R, self._ticks)
@@ -280,12 +281,11 @@ class LearnedDrafting:
         role = ("prune", grove.width, shape.depth, shape.verify, shape.share)
         return Part(role, rows, prune, exactly=shape.share > 0)
 
-    def _parts(self, rows: int, grove: Grove, depth: int) -> list[Part]:
-        parts: list[Part] = []
-        if self._behind:
-            new = next(new for new in _TAKEN_IN if new >= self._behind)
-            room = next((room for room in _ROOM if self._behind_each <= room < new), float(new))
-            parts.append(self._taking_in(rows, new, room))
+    def _parts(self, count: int, grove: Grove, depth: int) -> list[Part]:
+        parts, rows = list[Part](), self._staged().padded(count)
+        if self._backlog.most:
+            new = next(new for new in TAKEN_IN if new >= self._backlog.most)
+            parts.append(self._taking_in(rows, new, self._backlog.room(count, new)))
         roots, level = self._levels(rows, grove)
         return [*parts, roots, *[level] * (depth - 1)]
 
@@ -332,14 +332,15 @@ class LearnedDrafting:
 
     def _take_in(self, count: int) -> None:
         """All rows, many positions at a time, as far back as the window reaches."""
-        stage, rows, most = self._staged(), self._staged().padded(count), _TAKEN_IN[-1]
-        for _ in range(math.ceil(min(self._behind, self._window) / most)):
-            stage.play([self._taking_in(rows, most, most)])
-        self._behind, self._behind_each, self._took_in = 0, 0.0, True
+        stage, rows, most = self._staged(), self._staged().padded(count), TAKEN_IN[-1]
+        for _ in range(self._backlog.passes):
+            stage.play([self._taking_in(rows, most, self._backlog.room(count, most))])
+        self._backlog.clear()
+        self._took_in = True
 
     def _taking_in(self, rows: int, most: int, room: float) -> Part:
         """At most so many positions of a row, and `room` on average. Where these are many, no row must be idle."""
-        many = most == _TAKEN_IN[-1]
+        many = room == TAKEN_IN[-1]
         return Part(("extend", most, room), rows, lambda rows: self._extend(rows, most, math.ceil(room * rows)), many)
 
     def _extend(self, rows: int, most: int, tokens: int) -> None:
@@ -367,7 +368,7 @@ class LearnedDrafting:
         stage, grove = self._staged(), self._grove(1)
         measured = []
         for size in sizes:
-            rows, new = stage.padded(size), _TAKEN_IN[0 if size < sizes[-1] else 2]
+            rows, new = stage.padded(size), TAKEN_IN[0 if size < sizes[-1] else 2]
             roots, level = self._levels(rows, grove)
             begun = stage.time(self._taking_in(rows, new, new)) + stage.time(roots)
             measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, stage.time(level))]
@@ -375,7 +376,7 @@ class LearnedDrafting:
 
     def _measure_catching_up(self, size: int) -> Measured:
         """The cost of batches in between lies in between."""
-        rows, most = self._staged().padded(size), _TAKEN_IN[-1]
+        rows, most = self._staged().padded(size), TAKEN_IN[-1]
         seconds = self._staged().time(self._taking_in(rows, most, most))
         return Measured(CATCH_UP, rows, seconds / most)
 

@@ -1,11 +1,16 @@
-"""What learning may cost: time spent, a share of it earned, and what trying things out has lost.
+"""What learning and one-off work may cost: time spent, what it earned, and what was lost or invested.
 
-What always holds: what is being tried counts as lost, at its worst, until it was seen. Knows shapes and seconds.
+What always holds: what is being tried counts as lost, at its worst, until it was seen; no more is invested than was
+saved, and what the promise at hand would have saved of late. Knows shapes and seconds.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tlt.spec.shape import Shape
+
+_FORESEEN = 256  # plain ticks: no promise is trusted for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +31,111 @@ class Ledger:
     spent: float = 0.0
     lost: float = 0.0  # a probe that paid off gives back, but never below 0
     open: list[Probe] = field(default_factory=list)  # chosen, not yet observed: booked at their worst
+    saved: float = 0.0  # by speculating, one-off work left out; may be negative
+    invested: float = 0.0  # one-off work: captures, drafters catching up
 
     @property
     def left(self) -> float:
         earned = max(self.share * self.spent, self.loan_ticks * self.tick_s)  # what was lent is paid back
         return earned - self.lost - sum(probe.worst for probe in self.open)
 
+    def affords(self, once_s: float, gain: float) -> bool:
+        """Whether one-off work is worth a promise to need this share less time. As much time is taken to come as has
+        passed, for a rollout that has just begun may be a short one, up to a limit: beyond it, earlier promises should
+        have been kept, and what is saved pays for what is invested."""
+        to_come = min(self.spent, _FORESEEN * self.tick_s)
+        return once_s <= 0.0 or self.invested + once_s <= gain * to_come + self.share * self.spent + self.saved
+
     def close(self, shape: Shape, tick: int) -> Probe | None:
         """The probe this tick was, if it was one. One that never ran is dropped."""
         found = next((probe for probe in self.open if probe.shape == shape), None)  # it may run at another size
         self.open = [probe for probe in self.open if probe is not found and tick - probe.tick < 16]
         return found
+
+
+_RECENT = 15 / 16  # of the weight of earlier ones is left after another
+_TRIAL, _WHOLE = 0.5, 2.0  # captures that a first run without graphs, and all graphs of a shape, are taken to cost
+
+
+@dataclass(slots=True)
+class FirstRuns:
+    """One-off work where a shape had never run at a batch size: of its first tick there, and in all. Of late."""
+
+    capture_s: float = 0.0  # of a graph, measured beforehand: counts as one more of them
+    _count: float = 0.0
+    _first: float = 0.0
+    _whole: float = 0.0
+
+    def see(self, new: bool, once_s: float) -> None:
+        if new:
+            self._count, self._first, self._whole = (
+                self._count * _RECENT + 1,
+                self._first * _RECENT,
+                self._whole * _RECENT,
+            )
+            self._first += once_s
+        self._whole += once_s
+
+    @property
+    def trial_s(self) -> float:
+        return (_TRIAL * self.capture_s + self._first) / (1.0 + self._count)
+
+    @property
+    def whole_s(self) -> float:
+        return (_WHOLE * self.capture_s + self._whole) / (1.0 + self._count)
+
+
+_REMEMBERED = 1 << 16  # tokens after which what arrived counts 1/e
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """How many positions newcomers bring, for each token that is emitted: a drafter in use has to take them in.
+
+    At first many come at once and little was written: answers are taken to become as long as what came before them.
+    """
+
+    _positions: float = 0.0
+    _tokens: float = 0.0
+
+    def see(self, positions: int, tokens: int) -> None:
+        kept = max(0.0, 1.0 - tokens / _REMEMBERED)
+        self._positions, self._tokens = self._positions * kept + positions, self._tokens * kept + tokens
+
+    @property
+    def per_token(self) -> float:
+        return self._positions / max(self._tokens, self._positions, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TunerReport:
+    ticks: int
+    verifies: int
+    accepted: int
+    accept_length: float  # pooled: 1 + accepted / verifies
+    by_depth: Mapping[str, tuple[float, ...]]  # drafter → share accepted at depth 1, 2, … of what got there
+    ticks_by_shape: Mapping[tuple[int, Shape], int]  # (padded batch, shape) → ticks
+    seconds: float
+    saved_s: float  # against plain ticks for the same tokens, by the measured costs; what learning lost is taken off
+    explored_ticks: int
+    explored_s: float  # lost by learning, as it went
+    switches: int  # changes of mind at one batch size
+    alarms: int
+
+    def since(self, before: "TunerReport") -> "TunerReport":
+        """What came after an earlier report of the same tuner."""
+        verifies, accepted = self.verifies - before.verifies, self.accepted - before.accepted
+        return TunerReport(
+            ticks=self.ticks - before.ticks,
+            verifies=verifies,
+            accepted=accepted,
+            accept_length=1.0 + accepted / max(1, verifies),
+            by_depth=self.by_depth,
+            ticks_by_shape=dict(Counter(self.ticks_by_shape) - Counter(before.ticks_by_shape)),
+            seconds=self.seconds - before.seconds,
+            saved_s=self.saved_s - before.saved_s,
+            explored_ticks=self.explored_ticks - before.explored_ticks,
+            explored_s=self.explored_s - before.explored_s,
+            switches=self.switches - before.switches,
+            alarms=self.alarms - before.alarms,
+        )

@@ -16,8 +16,9 @@ from tlt.spec.acceptance import Walked, track
 from tlt.spec.alarm import Alarm
 from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Planted
 from tlt.spec.learned import LearnedDrafting
+from tlt.spec.ledger import TunerReport
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
-from tlt.spec.tuner import Outcome, TunerPolicy, TunerReport
+from tlt.spec.tuner import Outcome, TunerPolicy
 from tlt.types import Key, SamplingParams
 
 _LOOKED_INTO = 8  # rows of a tick whose walks are compared with what each drafter named
@@ -197,6 +198,7 @@ class Speculating:
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
         self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
+        self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
@@ -242,7 +244,7 @@ class Speculating:
         self._learn()
         if not running:
             return OFF
-        return self._tuner.choose(running, self._learned.behind if self._learned is not None else 0)
+        return self._tuner.choose(running, self._learned.behind(running) if self._learned is not None else 0)
 
     def chosen(self, running: int, shape: Shape) -> None:
         if not running:
@@ -278,7 +280,7 @@ class Speculating:
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         for name in shape.drafters:
-            if self._learned is None or name != self._learned.name or not self._learned.behind:
+            if self._learned is None or name != self._learned.name or not self._learned.late(len(keys)):
                 self._drafters[name].plant(keys, shape)  # who must catch up does so when asked, and it is timed there
 
     def needs_no_tokens(self, shape: Shape) -> bool:
@@ -292,7 +294,7 @@ class Speculating:
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
     ) -> tuple[float, int]:
         """Seconds it took, captures left out, for they come once; and positions that the learned drafter took in."""
-        behind = self._learned.behind if self._learned is not None and self._learned in drafters else 0
+        behind = self._learned.behind(len(keys)) if self._learned is not None and self._learned in drafters else 0
         started, captured_s = time.perf_counter(), self._captured_s
         for drafter in drafters:
             drafter.catch_up(keys, answers, shape)
@@ -329,7 +331,7 @@ class Speculating:
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
         spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind)
-        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent)
+        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, arrived=self._newly_arrived())
         self._alarms += self._tuner.observe(outcome)
 
     @staticmethod
@@ -342,7 +344,11 @@ class Speculating:
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
-        self._tuner.observe(Outcome(OFF, running, (), seconds))
+        self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=self._newly_arrived()))
+
+    def _newly_arrived(self) -> int:
+        before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0
+        return self._arrived - before
 
     def report(self) -> SpeculationReport:
         self._learn()

@@ -2,20 +2,21 @@
 
 What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning
 costs at most a small share of the time so far, counted against the best known shape, and a tick or two on loan: so
-nothing is tried at first where answers are short.
+nothing is tried at first where answers are short. Graphs and a drafter's catching up are paid for by what was saved, or
+by as much time to come as has passed.
 Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
 from typing import Protocol
 
 from tlt.spec.acceptance import Acceptance, Drafters, Walked
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.costs import Measured, TickCosts
-from tlt.spec.ledger import Ledger, Probe
+from tlt.spec.costs import CAPTURE, Measured, TickCosts
+from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
 from tlt.spec.shape import OFF, Shape
 
 
@@ -31,13 +32,14 @@ class Outcome:
     drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
     caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
     behind: int = 0  # … and the positions that it took in
+    arrived: int = 0  # positions that requests which have just come bring a learned drafter
 
 
 class TunerPolicy(Protocol):
     """What the engine asks. Calls need not alternate: a tick may be chosen before the last one is observed."""
 
     def choose(self, batch: int, behind: int = 0) -> Shape:
-        """`behind`: positions of a request that a learned drafter would have to take in first, at most."""
+        """`behind`: positions of a request that a learned drafter would have to take in first, on average."""
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
 
@@ -47,10 +49,13 @@ class TunerPolicy(Protocol):
     def expect(self, ticks: int) -> None:
         """A request has come that may run for so many ticks."""
 
+    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        """What was measured of this drafter when it was trained: by depth, how often each of its guesses is right."""
+
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
 
-    def report(self) -> "TunerReport | None":
+    def report(self) -> TunerReport | None:
         """Its books; None if it keeps none."""
 
 
@@ -72,41 +77,8 @@ class TunerSettings:
     check_pause: int = 64  # ticks until the first such comparison at a batch size; doubles every time
     check_gain: float = 0.25  # a shape that promises more over plain decoding is compared more rarely …
     check_rarely: int = 8  # … by this factor
+    recall_worth: float = 32.0  # verifies that what was measured of a drafter elsewhere is worth
     swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
-
-
-@dataclass(frozen=True, slots=True)
-class TunerReport:
-    ticks: int
-    verifies: int
-    accepted: int
-    accept_length: float  # pooled: 1 + accepted / verifies
-    by_depth: Mapping[str, tuple[float, ...]]  # drafter → share accepted at depth 1, 2, … of what got there
-    ticks_by_shape: Mapping[tuple[int, Shape], int]  # (padded batch, shape) → ticks
-    seconds: float
-    saved_s: float  # against plain ticks for the same tokens, by the measured costs; what learning lost is taken off
-    explored_ticks: int
-    explored_s: float  # lost by learning, as it went
-    switches: int  # changes of mind at one batch size
-    alarms: int
-
-    def since(self, before: "TunerReport") -> "TunerReport":
-        """What came after an earlier report of the same tuner."""
-        verifies, accepted = self.verifies - before.verifies, self.accepted - before.accepted
-        return TunerReport(
-            ticks=self.ticks - before.ticks,
-            verifies=verifies,
-            accepted=accepted,
-            accept_length=1.0 + accepted / max(1, verifies),
-            by_depth=self.by_depth,
-            ticks_by_shape=dict(Counter(self.ticks_by_shape) - Counter(before.ticks_by_shape)),
-            seconds=self.seconds - before.seconds,
-            saved_s=self.saved_s - before.saved_s,
-            explored_ticks=self.explored_ticks - before.explored_ticks,
-            explored_s=self.explored_s - before.explored_s,
-            switches=self.switches - before.switches,
-            alarms=self.alarms - before.alarms,
-        )
 
 
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
@@ -141,7 +113,6 @@ class _Tally:
     ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)  # but for the plain ones counted above
     verifies: int = 0
     accepted: int = 0
-    saved_s: float = 0.0
     explored: int = 0
     switches: int = 0
     alarms: int = 0
@@ -163,7 +134,8 @@ class Tuner:
         self._ledger = Ledger(self._settings.exploration)
         self._tally = _Tally()
         self._ran: set[tuple[Shape, int]] = set()  # shapes, and the batch sizes they ever ran at …
-        self._first_s = 0.0  # … and the one-off work of a first run there, of late: captured graphs
+        self._firsts = FirstRuns()  # … and what that cost beside the ticks
+        self._arrivals = Arrivals()
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
@@ -171,7 +143,7 @@ class Tuner:
         size = self._costs.pad(batch)
         stand = self._stands.get(size)
         if stand is None or self._ticks >= stand.until:
-            stand = self._review(size)
+            stand = self._review(size, behind)
         if stand.plain or self._check_is_due(stand, size):
             stand.plain -= 1
             return OFF
@@ -186,7 +158,10 @@ class Tuner:
         size = self._costs.pad(outcome.batch)
         seconds = outcome.seconds
         if seconds is None:
-            seconds = self._costs.seconds(outcome.shape, size) or 0.0
+            newcomers = 0.0 if outcome.behind else outcome.arrived / outcome.batch
+            seconds = (self._costs.seconds(outcome.shape, size) or 0.0) + self._costs.taking_in(
+                outcome.shape, size, newcomers
+            )
         else:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
         if outcome.behind:
@@ -195,9 +170,8 @@ class Tuner:
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
-        if (outcome.shape, size) not in self._ran:
-            self._ran.add((outcome.shape, size))
-            self._first_s += (max(0.0, outcome.once_s - outcome.caught_up_s) - self._first_s) / 2
+        self._firsts.see((outcome.shape, size) not in self._ran, max(0.0, outcome.once_s - outcome.caught_up_s))
+        self._ran.add((outcome.shape, size))
         if not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
@@ -205,11 +179,16 @@ class Tuner:
 
     def know(self, costs: Iterable[Measured]) -> None:
         for cost in costs:
+            if cost.role == CAPTURE:
+                self._firsts.capture_s = cost.seconds
             self._costs.know(cost)
 
     def expect(self, ticks: int) -> None:
         most = min(self._settings.loan, self._settings.exploration * ticks)
         self._ledger.loan_ticks = max(self._ledger.loan_ticks, most)
+
+    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        self._acceptance.recall(drafter, ranks, self._settings.recall_worth)
 
     def drafter_changed(self, drafter: str) -> None:
         """What was known becomes a weak guess, and the new version is tried at once."""
@@ -233,7 +212,7 @@ class Tuner:
             by_depth={drafter: self._acceptance.by_depth(drafter) for drafter in self._drafters},
             ticks_by_shape=dict(tally.ticks + Counter({(size, OFF): ticks for size, ticks in tally.plain.items()})),
             seconds=self._ledger.spent,
-            saved_s=tally.saved_s,
+            saved_s=self._ledger.saved,
             explored_ticks=tally.explored,
             explored_s=self._ledger.lost,
             switches=tally.switches,
@@ -242,23 +221,30 @@ class Tuner:
 
     # ---- choosing
 
-    def _review(self, size: int) -> _Stand:
+    def _review(self, size: int, behind: int) -> _Stand:
         stand = self._stands.setdefault(size, _Stand())
         stand.reviews += 1
         stand.until = self._ticks + min(self._settings.review_ticks, 2 << stand.reviews)
-        seconds = {shape: self._costs.seconds(shape, size) or 0.0 for shape in self._shapes}
-        if not seconds[OFF]:
+        plain_s = self._costs.seconds(OFF, size)
+        if not plain_s:
             return stand  # nothing was ever measured: plain ticks tell what plain ticks cost
-        self._ledger.tick_s = seconds[OFF]
+        self._ledger.tick_s = plain_s
         self._acceptance.refresh()
-        self.evaluations += len(seconds)
-        rates = {shape: self._acceptance.length(shape) / cost for shape, cost in seconds.items()}
-        self._decide(stand, rates, size)
+        self.evaluations += len(self._shapes)
+        lengths = {shape: self._acceptance.length(shape) for shape in self._shapes}
+        seconds = {shape: self._cost(shape, size, length) for shape, length in lengths.items()}
+        rates = {shape: lengths[shape] / cost for shape, cost in seconds.items()}
+        self._decide(stand, rates, size, behind)
         self._plan_probe(stand, rates, seconds, size)
         return stand
 
-    def _decide(self, stand: _Stand, rates: dict[Shape, float], size: int) -> None:
-        """Stays with the shape in use unless another is better beyond doubt."""
+    def _cost(self, shape: Shape, size: int, length: float) -> float:
+        """Seconds of a tick, with what newcomers bring: the more are answered, the more come."""
+        newcomers_s = self._costs.taking_in(shape, size, length * self._arrivals.per_token)
+        return (self._costs.seconds(shape, size) or 0.0) + newcomers_s
+
+    def _decide(self, stand: _Stand, rates: dict[Shape, float], size: int, behind: int) -> None:
+        """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
         known = {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
         used = stand.shape if stand.shape in known else OFF
         if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
@@ -268,13 +254,18 @@ class Tuner:
         settled = self._ticks - stand.since >= self._settings.settle_ticks
         promised = known[best] if used.off else worth[best]
         if best != used and settled and promised > known[used] * (1.0 + self._margin(used, best, size)):
-            used = best
+            once_s = self._costs.catching_up(best, used, size, behind) + self._first_s(best, size)
+            if self._ledger.affords(once_s, 1.0 - known[used] / known[best]):
+                used = best
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
             stand.shape, stand.since, stand.reviews = used, self._ticks, 1
             stand.plain = stand.checks = 0
             stand.check = self._ticks + self._check_pause(stand)
         stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
+
+    def _first_s(self, shape: Shape, size: int) -> float:
+        return 0.0 if shape.off or (shape, size) in self._ran else self._firsts.whole_s
 
     def _readiness(self, shape: Shape, size: int) -> float:
         return 1.0 if shape.off or (shape, size) in self._ran else 1.0 - self._settings.unused
@@ -313,8 +304,8 @@ class Tuner:
     # ---- learning
 
     def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float], size: int) -> None:
-        """The drafters least is known about that are worth a try now, in the shape that promises most. Capturing graphs
-        is part of what a further try costs; the first one has to be made."""
+        """The drafters least is known about that are worth a try now, in the shape that promises most. That it may have
+        no graphs yet is part of what a try costs."""
         stand.probe = None
         for drafters in sorted(self._sets, key=self._acceptance.evidence):
             mine = [
@@ -325,8 +316,7 @@ class Tuner:
             if not mine or drafters == stand.shape.drafters:
                 continue
             if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
-                first_s = self._first_s if self._acceptance.evidence(drafters) >= _UNKNOWN else 0.0
-                once = {shape: 0.0 if (shape, size) in self._ran else first_s for shape in mine}
+                once = {shape: 0.0 if (shape, size) in self._ran else self._firsts.trial_s for shape in mine}
                 worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) + once[shape] for shape in mine}
                 left = self._ledger.left
                 affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
@@ -363,20 +353,25 @@ class Tuner:
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
         tally, ledger = self._tally, self._ledger
         ledger.spent += seconds
+        ledger.invested += outcome.once_s
+        accepted = sum(walked.accepted for walked in outcome.walks)
+        self._arrivals.see(outcome.arrived, outcome.batch + accepted)
         if outcome.shape.off and not ledger.open:
             tally.plain[size] += 1  # quickly: this is all that many a tick has to do with speculation
             return
-        accepted = sum(walked.accepted for walked in outcome.walks)
         per_request = 1.0 + accepted / len(outcome.walks) if outcome.walks else 1.0
         probe = ledger.close(outcome.shape, self._ticks)
         if probe is not None:
             tally.explored += 1
-            ledger.lost = max(0.0, ledger.lost + seconds + outcome.caught_up_s - per_request / probe.rate)
+            once_s = outcome.caught_up_s + min(
+                outcome.once_s - outcome.caught_up_s, probe.worst
+            )  # kernels compile once
+            ledger.lost = max(0.0, ledger.lost + seconds + once_s - per_request / probe.rate)
         tally.ticks[(size, outcome.shape)] += 1
         tally.verifies += len(outcome.walks)
         tally.accepted += accepted
         if not outcome.shape.off:
-            tally.saved_s += per_request * (self._costs.seconds(OFF, size) or 0.0) - seconds
+            ledger.saved += per_request * (self._costs.seconds(OFF, size) or 0.0) - seconds
 
     def _sound(self, outcome: Outcome) -> tuple[Alarm, ...]:
         seen = [self._watches[drafter].see(outcome.shape, outcome.walks) for drafter in outcome.shape.drafters]

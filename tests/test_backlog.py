@@ -1,0 +1,67 @@
+"""What is still to be taken in, as the host knows it: never less than there is, and hardly more."""
+
+import random
+
+import pytest
+
+from tlt.spec.backlog import TAKEN_IN, Backlog
+
+MOST = TAKEN_IN[-1]
+
+
+def test_what_ticks_wrote_is_taken_in_with_the_first_guess_if_it_is_little() -> None:
+    backlog = Backlog(512, at_once=16)
+    for _ in range(16):
+        backlog.wrote(1, 1.0)
+    assert (backlog.late(8), backlog.before(8)) == (False, 0)
+    backlog.wrote(1, 1.0)
+    assert backlog.late(8)
+    assert backlog.before(8) == 32, "one pass, with the least room that suffices for 17 of each"
+    backlog.clear()
+    assert (backlog.most, backlog.late(8), backlog.before(8)) == (0, False, 0)
+
+
+def test_one_who_comes_costs_room_for_one() -> None:
+    """Of 256 rows one has a prompt of a hundred: two passes with next to no room, not two full ones; and nobody has to
+    catch up because of it. If all have, everybody has to."""
+    backlog = Backlog(512, at_once=16)
+    backlog.wrote(2, 1.5)
+    backlog.came(1, 100)
+    assert backlog.passes == 2
+    assert backlog.room(256, MOST) == 2.0
+    assert (backlog.late(256), backlog.before(256)) == (False, 0)
+    backlog.came(255, 100)
+    assert (backlog.late(256), backlog.before(256)) == (True, 2 * MOST)
+
+
+def test_no_more_than_the_window_counts() -> None:
+    backlog = Backlog(128, at_once=4)
+    backlog.wrote(1000, 1000.0)
+    assert (backlog.passes, backlog.before(3)) == (2, 2 * MOST)
+    backlog.clear()
+    backlog.fill()
+    assert (backlog.passes, backlog.before(3)) == (2, 2 * MOST)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_there_is_room_for_whatever_was_written(seed: int) -> None:
+    """Rows that write and come in at random: every pass has room for all that it may take in."""
+    drawn = random.Random(seed)
+    window = drawn.choice([64, 128, 512])
+    rows, backlog = [0] * drawn.randint(1, 40), Backlog(window, at_once=9)
+    for _ in range(drawn.randint(1, 60)):
+        if drawn.random() < 0.3:
+            count, positions = drawn.randint(1, len(rows)), drawn.randint(1, window)
+            rows[:count] = [positions] * count
+            backlog.came(count, positions)
+        most = drawn.randint(1, 8)
+        wrote = [drawn.randint(1, most) for _ in rows]
+        rows = [row + new for row, new in zip(rows, wrote, strict=True)]
+        backlog.wrote(most, sum(wrote) / len(rows))
+    rows = [min(row, window) for row in rows]
+    assert max(rows) <= backlog.most
+    for _ in range(backlog.passes):
+        taken = [min(row, MOST) for row in rows]
+        assert sum(taken) <= backlog.room(len(rows), MOST) * len(rows) + 1e-6
+        rows = [row - new for row, new in zip(rows, taken, strict=True)]
+    assert max(rows) == 0

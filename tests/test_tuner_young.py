@@ -1,0 +1,209 @@
+"""A tuner that has seen little: what it is told beforehand, and what it may invest before anything was earned."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.test_tuner import SHAPES, learned, tuner, world
+from tests.tuning import LEARNED, Curve, World, costs, pad, tick_s
+from tlt.spec.acceptance import Track, Walked
+from tlt.spec.costs import CAPTURE, CATCH_UP, CostTable, Measured, TickCosts
+from tlt.spec.ledger import Arrivals, FirstRuns, Ledger
+from tlt.spec.shape import OFF, Shape
+from tlt.spec.tuner import Outcome, Tuner
+
+CAPTURED_S = 0.2  # for all graphs of a shape at a batch size
+
+
+def record(first: float) -> list[list[float]]:
+    """p_d(r) of a curve, as somebody measured it: easy and hard contexts alike."""
+    easy, hard = (Curve(first).ranks(hard) for hard in (False, True))
+    return [[(e + h) / 2 for e, h in zip(a, b, strict=True)] for a, b in zip(easy[:8], hard[:8], strict=True)]
+
+
+@dataclass
+class Capturing(World):
+    """Where a shape's first tick at a batch size waits for its graphs."""
+
+    captured: set[tuple[Shape, int]] = field(default_factory=set)
+    once_s: float = 0.0
+
+    def run(self, policy: Tuner, batch: int, ticks: int, arrived: int = 0, behind: int = 0) -> float:
+        """Seconds over those that plain decoding takes for the same tokens."""
+        started = self.seconds
+        plain_s = 0.0
+        for _ in range(ticks):
+            shape = policy.choose(batch, behind)
+            kept = self.kept_cached(shape)
+            walks = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
+            new = not shape.off and (shape, pad(batch)) not in self.captured
+            self.captured.add((shape, pad(batch)))
+            once_s = CAPTURED_S if new else 0.0
+            true = self.true_s(shape, batch)
+            self.seconds, self.once_s = self.seconds + true + once_s, self.once_s + once_s
+            self.ticks[shape] += 1
+            plain_s += tick_s(OFF, batch) * (1.0 + sum(walked.accepted for walked in walks) / batch)
+            seconds = None if new else self.measured(shape, batch, true)
+            policy.observe(Outcome(shape, batch, walks, seconds, once_s=once_s, arrived=arrived))
+        return (self.seconds - started) / plain_s
+
+
+def capturing(first: float) -> Capturing:
+    return Capturing({LEARNED: Curve(first), "suffix": Curve(0.05, per_rank=0.2)})
+
+
+def young(*told: Measured) -> Tuner:
+    policy = tuner()
+    policy.know([Measured(CAPTURE, 1, CAPTURED_S / 2), *told])
+    return policy
+
+
+# ---- what it is told beforehand
+
+
+def test_a_drafter_that_was_measured_needs_no_try() -> None:
+    here, policy = world(0.8), tuner()
+    policy.recall(LEARNED, record(0.8))
+    for _ in range(40):
+        here.tick(policy, 16)
+    untold, other = world(0.8), tuner()
+    for _ in range(40):
+        untold.tick(other, 16)
+    assert policy.report().explored_ticks == 0
+    assert here.ticks[OFF] < 20 < untold.ticks[OFF]
+    assert policy.expected(learned(4, 1, 5), 16)[0] == pytest.approx(here.length(learned(4, 1, 5)), rel=0.1)
+
+
+def test_a_record_that_promises_too_much_is_found_out_at_once() -> None:
+    """Of another temperature, or of another policy: a few ticks, and hardly any time."""
+    here, policy = world(0.05), tuner()
+    policy.recall(LEARNED, record(0.9))
+    for _ in range(2000):
+        here.tick(policy, 16)
+    assert 0 < sum(ticks for shape, ticks in here.ticks.items() if not shape.off) < 60
+    assert here.seconds < 1.01 * sum(here.ticks.values()) * tick_s(OFF, 16) + 0.05
+
+
+def test_nobody_is_told_of_a_drafter_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="no shape uses"):
+        tuner().recall("oracle", record(0.5))
+
+
+# ---- what it may invest
+
+
+def test_a_promise_pays_for_as_much_as_it_would_have_saved_so_far() -> None:
+    ledger = Ledger(0.005, tick_s=0.01)
+    assert ledger.affords(0.0, 0.0), "what costs nothing needs no promise"
+    assert not ledger.affords(0.1, 0.5)
+    ledger.spent = 0.25
+    assert ledger.affords(0.1, 0.5)
+    assert not ledger.affords(0.1, 0.1)
+    ledger.invested = 0.1
+    assert not ledger.affords(0.1, 0.5)
+    ledger.saved = 0.1
+    assert ledger.affords(0.1, 0.5)
+    ledger.spent, ledger.saved, ledger.invested = 1000.0, 0.0, 10.0
+    assert not ledger.affords(0.1, 0.5), "a promise is not trusted for ever: it should have been kept by now"
+    ledger.saved = 10.0
+    assert ledger.affords(0.1, 0.5)
+
+
+def test_graphs_cost_what_they_cost_of_late() -> None:
+    firsts = FirstRuns(capture_s=0.1)
+    assert (firsts.trial_s, firsts.whole_s) == (pytest.approx(0.05), pytest.approx(0.2))
+    for _ in range(100):
+        firsts.see(True, 0.01)
+        firsts.see(False, 0.02)
+        firsts.see(False, 0.0)
+    assert firsts.trial_s == pytest.approx(0.01, rel=0.3)
+    assert firsts.whole_s == pytest.approx(0.03, rel=0.4)
+    assert FirstRuns().whole_s == 0.0, "where nothing is captured"
+
+
+@pytest.mark.parametrize("first", [0.3, 0.45, 0.6, 0.9])
+@pytest.mark.parametrize("ticks", [30, 100, 300, 1000])
+def test_a_rollout_that_ends_at_any_time_has_lost_little_by_graphs(first: float, ticks: int) -> None:
+    """Told what the drafter is worth: whatever the promise, graphs never cost more than it would have saved so far."""
+    here, policy = capturing(first), young()
+    policy.recall(LEARNED, record(first))
+    ratio = here.run(policy, 32, ticks)
+    best = max(here.rate(shape, 32) for shape in SHAPES) / here.rate(OFF, 32)
+    assert ratio <= 1.01 + max(0.0, 1.0 - 1.0 / best)
+    if ticks * tick_s(OFF, 32) * (1.0 - 1.0 / best) < CAPTURED_S:
+        assert here.once_s == 0.0, "too short for any graph"
+    if first == 0.9 and ticks == 1000:
+        assert ratio < 1.3 / best
+
+
+def test_many_sizes_in_a_row_are_not_all_worth_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail in which every batch size lasts a few ticks: what is saved pays for what is captured."""
+    here, policy = capturing(0.6), young()
+    policy.recall(LEARNED, record(0.6))
+    for batch in range(256, 16, -4):
+        here.run(policy, batch, 4)
+    plain_s = sum(4 * tick_s(OFF, batch) for batch in range(256, 16, -4))
+    assert here.once_s < 0.35 * plain_s
+    monkeypatch.setattr(Ledger, "affords", lambda ledger, once_s, gain: True)
+    greedy, other = capturing(0.6), young()
+    other.recall(LEARNED, record(0.6))
+    for batch in range(256, 16, -4):
+        greedy.run(other, batch, 4)
+    assert greedy.once_s > 1.5 * here.once_s
+
+
+# ---- newcomers
+
+
+def test_what_newcomers_bring_is_what_they_bring_for_each_token() -> None:
+    arrivals = Arrivals()
+    assert arrivals.per_token == 0.0
+    arrivals.see(256 * 100, 256)
+    assert arrivals.per_token == 1.0, "at first, no more than a position for each token"
+    for _ in range(4000):
+        arrivals.see(128, 256)
+    assert arrivals.per_token == pytest.approx(0.5, rel=0.01)
+    for _ in range(4000):
+        arrivals.see(0, 256)
+    assert arrivals.per_token < 0.01
+
+
+def test_a_drafter_that_takes_in_more_than_it_saves_stays_off() -> None:
+    """Short answers to long prompts: what is to be taken in of each is no one-off work."""
+    used = {}
+    for arrived in (0, 16):  # a position for each token
+        here, policy = capturing(0.5), young(Measured(CATCH_UP, 16, 0.004))
+        policy.recall(LEARNED, record(0.5))
+        here.run(policy, 16, 1500, arrived)
+        used[arrived] = 1.0 - here.ticks[OFF] / 1500
+    assert used[0] > 0.7
+    assert used[16] < 0.1
+
+
+def test_live_rows_are_taken_to_be_dearer_than_idle_ones_until_they_were_seen() -> None:
+    shape = learned(2, 1, 3)
+    found = [TickCosts(CostTable(), pad, learned=[LEARNED], context_read_once=once) for once in (False, True)]
+    for one in found:
+        one.know(Measured(CATCH_UP, 16, 0.0005))
+    on_cpu, on_gpu = (one.catching_up(shape, OFF, 16, 100) for one in found)
+    assert on_gpu == 8 * on_cpu == pytest.approx(0.4)
+    found[1].caught_up(16, 64, 0.064)
+    assert found[1].catching_up(shape, OFF, 16, 100) == pytest.approx(0.1)
+
+
+def test_a_try_that_compiles_does_not_end_all_tries() -> None:
+    """What is booked of a surprise is as much again as was foreseen."""
+    policy = young()
+    while (shape := policy.choose(16)).off:
+        policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16)))
+    before = policy.report().explored_s
+    walks = [Walked(0, (Track((), shape.width),) * len(shape.drafters))] * 16
+    policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), once_s=30.0))
+    assert before < policy.report().explored_s < before + 1.0
+
+
+def test_costs_of_shapes_that_draft_nothing_learned_know_no_newcomers() -> None:
+    found = costs()
+    found.know(Measured(CATCH_UP, 16, 0.0005))
+    assert found.taking_in(Shape(("suffix",), 2, 1, 3), 16, 10.0) == 0.0 == found.taking_in(OFF, 16, 10.0)
+    assert found.taking_in(learned(2, 1, 3), 16, 10.0) == pytest.approx(0.005)
