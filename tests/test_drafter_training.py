@@ -27,7 +27,7 @@ from tlt.spec.align import align
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, candidates
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
-from tlt.spec.record import read_record
+from tlt.spec.record import FILE, read_record
 from tlt.train import drafter_measure
 from tlt.train.drafter import (
     RATED_AT,
@@ -450,6 +450,13 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     assert f"{record.places} places of held-out answers" in said
     assert (len(record.ranks), len(record.ranks[0]), record.temperature) == (DEPTH, max(WIDTHS), 1.0)
     assert all(read_record(tmp_path / form) == record for form in ("flat", "speculators"))
+    (tmp_path / "flat" / FILE).unlink()
+    rest = ["--prompts", "toy", "--draft.window=64", "--draft.held_out=4", "--sampling.max_tokens=24"]
+    assert main(["draft", "measure", str(tmp_path / "flat"), *rest, "--engine.kv_gib=0.01"]) == 0
+    measured = read_record(tmp_path / "flat")
+    assert measured is not None
+    assert f"{measured.places} places of held-out answers" in capsys.readouterr().out
+    assert (len(measured.ranks), len(measured.ranks[0])) == (DEPTH, max(WIDTHS))
     saved, *exported = (load_drafter(tmp_path / name, config, window=64) for name in ("drafter", "flat", "speculators"))
     assert saved.config.draft_vocab == 16
     for other in exported:
@@ -461,9 +468,11 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["draft", "improve", "tiny"], "tlt draft knows train and export, not 'improve'"),
+        (["draft", "improve", "tiny"], "tlt draft knows train, measure, export, not 'improve'"),
         (["draft", "train", "tiny", "--out", "x"], "tlt draft train needs --prompts"),
         (["draft", "train", "tiny", "--prompts", "toy", "--out", __file__], "is a file; expected a directory"),
+        (["draft", "measure", "x"], "tlt draft measure needs --prompts"),
+        (["draft", "measure", "nowhere", "--prompts", "toy"], "no drafter at nowhere"),
         (["draft", "export", "x"], "tlt draft export needs TARGET"),
         (["draft", "export", "nowhere", "x"], "no drafter at nowhere"),
         (["draft", "export", "nowhere", "x", "--format", "gguf"], "--format is 'gguf'; expected flat or speculators"),

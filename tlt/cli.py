@@ -165,18 +165,20 @@ def _bench_fleet(config: RunConfig, options: Namespace) -> None:
 
 
 def _draft(options: Namespace, flags: list[str]) -> None:
-    needed = {"train": ("prompts",), "export": ("target",)}
+    needed = {"train": ("prompts",), "measure": ("prompts",), "export": ("target",)}
     if options.what not in needed:
-        raise ConfigError(f"tlt draft knows {' and '.join(needed)}, not {options.what!r}")
+        raise ConfigError(f"tlt draft knows {', '.join(needed)}, not {options.what!r}")
     for name in needed[options.what]:
         if getattr(options, name) is None:
             shown = name.upper() if name in _OPTIONAL else f"--{name}"
             raise ConfigError(f"tlt draft {options.what} needs {shown}; see tlt draft --help")
     config = _config(options, flags)
-    from tlt.draft import draft_export, draft_train
+    from tlt.draft import draft_export, draft_measure, draft_train
 
     if options.what == "train":
         draft_train(config, options.prompts, options.out or f"{Path(options.source).name}-drafter")
+    elif options.what == "measure":
+        draft_measure(config, options.source, options.prompts, options.policy)
     else:
         draft_export(options.source, options.target, options.format or "flat", options.policy)
 
@@ -255,15 +257,15 @@ VERBS: dict[str, Verb] = {
         _warmup,
     ),
     "draft": Verb(
-        "train a drafter for a model, or write one in another engine's format",
+        "train a drafter for a model, measure one, or write one in another engine's format",
         (
-            ("what", "`train` or `export`"),
-            ("source", "train: a model directory or `tiny`; export: a drafter directory"),
+            ("what", "`train`, `measure` or `export`"),
+            ("source", "train: a model directory or `tiny`; measure, export: a drafter directory"),
             ("target", "export: where to write"),
-            ("--prompts", "train: a JSONL file with a prompt or question column, or the name of a task"),
+            ("--prompts", "train, measure: a JSONL file with a prompt or question column, or the name of a task"),
             ("--out", "train: where to save the drafter; unless told, MODEL-drafter in this directory"),
             ("--format", "export: flat (vLLM and SGLang, the default) or speculators (`vllm serve DIR`)"),
-            ("--policy", "export: the drafter's policy, where it has moved"),
+            ("--policy", "measure, export: the drafter's policy, where it has moved"),
             _OPTIONAL_RECIPE,
         ),
         _draft,

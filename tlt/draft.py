@@ -8,11 +8,12 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,7 +29,7 @@ from tlt.kernels.noise import as_int64
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
-from tlt.spec.record import DraftRecord, read_record
+from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterTrainer, policy_states, stream_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
@@ -47,7 +48,8 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
     with _place_beside(out, "--out") as place:
         policy = policy or open_policy(config.model)
         spent.on("opening")
-        learned, held_out = _answers(config, policy, prompts, console)
+        answers = _answers(config, policy, prompts, config.draft.answers + config.draft.held_out, console)
+        learned, held_out = (_told(some) for some in (answers[: config.draft.answers], answers[config.draft.answers :]))
         drafter = _new_drafter(config, policy, learned)
         spent.on("answers")
         held = _held(config, policy, drafter.config.taps, held_out)
@@ -60,7 +62,7 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         record = DraftRecord(after.ranks, after.tokens, config.sampling.temperature)
         save_drafter(drafter, place, policy.model.head_weight, _origin(config.model.path, policy), record=record)
         spent.on("saving")
-    _tell(console, before, after)
+    _tell(console, after, before)
     unrolled = max(0, config.draft.steps - config.draft.single_steps) if config.draft.unroll > 1 else 0
     pace = f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s"
     console.print(f"{config.draft.steps} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
@@ -71,16 +73,35 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
     console.print(f"saved {out}", soft_wrap=True)
 
 
+def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str | None) -> None:
+    """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it."""
+    path = _policy_of(source, read_drafter_config(Path(source)), policy_path)
+    console = Console(highlight=False)
+    config = replace(config, model=replace(config.model, path=path))
+    policy = open_policy(config.model)
+    model = policy.model
+    drafter = load_drafter(
+        *(source, model.config),
+        window=config.draft.window,
+        head_VD=model.head_weight,
+        dtype=model.embed.dtype,
+        device=model.embed.device,
+    )
+    config = replace(config, run=replace(config.run, seed=config.run.seed + 1))  # it may have learned from the first
+    answers = _told(_answers(config, policy, prompts, config.draft.held_out, console))
+    found = _measure(drafter, policy, _held(config, policy, drafter.config.taps, answers))
+    write_record(DraftRecord(found.ranks, found.tokens, config.sampling.temperature), Path(source))
+    _tell(console, found)
+    console.print(f"tuners that use {source} start from this", soft_wrap=True)
+
+
 def draft_export(source: str, target: str, form: str, policy_path: str | None) -> None:
     """Writes the drafter at `source` once more, in the format asked for, with the head of the policy it belongs to."""
     formats = [known for known in FORMATS if known == form]
     if not formats:
         raise ConfigError(f"--format is {form!r}; expected {' or '.join(FORMATS)}")
     words = read_drafter_config(Path(source))
-    recorded = (words.get("tlt") or {}).get("policy")
-    path = policy_path or recorded
-    if path is None:
-        raise ConfigError(f"{source} does not say which policy it belongs to; name it with --policy")
+    path = _policy_of(source, words, policy_path)
     with _place_beside(target, "TARGET") as place:
         policy = open_policy(ModelSettings(path=path, device="cpu", dtype="float32"))
         head_VD, embed_VD = policy.model.head_weight, policy.model.embed
@@ -92,6 +113,13 @@ def draft_export(source: str, target: str, form: str, policy_path: str | None) -
         origin, record = _origin(path, policy), read_record(source)
         save_drafter(drafter, place, head_VD, origin, form=formats[0], embed_VD=embedding, record=record)
     Console(highlight=False).print(f"saved {target} in the {form} format", soft_wrap=True)
+
+
+def _policy_of(source: str, words: Mapping[str, Any], named: str | None) -> str:
+    path = named or (words.get("tlt") or {}).get("policy")
+    if path is None:
+        raise ConfigError(f"{source} does not say which policy it belongs to; name it with --policy")
+    return str(path)
 
 
 @contextmanager
@@ -133,20 +161,22 @@ class _Answer:
     key: Key
 
 
-def _answers(config: RunConfig, policy: Policy, prompts: str, console: Console) -> tuple[list[_Answer], list[_Answer]]:
-    """What to learn from, and what to measure on. Answers of one token hold nothing to draft and are left out."""
-    count = config.draft.answers + config.draft.held_out
+def _answers(config: RunConfig, policy: Policy, prompts: str, count: int, console: Console) -> list[_Answer | None]:
+    """The first for learning, the last for measuring; none where there is nothing to draft."""
     requests = [
         Request(Key(config.run.seed, number), tokens, config.sampling)
         for number, tokens in enumerate(_prompts(config, policy, prompts, count))
     ]
     done = {completion.key: completion for completion in _complete(config, policy, requests, console)}
-    answers = [_answer(done[request.key]) for request in requests]
-    split = config.draft.answers
-    learned, held_out = ([a for a in part if a is not None] for part in (answers[:split], answers[split:]))
-    if not learned or not held_out:
+    return [_answer(done[request.key]) for request in requests]
+
+
+def _told(answers: Sequence[_Answer | None]) -> list[_Answer]:
+    """Without those of one token: they hold nothing to draft."""
+    found = [answer for answer in answers if answer is not None]
+    if not found:
         raise TaskError("every answer ended with its first token: nothing to draft; ask other prompts")
-    return learned, held_out
+    return found
 
 
 def _answer(completion: Completion) -> _Answer | None:
@@ -262,20 +292,19 @@ def _progress(what: str, console: Console) -> Progress:
     return Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True)
 
 
-def _tell(console: Console, before: Acceptance, after: Acceptance) -> None:
-    table = Table(title=f"Accept length over {DEPTH} draft tokens, {after.tokens} places of held-out answers")
-    table.title_justify = "left"
+def _tell(console: Console, found: Acceptance, before: Acceptance | None = None) -> None:
+    table = Table()
     for name in ("drafts", "first hit", *(f"width {width}" for width in WIDTHS)):
         table.add_column(name, justify="left" if name == "drafts" else "right", no_wrap=True)
-    for name, old, new in (
-        ("greedy", before.greedy, after.greedy),
-        ("β = 1", before.shared, after.shared),
-        (f"β = {after.beta:g} (fitted)", before.fitted, after.fitted),
-    ):
-        table.add_row(name, *_change(old, new))
+    was = [before.greedy, before.shared, before.fitted] if before else [None] * 3
+    names = ("greedy", "β = 1", f"β = {found.beta:g} (fitted)")
+    for name, old, new in zip(names, was, (found.greedy, found.shared, found.fitted), strict=True):
+        told = [_figures(reach) for reach in (old, new) if reach is not None]
+        table.add_row(name, *map(" → ".join, zip(*told, strict=True)))
+    title = f"Accept length over {DEPTH} draft tokens, {found.tokens} places of held-out answers"
+    console.print(title, style="italic", soft_wrap=True)
     console.print(table)
 
 
-def _change(old: Reach, new: Reach) -> list[str]:
-    lengths = [f"{was:.2f} → {now:.2f}" for was, now in zip(old.lengths, new.lengths, strict=True)]
-    return [f"{old.first_hit:.3f} → {new.first_hit:.3f}", *lengths]
+def _figures(reach: Reach) -> list[str]:
+    return [f"{reach.first_hit:.3f}", *(f"{length:.2f}" for length in reach.lengths)]
