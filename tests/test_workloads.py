@@ -243,7 +243,8 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     small, wide = (read_record(work / "c" / name) for name in ("drafter", "drafter-double"))
     assert small == wide is not None, "widened, it names what it named"
     names = [record["variant"] for record in found["runs"]]
-    assert names == ["plain", "tuner", "tuner, warm", "plain", "BEG-MAB", "eagle 2x2/4", "off"]
+    tuners = ["tuner, first", "tuner", "tuner, warm, first", "tuner, warm"]
+    assert names == ["plain", *tuners, "plain", "BEG-MAB", "eagle 2x2/4", "off"]
     assert all(one["identical_share"] == 1.0 for one in found["divergence"].values())
     assert found["answers"]["answers"] == 4
     assert found["answers"]["nats_per_token"] > 0
