@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,46 +13,61 @@ from tests.test_engine import requests
 from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
 from tests.test_speculation import tokens_of
 from tlt.engine.graphs import GraphPool, Key
-from tlt.engine.thrift import WORTH, Thrift
+from tlt.engine.thrift import Thrift, Waste
 from tlt.spec.shape import Shape
 from tlt.types import SamplingParams
 
+CAPTURE_S = 0.04
 
-def serves(thrift: Thrift, role: str, size: int, runs: int, **how: bool) -> list[int]:
-    return [thrift.serve(role, size, **how) for _ in range(runs)]
+
+def serves(thrift: Thrift, size: int, runs: int, waste: Waste | None = None) -> list[int]:
+    return [thrift.serve("verify", size, CAPTURE_S, waste) for _ in range(runs)]
+
+
+def by_row(size: int) -> Waste:
+    """A tenth of a millisecond for every idle row."""
+    return lambda larger: 1e-4 * (larger - size)
 
 
 def test_the_first_runs_do_without_a_graph_and_then_one_is_captured() -> None:
     thrift = Thrift()
-    first = serves(thrift, "verify", 8, 6)
+    first = serves(thrift, 8, 6, by_row(8))
     assert first == [0, 0, 8, 8, 8, 8], "it asks for the capture until there is one"
     thrift.captured("verify", 8)
-    assert serves(thrift, "verify", 8, 100) == [8] * 100
+    assert serves(thrift, 8, 100, by_row(8)) == [8] * 100
 
 
 def test_a_larger_graph_serves_until_what_it_wastes_is_worth_a_capture() -> None:
     thrift = Thrift()
     thrift.captured("verify", 64)
-    served = serves(thrift, "verify", 48, 200)
+    served = serves(thrift, 48, 200, by_row(48))
     at = served.index(48)
     assert set(served[:at]) == {64}
     assert set(served[at:]) == {48}
-    assert at * (1 - 48 / 64) == pytest.approx(WORTH, abs=0.25)
-    assert serves(Thrift(), "verify", 48, 3)[0] == 0, "there is none to serve"
+    assert at * 1e-4 * (64 - 48) == pytest.approx(CAPTURE_S, rel=0.1)
+    assert serves(Thrift(), 48, 3, by_row(48))[0] == 0, "there is none to serve"
+
+
+def test_where_nothing_is_wasted_no_graph_is_captured() -> None:
+    """Reading the weights takes as long as ever: so few rows more cost nothing."""
+    thrift = Thrift()
+    thrift.captured("verify", 16)
+    assert serves(thrift, 9, 10_000, lambda larger: 0.0) == [16] * 10_000
 
 
 def test_the_smallest_that_holds_it_serves_and_none_that_is_far_too_large() -> None:
     thrift = Thrift()
     for size in (256, 64, 128):
-        thrift.captured("roots", size)
-    assert [thrift.serve("roots", size) for size in (100, 60, 65, 33, 32, 31, 257)] == [128, 64, 128, 64, 64, 0, 0]
-    assert thrift.serve("deepen", 100) == 0, "another role's graph does other work"
+        thrift.captured("verify", size)
+    asked = (100, 60, 65, 33, 32, 31, 257)
+    assert [serves(thrift, size, 1, by_row(size))[0] for size in asked] == [128, 64, 128, 64, 64, 0, 0]
+    assert thrift.serve("roots", 100, CAPTURE_S, by_row(100)) == 0, "another role's graph does other work"
 
 
 def test_what_must_be_exactly_its_size_waits_for_its_own() -> None:
     thrift = Thrift()
-    thrift.captured("prune", 64)
-    assert serves(thrift, "prune", 48, 3, exactly=True) == [0, 0, 48]
+    thrift.captured("verify", 64)
+    assert serves(thrift, 48, 3) == [0, 0, 48]
 
 
 class HostPool(GraphPool[Any]):
@@ -73,10 +89,10 @@ class HostPool(GraphPool[Any]):
         self._thrift.captured(*key)
         self.how["captured"] += 1
 
-    def serve(self, key: Key, *, exactly: bool = False) -> Key | None:
-        served = super().serve(key, exactly=exactly)
+    def serve(self, key: Key, waste: Waste | None) -> Key | None:
+        served = super().serve(key, waste)
         if served and served[1] > key[1]:
-            assert not exactly
+            assert waste is not None
             self.how["larger"] += 1
         self.how["bare"] += served is None
         return served
@@ -130,6 +146,28 @@ def test_drafts_are_as_good_whichever_graph_serves() -> None:
     assert found[0] == found[1]
     assert found[0][1] > 0.3 * found[0][0], "drafts never come true: this shows nothing"
     assert pool.how["bare"] > 3
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0])
+def test_nobody_waits_for_graphs_that_were_made_ready(share: float) -> None:
+    """Whoever knows which shape will be used has them captured: ticks of so many requests, or of a few less, find all
+    they need."""
+    shape = replace(shape_of(3, 2, 7), share=share)
+    engine: Any = engine_with(drafting(rows=24), lambda running: shape if running else Shape(), True, rows=24)
+    rows = engine._runner._rows
+    engine._runner._pool = pool = HostPool(lambda: rows._known_count)
+    engine.ready(shape, 8)
+    ready = pool.how["captured"]
+    assert ready == 5, "verifying, taking in, the first level, the next ones, pruning"
+    batch = requests(8, params=[SamplingParams(max_tokens=40, ignore_eos=True)], seed=3)
+    engine.submit(batch)
+    engine.tick()
+    engine.tick()  # takes the prompts in
+    pool.how.clear()
+    for _ in range(6):
+        engine.tick()
+    assert pool.how["captured"] == pool.how["bare"] == 0
+    assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
 
 
 def test_the_first_runs_are_counted_and_take_part_in_what_captures_cost() -> None:

@@ -19,7 +19,7 @@ import torch
 from tlt.bench.machine import wait_for
 from tlt.bench.options import RolloutScale
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import build_engine, chooser_of, shapes_of
+from tlt.engine.build import build_engine, chooser_of, make_ready, shapes_of
 from tlt.engine.engine import Engine
 from tlt.engine.graphs import buckets
 from tlt.engine.request import Request
@@ -107,6 +107,9 @@ class Understudy:
 
     def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         self.now.recall(drafter, ranks)
+
+    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return self.now.likely(sizes)
 
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)
@@ -199,7 +202,9 @@ class Stage:
         tuned = replace(spec, chooser="tuner")
         on_gpu = self._device.type == "cuda"
         if variant.name in (TUNER, WARM):
-            return chooser_of(tuned, rows, self._measured, exact=exact, on_gpu=on_gpu)
+            tuner = chooser_of(tuned, rows, self._measured, exact=exact, on_gpu=on_gpu)
+            make_ready(self._speculating, tuner, rows)
+            return tuner
         return chooser_of(replace(tuned, drafter="none"), rows, self._measured, on_gpu=on_gpu)
 
     def off_seconds(self, ticks: int = 4096) -> float:

@@ -59,7 +59,14 @@ def build_engine(
         speculation=speculating,
     )
     chooser.know(engine.measure())
+    make_ready(engine, chooser, config.engine.rows)
     return engine
+
+
+def make_ready(engine: Engine, chooser: TunerPolicy, rows: int) -> None:
+    """Captures what the chooser would use now, at every other batch size or so: larger graphs serve those between."""
+    for shape, size in chooser.likely([rows >> halved for halved in range(rows.bit_length())]):
+        engine.ready(shape, size)
 
 
 def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:

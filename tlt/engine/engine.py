@@ -16,7 +16,7 @@ from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
 from tlt.engine.exact import check_policy
 from tlt.engine.graphs import PoolReport
-from tlt.engine.landing import Drawn, Pending
+from tlt.engine.landing import Drawn, Flight
 from tlt.engine.memory import cache_pages
 from tlt.engine.pages import Census, PageBook
 from tlt.engine.request import Limits, Progress, Request, check, check_keys
@@ -27,7 +27,7 @@ from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import CAPTURE, POLICY, Measured
-from tlt.spec.shape import MOST_NODES, OFF, Shape
+from tlt.spec.shape import MOST_NODES, Shape
 from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
@@ -44,18 +44,6 @@ class EngineReport:
     pages: Census
     graphs: PoolReport | None  # None without a graph pool
     speculation: SpeculationReport | None  # None without speculation
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A tick that was launched and not read."""
-
-    plan: Plan
-    pending: Pending
-    shape: Shape = OFF
-    steps: int = 1  # tokens of each request that may come out of it, at most
-    begun_s: float = 0.0
-    timed: bool = True  # nothing else was done while it was launched
 
 
 class Engine:
@@ -101,9 +89,10 @@ class Engine:
             exact=settings.exact,
         )
         self._speculation.keeper.attach(self._runner)
+        self._speculation.attach(lambda: self._scheduler.to_come)
         self._ahead = model.embed.is_cuda  # launch the next tick before reading this one …
         self._hands_out = on_features is not None  # … unless somebody must be told where its tokens stand
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._read_s: float | None = None  # when the last tick was read …
         self._read_capture_s = 0.0  # … and what captures had taken by then
         self._captured = False  # something, or run without a graph, in the last verification's tick
@@ -176,7 +165,7 @@ class Engine:
         launched = None
         if not plan.empty:
             self._runner.prepare(plan)
-            launched = _Flight(plan, self._runner.launch(plan))
+            launched = Flight(plan, self._runner.launch(plan))
         if launched is None and self._flight is None and not self.idle:
             raise AssertionError(f"nothing to run, yet {len(self._in_flight)} requests wait: {self._scheduler.census}")
         self._ticks += launched is not None
@@ -217,7 +206,7 @@ class Engine:
         keys = [stay.progress.request.key for stay in plan.stays]
         self._runner.prepare(plan)
         drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
-        steps = min(max(shape.depth, self._speculation.deepest) + 1, shape.verify)
+        steps = self._walk(shape)
         pending = self._runner.launch(plan, drafts, shape, steps)
         self._ticks += 1
         self._following = self._speculation.foresee(len(keys))
@@ -230,13 +219,13 @@ class Engine:
         self._captured = captured
         if unread:
             completions += self._read_trees(replace(unread, timed=unread.timed and timed))
-        launched = _Flight(plan, pending, shape, steps, begun_s, timed)
+        launched = Flight(plan, pending, shape, steps, begun_s, timed)
         if not late:
             return completions + self._read_trees(launched)
         self._flight = launched
         return completions
 
-    def _may_stay_unread(self, shape: Shape) -> _Flight | None:
+    def _may_stay_unread(self, shape: Shape) -> Flight | None:
         """The verification in flight, if one is and this shape can be verified behind it."""
         flight = self._flight
         if flight is None or flight.shape.off:
@@ -245,7 +234,7 @@ class Engine:
             return None
         return flight if self._speculation.needs_no_tokens(shape) else None
 
-    def _read_trees(self, flight: _Flight) -> list[Completion]:
+    def _read_trees(self, flight: Flight) -> list[Completion]:
         plan, drawn = flight.plan, flight.pending.drawn()
         emitted = [() if stay.over else tokens for stay, tokens in zip(plan.stays, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.stays, map(len, emitted))
@@ -307,6 +296,16 @@ class Engine:
         graphs = self._runner.report()
         return measured + ([Measured(CAPTURE, 1, graphs.capture_s / graphs.graphs)] if graphs and graphs.graphs else [])
 
+    def ready(self, shape: Shape, requests: int) -> None:
+        """Captures the graphs of ticks in this shape, so that no request will wait for them."""
+        if self._runner.report() is not None:
+            self._runner.ready_to_verify(shape, requests, self._walk(shape))
+            self._speculation.keeper.ready(shape, requests)
+
+    def _walk(self, shape: Shape) -> int:
+        """Tokens that a tick may give a row, with room for any shape's walks."""
+        return min(max(shape.depth, self._speculation.deepest) + 1, shape.verify)
+
     def report(self) -> EngineReport:
         return EngineReport(
             ticks=self._ticks,
@@ -320,7 +319,7 @@ class Engine:
 
     # ---- reading a tick
 
-    def _observe(self, flight: _Flight) -> list[Completion]:
+    def _observe(self, flight: Flight) -> list[Completion]:
         return self._read(flight.plan, flight.pending.drawn())
 
     def _read(self, plan: Plan, drawn: Drawn) -> list[Completion]:

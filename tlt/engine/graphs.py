@@ -14,12 +14,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tlt.engine.thrift import Thrift
+from tlt.engine.thrift import Thrift, Waste
 
 T = TypeVar("T")
 Key = tuple[Hashable, int]  # role, padded size
 
 _TIMED_RUNS = 3
+_CAPTURE_S = 0.03  # before there was one
 _ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
 
 
@@ -48,12 +49,17 @@ class GraphPool(Generic[T]):
     def has(self, key: Key) -> bool:
         return key in self._graphs
 
-    def serve(self, key: Key, *, exactly: bool = False) -> Key | None:
-        """Which graph serves a run of this role and size: a larger one's rows may be idle, unless it must be exactly
-        this size. One that is not there is worth capturing now; None: not yet."""
+    def serve(self, key: Key, waste: Waste | None) -> Key | None:
+        """Which graph serves a run of this role and size: perhaps a larger one, if it may be (`waste`). One that is not
+        there is worth capturing now; None: not yet."""
         role, size = key
-        served = self._thrift.serve(role, size, exactly=exactly)
+        served = self._thrift.serve(role, size, self.capture_mean_s, waste)
         return (role, served) if served else None
+
+    @property
+    def capture_mean_s(self) -> float:
+        """What a capture takes, all told."""
+        return self._capture_s / len(self._graphs) if self._graphs else _CAPTURE_S
 
     def run_first(self, key: Key, function: Callable[[], T]) -> T:
         """Without a graph. Its time is the launching of it, and compiling: far more than a replay takes."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.spec.shape import MOST_NODES
+from tlt.engine.scheduler import Plan
+from tlt.spec.shape import MOST_NODES, OFF, Shape
 
 _PLACES = 3  # two ticks may be under way, a third place keeps them apart
 
@@ -41,6 +42,18 @@ class Pending:
             for row, count in enumerate(self._packed[:, -1].tolist()):
                 del drawn.tokens[row][count:]
         return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A tick that was launched and not read."""
+
+    plan: Plan
+    pending: Pending
+    shape: Shape = OFF
+    steps: int = 1  # tokens of each request that may come out of it, at most
+    begun_s: float = 0.0
+    timed: bool = True  # nothing else was done while it was launched
 
 
 class Landing:

@@ -20,16 +20,20 @@ from tlt.engine.landing import Landing, Pending
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
+from tlt.engine.thrift import Waste
 from tlt.kernels.states import Kept
 from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.costs import POLICY, CostTable
 from tlt.spec.drafter import Entered, Keeper, NoKeeper, Part, RowView
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
 _TIMED_RUNS = 5  # of each captured size
 _DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of a forward that is still timed beforehand …
+_TOKEN_S = 1e-5  # of a forward, where none was timed
+_LITTLE_S = 5e-5  # that a drafter's work wastes in a larger graph
 _DEAR_S = 0.1  # … unless half as many take so long: then a large policy is on a CPU
 
 
@@ -82,6 +86,7 @@ class Runner:
         self._sizes = buckets(rows)
         self._pool: GraphPool[Any] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
         self._landing = Landing(rows, self._device)
+        self._costs = CostTable()  # of forwards, as they were timed beforehand
 
     @torch.no_grad()
     def prepare(self, plan: Plan) -> None:
@@ -111,7 +116,7 @@ class Runner:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
             role, forward = self._verification(shape, min(steps, plan.nodes), plan.filtered)
-            result = self._run(role, count, forward, thrifty=True)
+            result = self._run(role, count, forward, shape.tokens)
         self._keeper.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
         return self._landing.fetch(result.packed[:count])
@@ -137,7 +142,8 @@ class Runner:
         served: dict[Hashable, Key | None] = {}
         for part in parts:  # captures first: one may run the work, and leaves its traces to the next part
             if part.role not in served:
-                served[part.role] = self._served((part.role, part.rows), part.work, exactly=part.exactly)
+                waste = None if part.exactly else _little
+                served[part.role] = self._served((part.role, part.rows), part.work, waste)
         for part in parts:
             self._replay(served[part.role], (part.role, part.rows), part.work)
 
@@ -154,10 +160,14 @@ class Runner:
         self._rows.set_count(live)
         return seconds
 
-    def _served(self, key: Key, function: Callable[[int], Any], *, exactly: bool = False) -> Key | None:
+    def ready(self, parts: Sequence[Part]) -> None:
+        for part in parts if self._pool is not None else ():
+            self._captured((part.role, part.rows), partial(part.work, part.rows))
+
+    def _served(self, key: Key, function: Callable[[int], Any], waste: Waste | None) -> Key | None:
         """The graph that a run of this role and size gets, captured if it is worth it; None: it has to do without."""
         assert self._pool is not None
-        graph = self._pool.serve(key, exactly=exactly)
+        graph = self._pool.serve(key, waste)
         if graph is not None:
             self._captured(graph, partial(function, graph[1]))
         return graph
@@ -195,7 +205,7 @@ class Runner:
         that a machine that is busy for a moment slows down none of them alone.
         """
         rounds = [[self._timed_decode(size) for size in sizes] for _ in range(_TIMED_RUNS)]
-        return dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True))
+        return self._noted(dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True)))
 
     @torch.no_grad()
     def time_trees(self, widest: int, steps: int) -> list[tuple[int, float]]:
@@ -211,7 +221,18 @@ class Runner:
             role, work = self._verification(Shape(verify=nodes), min(steps, nodes), filtered=False)
             found.append((self._max_rows * nodes, self.time(Part(role, self._max_rows, work))))
             nodes *= 2
+        self._noted(dict(found))
         return found
+
+    @torch.no_grad()
+    def ready_to_verify(self, shape: Shape, rows: int, steps: int) -> None:
+        role, work = self._verification(shape, min(steps, shape.verify), filtered=False)
+        self.ready([Part(role, self.padded(rows), work)])
+
+    def _noted(self, seconds: dict[int, float]) -> dict[int, float]:
+        for tokens, took in seconds.items():
+            self._costs.record(POLICY, tokens, took)
+        return seconds
 
     def _timed_decode(self, size: int) -> float:
         """No row is live, so that nothing changes."""
@@ -224,9 +245,12 @@ class Runner:
 
     # ---- decode
 
-    def _run(self, role: Hashable, count: int, function: Callable[[int], _Result], *, thrifty: bool = False) -> _Result:
-        """The function over `count` rows: its graph for the bucket they fit, captured if it was not, or, to be thrifty,
-        if that is worth it; else eagerly."""
+    def _run(
+        self, role: Hashable, count: int, function: Callable[[int], _Result], tokens: Callable[[int], int] | None = None
+    ) -> _Result:
+        """The function over `count` rows: its graph for the bucket they fit, captured if it was not; else eagerly.
+
+        `tokens` of so many rows: then it is captured only if that is worth it."""
         size = bucket(count, self._sizes)
         if self._pool is None:
             return function(count)
@@ -234,10 +258,18 @@ class Runner:
             self._pool.count_eager()
             return function(count)
         key: Key = (role, size)
-        if not thrifty:
+        if tokens is None:
             self._captured(key, partial(function, size))
-        result: _Result = self._replay(self._served(key, function) if thrifty else key, key, function)
+            graph: Key | None = key
+        else:
+            needed_s, tokens_of = self._policy_s(tokens(size)), tokens
+            graph = self._served(key, function, lambda larger: self._policy_s(tokens_of(larger)) - needed_s)
+        result: _Result = self._replay(graph, key, function)
         return result
+
+    def _policy_s(self, tokens: int) -> float:
+        """Seconds of a forward over so many, by those that were timed."""
+        return self._costs.estimate(POLICY, tokens) or tokens * _TOKEN_S
 
     def _hand_out(self, plan: Plan, result: _Result) -> None:
         if self._on_features:
@@ -376,3 +408,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def _little(larger: int) -> float:
+    return _LITTLE_S

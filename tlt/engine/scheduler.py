@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
+from math import inf
 
 from tlt.engine.admission import Admission
 from tlt.engine.pages import Census, PageBook, Prefix, PrefixShelf
@@ -112,6 +113,13 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._stays)
+
+    @property
+    def to_come(self) -> float:
+        """Plain ticks after which all are answered at the latest; infinite while anybody waits."""
+        if self._waiting or self._resuming:
+            return inf
+        return max((stay.left for stay in self._stays if not stay.over), default=0)
 
     @property
     def census(self) -> Census:

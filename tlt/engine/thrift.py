@@ -1,17 +1,18 @@
-"""When a graph is worth capturing: pure counting.
+"""When a graph is worth capturing: pure reckoning.
 
 A capture takes as long as several ticks, and in a rollout's tail a batch size may last no longer. So a run that has no
 graph of its own yet is served by a larger one of the same role, idle rows and all, or by none; and when all that this
 has wasted comes to what a capture costs, it is captured. What always holds: by this reckoning, no more is spent on
-captures than doing without them had wasted before. Knows roles and sizes, neither graphs nor seconds.
+captures than doing without them had wasted before. Knows roles, sizes and seconds, but no graphs.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
-WORTH = 4.0  # runs: what a capture costs
-_BARE = 1.5  # runs that one without a graph wastes: the host launches its kernels one by one
-_LARGEST = 2  # times the size: a graph beyond that computes too much that nobody needs
+_BARE = 0.4  # of a capture: what a run without a graph wastes, for the host launches its kernels one by one
+_LARGEST = 2  # times the size: beyond that, nobody's pages and rows are worth looking through
+
+Waste = Callable[[int], float]  # seconds that a run wastes in a graph of this larger size
 
 
 class Thrift:
@@ -23,17 +24,17 @@ class Thrift:
         """There is a graph of it now."""
         insort(self._captured.setdefault(role, []), size)
 
-    def serve(self, role: Hashable, size: int, *, exactly: bool = False) -> int:
-        """The size of the graph for one more run: of a larger one, if it need not be exactly this size, or its own,
-        which may have to be captured first; 0: run it without."""
+    def serve(self, role: Hashable, size: int, capture_s: float, waste: Waste | None) -> int:
+        """The size of the graph for one more run: of a larger one, if that may be (`waste`), or its own, which may have
+        to be captured first; 0: run it without. A capture takes `capture_s`."""
         larger = self._larger(role, size)
         if larger == size:
             return size
-        if exactly or larger > _LARGEST * size:
+        if waste is None or larger > _LARGEST * size:
             larger = 0
-        waste = 1.0 - size / larger if larger else _BARE
-        wasted = self._wasted.get((role, size), 0.0) + waste
-        if wasted > WORTH:
+        more = waste(larger) if waste is not None and larger else _BARE * capture_s
+        wasted = self._wasted.get((role, size), 0.0) + max(0.0, more)
+        if wasted > capture_s:
             return size
         self._wasted[role, size] = wasted
         return larger

@@ -74,6 +74,9 @@ class Bandit:
     def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         """Rewards are not accept lengths."""
 
+    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return ()  # it tries all of them
+
     def drafter_changed(self, drafter: str) -> None:
         """Nothing to do: old rewards leave the windows by themselves."""
 

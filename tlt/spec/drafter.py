@@ -84,6 +84,9 @@ class Stage(Protocol):
     def play(self, parts: Sequence[Part]) -> None:
         """One piece of work after the other. Before the first, each may be run with all rows idle, to capture it."""
 
+    def ready(self, parts: Sequence[Part]) -> None:
+        """Has their graphs captured, where there are graphs."""
+
     def time(self, part: Part) -> float:
         """Seconds the work takes, all rows idle."""
 
@@ -126,6 +129,9 @@ class Keeper(Protocol):
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """What its own work costs for so many rows."""
 
+    def ready(self, shape: Shape, rows: int) -> None:
+        """Drafts of this shape will be asked for, of so many rows: whatever has to be captured may be now."""
+
 
 class NoKeeper:
     taps: tuple[int, ...] = ()
@@ -147,6 +153,9 @@ class NoKeeper:
 
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         return []
+
+    def ready(self, shape: Shape, rows: int) -> None:
+        pass
 
 
 class NoDrafter:

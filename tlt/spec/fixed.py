@@ -27,6 +27,9 @@ class Fixed:
     def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         pass
 
+    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return [] if self._shape.off else [(self._shape, size) for size in sizes]
+
     def drafter_changed(self, drafter: str) -> None:
         pass
 

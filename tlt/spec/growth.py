@@ -18,6 +18,7 @@ from tlt.kernels.growth import Growing
 from tlt.kernels.pruning import Pruned
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
+from tlt.spec.grown import NOT_READY
 from tlt.spec.tree import Trees
 from tlt.spec.window import Ring
 
@@ -46,6 +47,7 @@ class Grove:
         self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, soil.g_RD.dtype, device)
         self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=soil.g_RD.dtype, device=device)
         self._nodes = drafter.new_nodes(rows, width * max(deepest, 2))  # their keys and values
+        self._packed = torch.zeros(3 * self.grown.token_RL.numel(), dtype=torch.int32, device=device)
 
     def roots(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
         """Starts trees for the first rows. `draws` are the keys of the roots' successors."""
@@ -79,6 +81,19 @@ class Grove:
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
         _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, budget)
+
+    def pack(self, rows: int, depth: int, ready_R: Tensor) -> None:
+        """Lays what was grown where `packed` finds it."""
+        packed_R3L, grown = self.packed(rows, depth), self.grown.first(rows)
+        nodes = packed_R3L.shape[2]
+        packed_R3L[:, 0] = grown.token_RL[:, :nodes]
+        packed_R3L[:, 1] = torch.where(ready_R[:rows, None], grown.parent_RL[:, :nodes], NOT_READY)
+        packed_R3L[:, 2] = grown.score_RL[:, :nodes].view(torch.int32)
+
+    def packed(self, rows: int, depth: int) -> Tensor:
+        """int32 [R, 3, L], for the host: tokens, parents, bits of scores."""
+        nodes = self.width * depth
+        return self._packed[: rows * 3 * nodes].view(rows, 3, nodes)
 
 
 def growth_kernels(device: torch.device) -> Any:

@@ -25,7 +25,7 @@ from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
-from tlt.spec.grown import NOT_READY, GrownTrees
+from tlt.spec.grown import GrownTrees
 from tlt.spec.growth import Grove, Soil
 from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.shape import Draft, Shape
@@ -60,8 +60,7 @@ class LearnedDrafting:
             policy.embed.detach(),
             self._head_vD.detach(),
         )
-        self._groves: dict[int, Grove] = {}  # by width …
-        self._packs: dict[int, Tensor] = {}  # … with room for what was grown; graphs hold these pointers
+        self._groves: dict[int, Grove] = {}  # by width
         self._keys: Sequence[Key] = ()  # whom trees were grown for last, row by row …
         self._row_of: Mapping[Key, int] = {}  # … and in which row
         self._row = torch.arange(rows, device=device)
@@ -257,9 +256,9 @@ class LearnedDrafting:
         if self._backlog.most > TAKEN_IN[-1]:
             self._take_in(len(keys))
         grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
-        parts = self._parts(len(keys), grove, shape.depth)
+        parts = self._parts(len(keys), grove, shape.depth, self._backlog)
         stage.play([*parts, self._pruning(rows, grove, shape)])
-        packed_R3L = self._packed(grove, rows, shape.depth)
+        packed_R3L = grove.packed(rows, shape.depth)
         self._backlog.clear()
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
@@ -275,17 +274,17 @@ class LearnedDrafting:
             if budget is not None:  # idle rows must take nothing of it
                 ready_R = ready_R & (self._row[:rows] < self._rows.count)
             grove.prune(rows, shape.depth, ready_R, trees, budget)
-            self._pack(grove, self._packed(grove, rows, shape.depth))
+            grove.pack(rows, shape.depth, self._ready_R)
 
         # where requests share, more rows would share more than there is room for when they are verified
         role = ("prune", grove.width, shape.depth, shape.verify, shape.share)
         return Part(role, rows, prune, exactly=shape.share > 0)
 
-    def _parts(self, count: int, grove: Grove, depth: int) -> list[Part]:
+    def _parts(self, count: int, grove: Grove, depth: int, backlog: Backlog) -> list[Part]:
         parts, rows = list[Part](), self._staged().padded(count)
-        if self._backlog.most:
-            new = next(new for new in TAKEN_IN if new >= self._backlog.most)
-            parts.append(self._taking_in(rows, new, self._backlog.room(count, new)))
+        if backlog.most:
+            new = next(new for new in TAKEN_IN if new >= backlog.most)
+            parts.append(self._taking_in(rows, new, backlog.room(count, new)))
         roots, level = self._levels(rows, grove)
         return [*parts, roots, *[level] * (depth - 1)]
 
@@ -305,21 +304,6 @@ class LearnedDrafting:
         view = self._rows
         parts = (view.seed_R, view.request_R, view.position_R + 1, view.temperature_R)
         return DrawKeys(*(part[:rows] for part in parts))
-
-    def _packed(self, grove: Grove, rows: int, depth: int) -> Tensor:
-        """Where graphs leave what was grown, for the host."""
-        if grove.width not in self._packs:
-            all_rows, nodes = grove.grown.token_RL.shape
-            self._packs[grove.width] = torch.zeros(all_rows * 3 * nodes, dtype=torch.int32, device=self._row.device)
-        nodes = grove.width * depth
-        return self._packs[grove.width][: rows * 3 * nodes].view(rows, 3, nodes)
-
-    def _pack(self, grove: Grove, packed_R3L: Tensor) -> None:
-        rows, _, nodes = packed_R3L.shape
-        grown = grove.grown.first(rows)
-        packed_R3L[:, 0] = grown.token_RL[:, :nodes]
-        packed_R3L[:, 1] = torch.where(self._ready_R[:rows, None], grown.parent_RL[:, :nodes], NOT_READY)
-        packed_R3L[:, 2] = grown.score_RL[:, :nodes].view(torch.int32)
 
     def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> GrownTrees:
         """What was grown, on its way to the host, which learns from it which guesses were right."""
@@ -379,6 +363,16 @@ class LearnedDrafting:
         rows, most = self._staged().padded(size), TAKEN_IN[-1]
         seconds = self._staged().time(self._taking_in(rows, most, most))
         return Measured(CATCH_UP, rows, seconds / most)
+
+    @torch.no_grad()
+    def ready(self, shape: Shape, rows: int) -> None:
+        """As in a tick that comes after one of the same shape."""
+        if self.name in shape.drafters:
+            grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
+            before = Backlog(self._window, self._deepest + 1)
+            before.wrote(shape.depth + 1, shape.most_tokens)
+            padded = self._staged().padded(rows)
+            self._staged().ready([*self._parts(rows, grove, shape.depth, before), self._pruning(padded, grove, shape)])
 
     # ---- sharpness
 

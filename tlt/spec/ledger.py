@@ -42,9 +42,10 @@ class Ledger:
     def affords(self, once_s: float, gain: float) -> bool:
         """Whether one-off work is worth a promise to need this share less time. As much time is taken to come as has
         passed, for a rollout that has just begun may be a short one, up to a limit: beyond it, earlier promises should
-        have been kept, and what is saved pays for what is invested."""
+        have been kept, and what was saved pays for what is invested."""
         to_come = min(self.spent, _FORESEEN * self.tick_s)
-        return once_s <= 0.0 or self.invested + once_s <= gain * to_come + self.share * self.spent + self.saved
+        earned = gain * to_come + self.share * self.spent + max(0.0, self.saved)
+        return once_s <= 0.0 or self.invested + once_s <= earned
 
     def close(self, shape: Shape, tick: int) -> Probe | None:
         """The probe this tick was, if it was one. One that never ran is dropped."""

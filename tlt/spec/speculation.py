@@ -6,8 +6,9 @@ happens here, the tokens that come out are the same.
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from torch import Tensor
@@ -82,6 +83,9 @@ class Speculation(Protocol):
     def widest(self) -> int:
         """Nodes of a tree in any shape that will be chosen."""
 
+    def attach(self, to_come: Callable[[], float]) -> None:
+        """Called once, by the engine: it tells how many plain ticks are to come at most."""
+
     def policy_changed(self) -> None:
         """The policy's tensors hold another version from the next tick on."""
 
@@ -133,6 +137,9 @@ class NoSpeculation:
     keeper: Keeper = NoKeeper()
     deepest = 0
     widest = 1
+
+    def attach(self, to_come: Callable[[], float]) -> None:
+        pass
 
     def policy_changed(self) -> None:
         pass
@@ -198,6 +205,7 @@ class Speculating:
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
         self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
+        self._to_come: Callable[[], float] = lambda: inf  # plain ticks, at most
         self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
@@ -210,6 +218,9 @@ class Speculating:
     def alarms(self) -> Sequence[Alarm]:
         self._learn()
         return self._alarms
+
+    def attach(self, to_come: Callable[[], float]) -> None:
+        self._to_come = to_come
 
     def policy_changed(self) -> None:
         if self._learned is not None:
@@ -331,7 +342,7 @@ class Speculating:
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
         spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind)
-        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, arrived=self._newly_arrived())
+        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come())
         self._alarms += self._tuner.observe(outcome)
 
     @staticmethod
@@ -344,7 +355,8 @@ class Speculating:
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
-        self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=self._newly_arrived()))
+        arrived, to_come = self._newly_arrived(), self._to_come()
+        self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=arrived, to_come=to_come))
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0

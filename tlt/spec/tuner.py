@@ -9,7 +9,7 @@ Deterministic: the same outcomes give the same choices. Knows nothing of tensors
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.costs import CAPTURE, Measured, TickCosts
 from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.stand import Pause, Stand, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Outcome:
     caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
     behind: int = 0  # … and the positions that it took in
     arrived: int = 0  # positions that requests which have just come bring a learned drafter
+    to_come: float = inf  # plain ticks until all are answered, at most
 
 
 class TunerPolicy(Protocol):
@@ -52,6 +54,9 @@ class TunerPolicy(Protocol):
     def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         """What was measured of this drafter when it was trained: by depth, how often each of its guesses is right."""
 
+    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        """What it would use for so many requests, as far as it can tell: their graphs will be captured beforehand."""
+
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
 
@@ -66,7 +71,7 @@ class TunerSettings:
     margin: float = 0.01  # a shape must promise this much more than the one in use …
     doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
     cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there
-    unused: float = 0.02  # a shape that never ran at this batch size counts less: its graphs are yet to be captured
+    unused: float = 0.02  # a shape that never ran at such a batch size counts less: its graphs are yet to be captured
     least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
     settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
     review_ticks: int = 128  # between two looks at a batch size; the first come sooner
@@ -77,45 +82,11 @@ class TunerSettings:
     check_pause: int = 64  # ticks until the first such comparison at a batch size; doubles every time
     check_gain: float = 0.25  # a shape that promises more over plain decoding is compared more rarely …
     check_rarely: int = 8  # … by this factor
-    recall_worth: float = 32.0  # verifies that what was measured of a drafter elsewhere is worth
+    recall_worth: float = 128.0  # verifies that what was measured of a drafter elsewhere is worth
     swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
 
 
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
-
-
-@dataclass(slots=True)
-class _Stand:
-    """What is thought best at one batch size."""
-
-    shape: Shape = OFF
-    rate: float = 0.0  # tokens per second and request expected of it
-    since: int = -(10**9)  # tick of the last change of mind
-    reviews: int = 0  # since something changed
-    until: int = 0  # tick of the next review
-    probe: Shape | None = None  # what would be worth trying …
-    worst: float = 0.0  # … and the seconds it loses if nothing is accepted, but for catching up
-    gain: float = 0.0  # promised over plain decoding, as a share
-    plain: int = 0  # ticks still to come of a comparison with plain decoding
-    check: int = 0  # tick of the next one, if little is promised
-    checks: int = 0  # there have been, with this shape
-
-
-@dataclass(slots=True)
-class _Pause:
-    wait: int
-    until: int | None = None  # tick; None: no reason to wait yet
-
-
-@dataclass(slots=True)
-class _Tally:
-    plain: Counter[int] = field(default_factory=Counter)
-    ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)  # but for the plain ones counted above
-    verifies: int = 0
-    accepted: int = 0
-    explored: int = 0
-    switches: int = 0
-    alarms: int = 0
 
 
 class Tuner:
@@ -129,13 +100,14 @@ class Tuner:
         self._sets = sorted({shape.drafters for shape in self._shapes if not shape.off}, key=lambda s: (-len(s), s))
         self._drafters = sorted({drafter for drafters in self._sets for drafter in drafters})
         self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
-        self._pauses = {drafters: _Pause(self._settings.probe_pause) for drafters in self._sets}
-        self._stands: dict[int, _Stand] = {}
+        self._pauses = {drafters: Pause(self._settings.probe_pause) for drafters in self._sets}
+        self._stands: dict[int, Stand] = {}
         self._ledger = Ledger(self._settings.exploration)
-        self._tally = _Tally()
-        self._ran: set[tuple[Shape, int]] = set()  # shapes, and the batch sizes they ever ran at …
+        self._tally = Tally()
+        self._ran: dict[Shape, set[int]] = {}  # shapes, and the batch sizes they ever ran at …
         self._firsts = FirstRuns()  # … and what that cost beside the ticks
         self._arrivals = Arrivals()
+        self._to_come = inf  # plain ticks, at most
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
@@ -166,12 +138,12 @@ class Tuner:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
         if outcome.behind:
             self._costs.caught_up(size, outcome.behind, outcome.caught_up_s)
-        self._ticks += 1
+        self._ticks, self._to_come = self._ticks + 1, outcome.to_come
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
-        self._firsts.see((outcome.shape, size) not in self._ran, max(0.0, outcome.once_s - outcome.caught_up_s))
-        self._ran.add((outcome.shape, size))
+        self._firsts.see(not self._ready(outcome.shape, size), max(0.0, outcome.once_s - outcome.caught_up_s))
+        self._ran.setdefault(outcome.shape, set()).add(size)
         if not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
@@ -189,6 +161,19 @@ class Tuner:
 
     def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         self._acceptance.recall(drafter, ranks, self._settings.recall_worth)
+
+    def likely(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
+        self._acceptance.refresh()
+        found = []
+        for size in map(self._costs.pad, sizes):
+            known = [shape for shape in self._shapes if shape.off or self._known(shape) >= 1.0]
+            lengths = {shape: self._acceptance.length(shape) for shape in known}
+            rates = {shape: length / (self._cost(shape, size, length) or 1.0) for shape, length in lengths.items()}
+            best = max(rates, key=rates.__getitem__)
+            if not best.off:
+                self._ran.setdefault(best, set()).add(size)
+                found.append((best, size))
+        return found
 
     def drafter_changed(self, drafter: str) -> None:
         """What was known becomes a weak guess, and the new version is tried at once."""
@@ -221,8 +206,8 @@ class Tuner:
 
     # ---- choosing
 
-    def _review(self, size: int, behind: int) -> _Stand:
-        stand = self._stands.setdefault(size, _Stand())
+    def _review(self, size: int, behind: int) -> Stand:
+        stand = self._stands.setdefault(size, Stand())
         stand.reviews += 1
         stand.until = self._ticks + min(self._settings.review_ticks, 2 << stand.reviews)
         plain_s = self._costs.seconds(OFF, size)
@@ -243,20 +228,14 @@ class Tuner:
         newcomers_s = self._costs.taking_in(shape, size, length * self._arrivals.per_token)
         return (self._costs.seconds(shape, size) or 0.0) + newcomers_s
 
-    def _decide(self, stand: _Stand, rates: dict[Shape, float], size: int, behind: int) -> None:
+    def _decide(self, stand: Stand, rates: dict[Shape, float], size: int, behind: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
         known = {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
         used = stand.shape if stand.shape in known else OFF
         if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
             used = OFF
-        worth = {shape: rate * self._readiness(shape, size) for shape, rate in known.items()}
-        best = max(worth, key=worth.__getitem__)
-        settled = self._ticks - stand.since >= self._settings.settle_ticks
-        promised = known[best] if used.off else worth[best]
-        if best != used and settled and promised > known[used] * (1.0 + self._margin(used, best, size)):
-            once_s = self._costs.catching_up(best, used, size, behind) + self._first_s(best, size)
-            if self._ledger.affords(once_s, 1.0 - known[used] / known[best]):
-                used = best
+        if self._ticks - stand.since >= self._settings.settle_ticks:
+            used = self._better(used, known, size, behind)
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
             stand.shape, stand.since, stand.reviews = used, self._ticks, 1
@@ -264,11 +243,35 @@ class Tuner:
             stand.check = self._ticks + self._check_pause(stand)
         stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
 
+    def _better(self, used: Shape, known: dict[Shape, float], size: int, behind: int) -> Shape:
+        """The best of those that are better beyond doubt and worth the change; else the one in use."""
+        worth = {shape: rate * self._readiness(shape, size) for shape, rate in known.items()}
+        near_s = sum(other.spent for near, other in self._stands.items() if size <= 2 * near <= 4 * size)
+        for best in sorted(worth, key=worth.__getitem__, reverse=True):
+            if best == used or worth[best] <= known[used]:
+                break
+            promised = known[best] if used.off else worth[best]
+            if promised <= known[used] * (1.0 + self._margin(used, best, size)):
+                continue
+            caught_up_s, gain = self._costs.catching_up(best, used, size, behind), 1.0 - known[used] / known[best]
+            first_s = self._first_s(best, size)
+            if (
+                caught_up_s <= gain * self._to_come * self._ledger.tick_s  # in this rollout …
+                and first_s <= gain * near_s  # … while a graph may pay in others, if there often are so many requests
+                and self._ledger.affords(caught_up_s + first_s, gain)
+            ):
+                return best
+        return used
+
+    def _ready(self, shape: Shape, size: int) -> bool:
+        """Whether graphs serve it: what ran for up to twice as many requests is served by theirs at first."""
+        return shape.off or any(size <= ran <= 2 * size for ran in self._ran.get(shape, ()))
+
     def _first_s(self, shape: Shape, size: int) -> float:
-        return 0.0 if shape.off or (shape, size) in self._ran else self._firsts.whole_s
+        return 0.0 if self._ready(shape, size) else self._firsts.whole_s
 
     def _readiness(self, shape: Shape, size: int) -> float:
-        return 1.0 if shape.off or (shape, size) in self._ran else 1.0 - self._settings.unused
+        return 1.0 if self._ready(shape, size) else 1.0 - self._settings.unused
 
     def _margin(self, used: Shape, best: Shape, size: int) -> float:
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
@@ -279,7 +282,7 @@ class Tuner:
             doubt += self._settings.cost_doubt / sqrt(1 + self._costs.ticks_of(best, size))
         return self._settings.margin + doubt
 
-    def _check_is_due(self, stand: _Stand, size: int) -> bool:
+    def _check_is_due(self, stand: Stand, size: int) -> bool:
         """A promise rests on costs that were learned some time ago, in other conditions: a few plain ticks show what
         plain decoding costs now, and the shape is compared with them when it comes back."""
         if stand.shape.off or self._ticks < stand.check:
@@ -295,7 +298,7 @@ class Tuner:
         stand.check = self._ticks + self._check_pause(stand)
         return True
 
-    def _check_pause(self, stand: _Stand) -> int:
+    def _check_pause(self, stand: Stand) -> int:
         return min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
 
     def _known(self, shape: Shape) -> float:
@@ -303,7 +306,7 @@ class Tuner:
 
     # ---- learning
 
-    def _plan_probe(self, stand: _Stand, rates: dict[Shape, float], seconds: dict[Shape, float], size: int) -> None:
+    def _plan_probe(self, stand: Stand, rates: dict[Shape, float], seconds: dict[Shape, float], size: int) -> None:
         """The drafters least is known about that are worth a try now, in the shape that promises most. That it may have
         no graphs yet is part of what a try costs."""
         stand.probe = None
@@ -316,7 +319,7 @@ class Tuner:
             if not mine or drafters == stand.shape.drafters:
                 continue
             if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
-                once = {shape: 0.0 if (shape, size) in self._ran else self._firsts.trial_s for shape in mine}
+                once = {shape: 0.0 if self._ready(shape, size) else self._firsts.trial_s for shape in mine}
                 worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) + once[shape] for shape in mine}
                 left = self._ledger.left
                 affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
@@ -339,7 +342,7 @@ class Tuner:
             return False
         return True
 
-    def _try(self, stand: _Stand, worst: float) -> Shape:
+    def _try(self, stand: Stand, worst: float) -> Shape:
         shape = stand.probe or OFF
         self._ledger.open.append(Probe(shape, stand.rate, worst, self._ticks))
         pause = self._pauses[shape.drafters]
@@ -353,6 +356,8 @@ class Tuner:
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
         tally, ledger = self._tally, self._ledger
         ledger.spent += seconds
+        if stand := self._stands.get(size):
+            stand.spent += seconds
         ledger.invested += outcome.once_s
         accepted = sum(walked.accepted for walked in outcome.walks)
         self._arrivals.see(outcome.arrived, outcome.batch + accepted)
@@ -387,6 +392,6 @@ class Tuner:
         """All that was decided with this drafter is open again; it may be tried from this tick on, or at once."""
         for drafters in self._sets:
             if drafter in drafters:
-                self._pauses[drafters] = _Pause(self._settings.probe_pause, until)
+                self._pauses[drafters] = Pause(self._settings.probe_pause, until)
         for stand in self._stands.values():
             stand.until, stand.reviews = self._ticks, 0
