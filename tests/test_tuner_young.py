@@ -168,7 +168,7 @@ def test_a_graph_that_serves_a_tick_or_two_is_not_captured() -> None:
 
 def test_catching_up_must_pay_before_the_last_answer_is_in() -> None:
     used = {}
-    for to_come in (20.0, 2000.0):
+    for to_come, comes in ((20.0, False), (2000.0, False), (20.0, True)):
         policy = young(Measured(CATCH_UP, 16, 0.001))
         policy.recall(LEARNED, record(0.8))
         policy._ran = {shape: {16} for shape in SHAPES}  # graphs are there
@@ -177,8 +177,10 @@ def test_catching_up_must_pay_before_the_last_answer_is_in() -> None:
             if not shape.off:
                 break
             policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), to_come=to_come))
-        used[to_come] = not shape.off
-    assert used == {20.0: False, 2000.0: True}
+            if comes:
+                policy.expect(2000)  # a new rollout: what was to come of the last one says nothing
+        used[to_come, comes] = not shape.off
+    assert used == {(20.0, False): False, (2000.0, False): True, (20.0, True): True}
 
 
 # ---- what is made ready

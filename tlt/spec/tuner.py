@@ -156,6 +156,7 @@ class Tuner:
             self._costs.know(cost)
 
     def expect(self, ticks: int) -> None:
+        self._to_come = inf  # whatever was said before it came
         most = min(self._settings.loan, self._settings.exploration * ticks)
         self._ledger.loan_ticks = max(self._ledger.loan_ticks, most)
 
