@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.test_speculation import tokens_of
-from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import NEW, build_engine, chooser_of, shapes_of
+from tlt.config import EngineSettings, RunConfig, SpecSettings
+from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes_of
+from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
+from tlt.spec.eagle_files import Origin, save_drafter
 from tlt.spec.record import FILE, DraftRecord, write_record
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.tuner import Tuner
@@ -117,3 +119,22 @@ def test_more_sizes_than_the_bandit_has_ranges_for_are_refused() -> None:
     assert isinstance(chooser_of(spec, 64), Bandit)
     with pytest.raises(ConfigError, match="verifies has 7 sizes"):
         chooser_of(replace(spec, verifies=more), 64)
+
+
+def test_what_a_drafters_record_promises_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Shape, int, bool]] = []
+    monkeypatch.setattr(Engine, "ready", lambda engine, shape, size, filtered: asked.append((shape, size, filtered)))
+    config = RunConfig(engine=EngineSettings(rows=4), spec=SpecSettings(drafter="eagle", path=NEW))
+    policy = open_policy(config.model)
+    save_drafter(open_drafter(policy, config), tmp_path, policy.model.head_weight, Origin("tiny", ()))
+    config = replace(config, spec=replace(config.spec, path=str(tmp_path)))
+    build_engine(policy, config)
+    assert not asked, "nobody measured it"
+    write_record(DraftRecord(((0.99, 0.005),) * 8, 1000, 1.0), tmp_path)
+    build_engine(policy, config)
+    assert {size for _, size, _ in asked} <= {4, 2, 1}
+    assert asked, "it promises eight tokens a pass"
+    assert all("eagle" in shape.drafters and not filtered for shape, _, filtered in asked)
+    asked.clear()
+    build_engine(policy, replace(config, sampling=replace(config.sampling, top_k=5)))
+    assert all(filtered for _, _, filtered in asked)

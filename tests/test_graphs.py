@@ -12,8 +12,11 @@ import torch
 from tests.test_engine import requests
 from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
 from tests.test_speculation import tokens_of
+from tlt.config import EngineSettings, RunConfig, SpecSettings
+from tlt.engine.build import chooser_of, make_ready
 from tlt.engine.graphs import GraphPool, Key
 from tlt.engine.thrift import Thrift, Waste
+from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
 from tlt.spec.shape import Shape
 from tlt.types import SamplingParams
 
@@ -92,10 +95,15 @@ class HostPool(GraphPool[Any]):
     def serve(self, key: Key, waste: Waste | None) -> Key | None:
         served = super().serve(key, waste)
         if served and served[1] > key[1]:
-            assert waste is not None
+            name, *variant = key[0]  # type: ignore[misc]
+            assert name != "prune" or not variant[-1], "more would share than there is room for"
             self.how["larger"] += 1
         self.how["bare"] += served is None
         return served
+
+    def run_first(self, key: Key, function: Callable[[], Any]) -> Any:
+        assert key[0][0] != "decode", "plain ticks have their graphs"  # type: ignore[index]
+        return super().run_first(key, function)
 
     def replay(self, key: Key) -> Any:
         return self.functions[key]()
@@ -168,6 +176,22 @@ def test_nobody_waits_for_graphs_that_were_made_ready(share: float) -> None:
         engine.tick()
     assert pool.how["captured"] == pool.how["bare"] == 0
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
+
+
+@pytest.mark.parametrize("rows", [12, 20, 24])
+def test_what_is_made_ready_fits_the_engine(rows: int) -> None:
+    """Its rows may be no size that is padded to."""
+    shape = replace(shape_of(3, 2, 7), share=2.0)
+    engine: Any = engine_with(drafting(rows=rows), lambda running: shape if running else Shape(), True, rows=rows)
+    held = engine._runner._rows
+    engine._runner._pool = pool = HostPool(lambda: held._known_count)
+    tuner = chooser_of(SpecSettings(drafter="eagle", path="new", depths=(1, 3, 7)), rows, on_gpu=True)
+    tuner.know([Measured(POLICY, 1, 0.004), Measured(POLICY, 4096, 0.04)])
+    tuner.know([Measured(EXTEND, 4096, 0.0002), Measured(DRAFT, 4096, 0.0002)])
+    tuner.recall("eagle", [[0.9]] * 8)
+    make_ready(engine, tuner, RunConfig(engine=EngineSettings(rows=rows)))
+    assert max(size for _, size in pool.functions) == rows
+    assert {size for (name, *_), size in pool.functions if name == "verify"} >= {rows, 1}  # type: ignore[misc]
 
 
 def test_the_first_runs_are_counted_and_take_part_in_what_captures_cost() -> None:

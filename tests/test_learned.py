@@ -4,6 +4,7 @@ A GPU verifies the next trees before the host has read the tokens of the last on
 by setting `_ahead` on a CPU's engine.
 """
 
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -583,3 +584,23 @@ def packed_states(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], t
             out = MODEL(torch.tensor(prompt), PackedLayout.from_lengths([len(prompt)]), taps)
         found[prompt] = gather_taps(out.taps)
     return found
+
+
+def test_a_tuner_is_told_who_came_and_how_much_may_come() -> None:
+    """Positions of the prompts, once each, also by plain ticks; and the ticks that are left, once nobody waits."""
+    ticks = iter(range(10**6))
+    told = Told(lambda running: shape_of(3, 2, 5) if running and next(ticks) % 3 else Shape())
+    learned = drafting(window=64)
+    engine = Engine(MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned))
+    batch = requests(8, params=[SamplingParams(max_tokens=30, ignore_eos=True)], seed=1)
+    engine.submit(batch)
+    left = []
+    while not engine.idle:
+        engine.tick()
+        left.append(told.outcomes[-1].to_come() if told.outcomes else math.inf)
+    assert sum(outcome.arrived for outcome in told.outcomes) == sum(len(request.prompt) - 1 for request in batch)
+    assert left[0] == math.inf, "half of them wait"
+    some = [ticks for ticks in left if ticks < math.inf]
+    assert some == sorted(some, reverse=True)
+    assert some[0] <= 30
+    assert some[-1] == 0

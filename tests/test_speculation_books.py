@@ -112,6 +112,9 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
         def took_in(self) -> bool:
             return False
 
+        def wait(self) -> None:
+            slow.now += 7.0  # of whatever came before
+
     tuner, learned = Recording(CHAIN), Learned()
     speculating = Speculating([learned], tuner, learned=cast(Any, learned))
     speculating.prepare([Key(0, 0)], CHAIN)

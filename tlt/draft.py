@@ -87,11 +87,10 @@ def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str
         dtype=model.embed.dtype,
         device=model.embed.device,
     )
-    config = replace(config, run=replace(config.run, seed=config.run.seed + 1))  # it may have learned from the first
-    answers = _told(_answers(config, policy, prompts, config.draft.held_out, console))
+    answers = _told(_answers(config, policy, prompts, config.draft.held_out, console, skip=config.draft.answers))
     found = _measure(drafter, policy, _held(config, policy, drafter.config.taps, answers))
-    write_record(DraftRecord(found.ranks, found.tokens, config.sampling.temperature), Path(source))
     _tell(console, found)
+    write_record(DraftRecord(found.ranks, found.tokens, config.sampling.temperature), Path(source))
     console.print(f"tuners that use {source} start from this", soft_wrap=True)
 
 
@@ -161,11 +160,14 @@ class _Answer:
     key: Key
 
 
-def _answers(config: RunConfig, policy: Policy, prompts: str, count: int, console: Console) -> list[_Answer | None]:
-    """The first for learning, the last for measuring; none where there is nothing to draft."""
+def _answers(
+    config: RunConfig, policy: Policy, prompts: str, count: int, console: Console, skip: int = 0
+) -> list[_Answer | None]:
+    """To so many prompts behind the first ones; none where there is nothing to draft. Training learns from the first
+    `draft.answers`, and measures on those behind them."""
+    asked = _prompts(config, policy, prompts, skip + count)[skip:]
     requests = [
-        Request(Key(config.run.seed, number), tokens, config.sampling)
-        for number, tokens in enumerate(_prompts(config, policy, prompts, count))
+        Request(Key(config.run.seed, number), tokens, config.sampling) for number, tokens in enumerate(asked, skip)
     ]
     done = {completion.key: completion for completion in _complete(config, policy, requests, console)}
     return [_answer(done[request.key]) for request in requests]

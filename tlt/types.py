@@ -49,6 +49,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end the answer; the answer contains the stop text
     ignore_eos: bool = False  # go on past the end token (benchmarks of a fixed length)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1.0
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature is {self.temperature!r}; expected a finite number ≥ 0")

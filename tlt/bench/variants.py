@@ -203,7 +203,7 @@ class Stage:
         on_gpu = self._device.type == "cuda"
         if variant.name in (TUNER, WARM):
             tuner = chooser_of(tuned, rows, self._measured, exact=exact, on_gpu=on_gpu)
-            make_ready(self._speculating, tuner, rows)
+            make_ready(self._speculating, tuner, self._config)
             return tuner
         return chooser_of(replace(tuned, drafter="none"), rows, self._measured, on_gpu=on_gpu)
 

@@ -59,14 +59,15 @@ def build_engine(
         speculation=speculating,
     )
     chooser.know(engine.measure())
-    make_ready(engine, chooser, config.engine.rows)
+    make_ready(engine, chooser, config)
     return engine
 
 
-def make_ready(engine: Engine, chooser: TunerPolicy, rows: int) -> None:
+def make_ready(engine: Engine, chooser: TunerPolicy, config: RunConfig) -> None:
     """Captures what the chooser would use now, at every other batch size or so: larger graphs serve those between."""
+    rows = config.engine.rows
     for shape, size in chooser.likely([rows >> halved for halved in range(rows.bit_length())]):
-        engine.ready(shape, size)
+        engine.ready(shape, size, filtered=config.sampling.filtered)
 
 
 def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:

@@ -294,12 +294,12 @@ class Engine:
             policy += [Measured(POLICY, *pair) for pair in self._runner.time_trees(self._speculation.widest, steps)]
         measured = policy + self._speculation.keeper.measure(sizes)
         graphs = self._runner.report()
-        return measured + ([Measured(CAPTURE, 1, graphs.capture_s / graphs.graphs)] if graphs and graphs.graphs else [])
+        return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])
 
-    def ready(self, shape: Shape, requests: int) -> None:
+    def ready(self, shape: Shape, requests: int, *, filtered: bool = False) -> None:
         """Captures the graphs of ticks in this shape, so that no request will wait for them."""
         if self._runner.report() is not None:
-            self._runner.ready_to_verify(shape, requests, self._walk(shape))
+            self._runner.ready_to_verify(shape, requests, self._walk(shape), filtered)
             self._speculation.keeper.ready(shape, requests)
 
     def _walk(self, shape: Shape) -> int:

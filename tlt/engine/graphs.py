@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ class PoolReport:
     replays: int
     eager: int  # runs of what gets no graph
     first: int = 0  # runs of what may get one later
+    usual_capture_s: float = 0.0  # of one graph, in the middle of all
 
 
 class GraphPool(Generic[T]):
@@ -45,6 +47,7 @@ class GraphPool(Generic[T]):
         self._seconds: dict[Key, float] = {}
         self._memory = self._replays = self._eager = self._first = 0
         self._capture_s = 0.0
+        self._captures_s: list[float] = []
 
     def has(self, key: Key) -> bool:
         return key in self._graphs
@@ -53,13 +56,13 @@ class GraphPool(Generic[T]):
         """Which graph serves a run of this role and size: perhaps a larger one, if it may be (`waste`). One that is not
         there is worth capturing now; None: not yet."""
         role, size = key
-        served = self._thrift.serve(role, size, self.capture_mean_s, waste)
+        served = self._thrift.serve(role, size, self._usual_capture_s, waste)
         return (role, served) if served else None
 
     @property
-    def capture_mean_s(self) -> float:
-        """What a capture takes, all told."""
-        return self._capture_s / len(self._graphs) if self._graphs else _CAPTURE_S
+    def _usual_capture_s(self) -> float:
+        """In the middle: some compiled kernels."""
+        return median(self._captures_s) if self._captures_s else _CAPTURE_S
 
     def run_first(self, key: Key, function: Callable[[], T]) -> T:
         """Without a graph. Its time is the launching of it, and compiling: far more than a replay takes."""
@@ -90,7 +93,8 @@ class GraphPool(Generic[T]):
         self._memory += torch.cuda.memory_reserved(self._device) - before
         self._graphs[key] = (graph, result)
         self._thrift.captured(*key)
-        self._capture_s += time.perf_counter() - started
+        self._captures_s.append(time.perf_counter() - started)
+        self._capture_s += self._captures_s[-1]
 
     def _recorded(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """`torch.cuda.graph` would collect garbage and hand all cached memory back first, each time: a tenth of a
@@ -140,7 +144,8 @@ class GraphPool(Generic[T]):
         self._eager += 1
 
     def report(self) -> PoolReport:
-        return PoolReport(len(self._graphs), self._memory, self._capture_s, self._replays, self._eager, self._first)
+        counts = (self._replays, self._eager, self._first, self._usual_capture_s)
+        return PoolReport(len(self._graphs), self._memory, self._capture_s, *counts)
 
 
 def buckets(largest: int) -> tuple[int, ...]:

@@ -225,8 +225,8 @@ class Runner:
         return found
 
     @torch.no_grad()
-    def ready_to_verify(self, shape: Shape, rows: int, steps: int) -> None:
-        role, work = self._verification(shape, min(steps, shape.verify), filtered=False)
+    def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:
+        role, work = self._verification(shape, min(steps, shape.verify), filtered)
         self.ready([Part(role, self.padded(rows), work)])
 
     def _noted(self, seconds: dict[int, float]) -> dict[int, float]:

@@ -194,7 +194,7 @@ class Scheduler:
             last.row = stay.row
             self._stays[last.row] = last
         stay.row, stay.pages = -1, []
-        self._filtered -= _filters(stay.progress.request)
+        self._filtered -= stay.progress.request.params.filtered
 
     def _preempt(self, stay: Stay) -> None:
         """Takes pages and row away; the request will compute its prefix again and go on with the same tokens."""
@@ -324,7 +324,7 @@ class Scheduler:
             left=request.params.max_tokens - len(progress.tokens),
         )
         self._stays.append(stay)
-        self._filtered += _filters(request)
+        self._filtered += request.params.filtered
         pages = tuple(stay.pages)
         entries.append(Entry(stay.row, request, progress.last_token, stay.position, pages, prefix.tokens))
         self._no_longer_waiting(progress)
@@ -339,7 +339,3 @@ class Scheduler:
         self._awaited[progress.prefix] -= 1
         if not self._awaited[progress.prefix]:
             del self._awaited[progress.prefix]
-
-
-def _filters(request: Request) -> bool:
-    return request.params.top_k > 0 or request.params.top_p < 1.0

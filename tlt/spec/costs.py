@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from statistics import median
 
 from tlt.spec.shape import Shape
@@ -125,6 +125,7 @@ class TickCosts:
         self._drift = 1.0  # what all shapes share: a factor …
         self._shared_s = 0.0  # … or seconds
         self._own = _Corrections()
+        self._idle = CostTable()  # of catching up, measured beforehand
         self._caught_up = False  # ever
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed …
@@ -134,6 +135,8 @@ class TickCosts:
     def know(self, measured: Measured) -> None:
         """Measured beforehand."""
         self._table.record(measured.role, measured.size, measured.seconds)
+        if measured.role == CATCH_UP:
+            self._idle.record(CATCH_UP, measured.size, measured.seconds)
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
@@ -157,7 +160,9 @@ class TickCosts:
         if not self._caught_up:
             self._table.forget(CATCH_UP)
         self._caught_up = True
-        self._table.record(CATCH_UP, self.pad(batch), seconds / behind)
+        idle = self._idle.estimate(CATCH_UP, self.pad(batch))
+        most = _IDLE * idle if idle else inf  # or whoever stood still for a moment would never be asked again
+        self._table.record(CATCH_UP, self.pad(batch), min(most, seconds / behind))
 
     def observe(self, shape: Shape, batch: int, seconds: float, drafts_s: Sequence[float] = ()) -> None:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""

@@ -147,8 +147,12 @@ class LearnedDrafting:
         """After plain ticks: takes in what they wrote, as far back as the window reaches."""
         if self.late(len(keys)):
             self._take_in(len(keys))
-            if self._row.is_cuda:  # rare: its time must not count as this tick's
-                torch.cuda.current_stream(self._row.device).synchronize()
+            self.wait()  # rare: its time must not count as this tick's
+
+    def wait(self) -> None:
+        """Until the device has done what came before: what is timed next is nothing else."""
+        if self._row.is_cuda:
+            torch.cuda.current_stream(self._row.device).synchronize()
 
     def took_in(self) -> bool:
         """Whether it caught up since this was last asked: a tick in between says nothing of what ticks cost."""

@@ -7,6 +7,7 @@ saved, and what the promise at hand would have saved of late. Knows shapes and s
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from tlt.spec.shape import Shape
 
@@ -55,6 +56,7 @@ class Ledger:
 
 
 _RECENT = 15 / 16  # of the weight of earlier ones is left after another
+_MOST_CAPTURES = 8  # that a tick may need
 _TRIAL, _WHOLE = 0.5, 2.0  # captures that a first run without graphs, and all graphs of a shape, are taken to cost
 
 
@@ -67,7 +69,13 @@ class FirstRuns:
     _first: float = 0.0
     _whole: float = 0.0
 
+    def usual(self, once_s: float) -> float:
+        """Kernels compile once, and that may take seconds: no more counts than many graphs take."""
+        most = _MOST_CAPTURES * self.capture_s if self.capture_s else inf
+        return min(max(0.0, once_s), most)
+
     def see(self, new: bool, once_s: float) -> None:
+        once_s = self.usual(once_s)
         if new:
             self._count, self._first, self._whole = (
                 self._count * _RECENT + 1,

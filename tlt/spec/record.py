@@ -5,6 +5,7 @@ it: whoever writes others there writes their record, or removes the old one. Kno
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -68,7 +69,9 @@ def write_record(record: DraftRecord | None, directory: Path) -> None:
     if record is None:
         file.unlink(missing_ok=True)
     else:
-        file.write_text(record_text(record), encoding="utf-8")
+        beside = file.with_name(f".{FILE}.{os.getpid()}")
+        beside.write_text(record_text(record), encoding="utf-8")
+        beside.replace(file)
 
 
 def _problem(ranks: Any, places: Any, temperature: Any) -> str:

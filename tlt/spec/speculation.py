@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Planted
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.ledger import TunerReport
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
-from tlt.spec.tuner import Outcome, TunerPolicy
+from tlt.spec.tuner import Outcome, TunerPolicy, forever
 from tlt.types import Key, SamplingParams
 
 _LOOKED_INTO = 8  # rows of a tick whose walks are compared with what each drafter named
@@ -205,7 +204,7 @@ class Speculating:
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
         self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
-        self._to_come: Callable[[], float] = lambda: inf  # plain ticks, at most
+        self._to_come: Callable[[], float] = forever  # plain ticks, at most
         self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
@@ -306,6 +305,8 @@ class Speculating:
     ) -> tuple[float, int]:
         """Seconds it took, captures left out, for they come once; and positions that the learned drafter took in."""
         behind = self._learned.behind(len(keys)) if self._learned is not None and self._learned in drafters else 0
+        if behind and self._learned is not None:
+            self._learned.wait()
         started, captured_s = time.perf_counter(), self._captured_s
         for drafter in drafters:
             drafter.catch_up(keys, answers, shape)
@@ -342,7 +343,7 @@ class Speculating:
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
         spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind)
-        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come())
+        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come)
         self._alarms += self._tuner.observe(outcome)
 
     @staticmethod
@@ -355,8 +356,8 @@ class Speculating:
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
-        arrived, to_come = self._newly_arrived(), self._to_come()
-        self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=arrived, to_come=to_come))
+        arrived = self._newly_arrived()
+        self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come))
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0

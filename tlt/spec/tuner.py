@@ -8,7 +8,7 @@ Deterministic: the same outcomes give the same choices. Knows nothing of tensors
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Protocol
@@ -19,6 +19,10 @@ from tlt.spec.costs import CAPTURE, Measured, TickCosts
 from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.stand import Pause, Stand, Tally
+
+
+def forever() -> float:
+    return inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Outcome:
     caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
     behind: int = 0  # … and the positions that it took in
     arrived: int = 0  # positions that requests which have just come bring a learned drafter
-    to_come: float = inf  # plain ticks until all are answered, at most
+    to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked
 
 
 class TunerPolicy(Protocol):
@@ -107,7 +111,7 @@ class Tuner:
         self._ran: dict[Shape, set[int]] = {}  # shapes, and the batch sizes they ever ran at …
         self._firsts = FirstRuns()  # … and what that cost beside the ticks
         self._arrivals = Arrivals()
-        self._to_come = inf  # plain ticks, at most
+        self._to_come: Callable[[], float] = forever  # plain ticks, at most
         self._ticks = 0
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
@@ -142,7 +146,7 @@ class Tuner:
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
-        self._firsts.see(not self._ready(outcome.shape, size), max(0.0, outcome.once_s - outcome.caught_up_s))
+        self._firsts.see(not self._ready(outcome.shape, size), outcome.once_s - outcome.caught_up_s)
         self._ran.setdefault(outcome.shape, set()).add(size)
         if not outcome.walks:
             return ()
@@ -156,7 +160,6 @@ class Tuner:
             self._costs.know(cost)
 
     def expect(self, ticks: int) -> None:
-        self._to_come = inf  # whatever was said before it came
         most = min(self._settings.loan, self._settings.exploration * ticks)
         self._ledger.loan_ticks = max(self._ledger.loan_ticks, most)
 
@@ -166,13 +169,13 @@ class Tuner:
     def likely(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
         self._acceptance.refresh()
         found = []
-        for size in map(self._costs.pad, sizes):
+        for size in sizes:
             known = [shape for shape in self._shapes if shape.off or self._known(shape) >= 1.0]
             lengths = {shape: self._acceptance.length(shape) for shape in known}
             rates = {shape: length / (self._cost(shape, size, length) or 1.0) for shape, length in lengths.items()}
             best = max(rates, key=rates.__getitem__)
             if not best.off:
-                self._ran.setdefault(best, set()).add(size)
+                self._ran.setdefault(best, set()).add(self._costs.pad(size))
                 found.append((best, size))
         return found
 
@@ -257,7 +260,7 @@ class Tuner:
             caught_up_s, gain = self._costs.catching_up(best, used, size, behind), 1.0 - known[used] / known[best]
             first_s = self._first_s(best, size)
             if (
-                caught_up_s <= gain * self._to_come * self._ledger.tick_s  # in this rollout …
+                caught_up_s <= gain * self._to_come() * self._ledger.tick_s  # in this rollout …
                 and first_s <= gain * near_s  # … while a graph may pay in others, if there often are so many requests
                 and self._ledger.affords(caught_up_s + first_s, gain)
             ):
@@ -359,7 +362,7 @@ class Tuner:
         ledger.spent += seconds
         if stand := self._stands.get(size):
             stand.spent += seconds
-        ledger.invested += outcome.once_s
+        ledger.invested += outcome.caught_up_s + self._firsts.usual(outcome.once_s - outcome.caught_up_s)
         accepted = sum(walked.accepted for walked in outcome.walks)
         self._arrivals.see(outcome.arrived, outcome.batch + accepted)
         if outcome.shape.off and not ledger.open:
