@@ -93,7 +93,7 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
     """And whoever must catch up is not asked to draft behind a verification, where nobody would time it."""
 
     class Learned(Slow):
-        left_out, capture_s, version, planted, arrived = True, 0.0, 0, 0, 0
+        left_out, capture_s, version, planted, arrived, waited = True, 0.0, 0, 0, 0, False
 
         def late(self, rows: int) -> bool:
             return self.left_out
@@ -114,12 +114,14 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
 
         def wait(self) -> None:
             slow.now += 7.0  # of whatever came before
+            self.waited = True
 
     tuner, learned = Recording(CHAIN), Learned()
     speculating = Speculating([learned], tuner, learned=cast(Any, learned))
     speculating.prepare([Key(0, 0)], CHAIN)
     assert learned.planted == 0
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
+    assert learned.waited, "the device may still be at something else"
     speculating.verified(CHAIN, [[7, 8, 9]], seconds=6.0, once_s=4.0)
     speculating.report()
     (outcome,) = tuner.outcomes

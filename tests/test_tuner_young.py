@@ -121,6 +121,8 @@ def test_graphs_cost_what_they_cost_of_late() -> None:
     assert firsts.trial_s == pytest.approx(0.01, rel=0.3)
     assert firsts.whole_s == pytest.approx(0.03, rel=0.4)
     assert FirstRuns().whole_s == 0.0, "where nothing is captured"
+    assert firsts.usual(30.0) == pytest.approx(0.8), "kernels compile once"
+    assert (firsts.usual(0.3), firsts.usual(-1.0), FirstRuns().usual(30.0)) == (0.3, 0.0, 30.0)
 
 
 @pytest.mark.parametrize("first", [0.3, 0.45, 0.6, 0.9])
@@ -268,6 +270,7 @@ def test_kernels_that_compile_are_no_reason_to_stay_off() -> None:
         policy.observe(Outcome(shape, 16, walks, here.true_s(shape, 16), once_s=once_s))
         here.ticks[shape] += 1
     assert here.ticks[OFF] < 600
+    assert policy._ledger.invested < 1.5
 
 
 def test_a_try_that_compiles_does_not_end_all_tries() -> None:

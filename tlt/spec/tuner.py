@@ -372,9 +372,8 @@ class Tuner:
         probe = ledger.close(outcome.shape, self._ticks)
         if probe is not None:
             tally.explored += 1
-            once_s = outcome.caught_up_s + min(
-                outcome.once_s - outcome.caught_up_s, probe.worst
-            )  # kernels compile once
+            first_s = min(outcome.once_s - outcome.caught_up_s, probe.worst)  # kernels compile once
+            once_s = outcome.caught_up_s + first_s
             ledger.lost = max(0.0, ledger.lost + seconds + once_s - per_request / probe.rate)
         tally.ticks[(size, outcome.shape)] += 1
         tally.verifies += len(outcome.walks)
