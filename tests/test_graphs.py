@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,19 @@ from tests.test_engine import requests
 from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
 from tests.test_speculation import tokens_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import chooser_of, make_ready
+from tlt.engine.build import build_engine, chooser_of, make_ready, open_drafter
+from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphPool, Key
+from tlt.engine.request import Request
+from tlt.engine.runner import Runner
 from tlt.engine.thrift import Thrift, Waste
+from tlt.policy import open_policy
 from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
+from tlt.spec.eagle_files import Origin, save_drafter
+from tlt.spec.record import DraftRecord, write_record
 from tlt.spec.shape import Shape
+from tlt.tasks.choose import task_of
+from tlt.types import Key as RequestKey
 from tlt.types import SamplingParams
 
 CAPTURE_S = 0.04
@@ -105,7 +114,11 @@ class HostPool(GraphPool[Any]):
         assert key[0][0] != "decode", "plain ticks have their graphs"  # type: ignore[index]
         return super().run_first(key, function)
 
+    def seconds(self, key: Key) -> float:
+        return 1e-4 * (1 + key[1] / 64)
+
     def replay(self, key: Key) -> Any:
+        self.how["replayed"] += 1
         return self.functions[key]()
 
 
@@ -200,3 +213,41 @@ def test_the_first_runs_are_counted_and_take_part_in_what_captures_cost() -> Non
     report = pool.report()
     assert (report.first, report.eager, report.graphs) == (1, 0, 0)
     assert report.capture_s > 0.0
+
+
+def test_an_engine_is_built_made_ready_and_writes_what_plain_decoding_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, from the record on: rollouts in waves, in shapes that a tuner chooses, shared ones among them."""
+    start = Runner.__init__
+
+    def with_pool(runner: Any, *given: Any, **named: Any) -> None:
+        start(runner, *given, **named)
+        runner._pool = HostPool(lambda: runner._rows._known_count)
+
+    new = SpecSettings(drafter="both", path="new", depths=(1, 3), verifies=(2, 4, 8))
+    config = RunConfig(engine=EngineSettings(rows=12), spec=new, sampling=SamplingParams(max_tokens=60))
+    policy, task = open_policy(config.model), task_of(config)
+    save_drafter(open_drafter(policy, config), tmp_path, policy.model.head_weight, Origin("tiny", ()))
+    write_record(DraftRecord(((0.97, 0.01),) * 8, 1000, 1.0), tmp_path)
+    config = replace(config, spec=replace(new, path=str(tmp_path)))
+    plainly = Engine(policy.model, policy.tokenizer, config.engine)
+    monkeypatch.setattr(Runner, "__init__", with_pool)
+    tuner = chooser_of(config.spec, config.engine.rows, on_gpu=True)
+    engine: Any = build_engine(policy, config, tuner)
+    pool = engine._runner._pool
+    assert {"verify", "extend", "roots", "prune"} <= {role[0] for role, _ in pool.functions}
+    for seed in range(2):
+        batch = [
+            Request(RequestKey(seed, 4 * i + j), tuple(policy.tokenizer.encode_prompt(prompt.content)), config.sampling)
+            for i, prompt in enumerate(task.sample(seed, 8))
+            for j in range(4)
+        ]
+        found = []
+        for one in (plainly, engine):
+            one.submit(batch)
+            found.append(tokens_of({completion.key: completion for completion in one.drain()}))
+        assert found[0] == found[1]
+    report = engine.report().speculation
+    assert report.verifies > 100, "it was used, though it is worth nothing: the record said otherwise"
+    assert pool.how["replayed"] > pool.how["bare"] > 0
