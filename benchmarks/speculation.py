@@ -461,14 +461,8 @@ def never(options: argparse.Namespace, config: RunConfig) -> None:
         for name in cases:
             found[name] = _case(stage, setting, CASES[name])
             results.add("never_slower", found, show=False)
-            tell(
-                [
-                    {
-                        "case": name,
-                        **{key: value for key, value in found[name].items() if key not in ("seconds", "first_s")},
-                    }
-                ]
-            )
+            shown = {key: value for key, value in found[name].items() if key not in ("seconds", "first_s")}
+            tell([{"case": name, **shown}])
         del stage
         release()
 

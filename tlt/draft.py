@@ -22,6 +22,7 @@ from rich.table import Table
 
 from tlt.bench.prompts import token_prompts
 from tlt.config import ModelSettings, RunConfig
+from tlt.engine.build import open_drafter
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
@@ -77,16 +78,10 @@ def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str
     """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it."""
     path = _policy_of(source, read_drafter_config(Path(source)), policy_path)
     console = Console(highlight=False)
-    config = replace(config, model=replace(config.model, path=path))
+    spec = replace(config.spec, drafter="eagle", path=source)
+    config = replace(config, model=replace(config.model, path=path), spec=spec)
     policy = open_policy(config.model)
-    model = policy.model
-    drafter = load_drafter(
-        *(source, model.config),
-        window=config.draft.window,
-        head_VD=model.head_weight,
-        dtype=model.embed.dtype,
-        device=model.embed.device,
-    )
+    drafter = open_drafter(policy, config)
     answers = _told(_answers(config, policy, prompts, config.draft.held_out, console, skip=config.draft.answers))
     found = _measure(drafter, policy, _held(config, policy, drafter.config.taps, answers))
     _tell(console, found)

@@ -148,12 +148,11 @@ class Runner:
             self._replay(served[part.role], (part.role, part.rows), part.work)
 
     def time(self, part: Part) -> float:
-        key, work = (part.role, part.rows), partial(part.work, part.rows)
-        if self._pool is not None:
-            self._captured(key, work)
+        self.ready([part])
+        work = partial(part.work, part.rows)
         live = self._rows.set_count(0)
         if self._pool is not None:
-            seconds = self._pool.seconds(key)
+            seconds = self._pool.seconds((part.role, part.rows))
         else:
             work()
             seconds = min(_seconds_of(work) for _ in range(_TIMED_RUNS))  # a busy machine says too much

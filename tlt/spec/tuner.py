@@ -170,10 +170,10 @@ class Tuner:
         self._acceptance.refresh()
         found = []
         for size in sizes:
-            known = [shape for shape in self._shapes if shape.off or self._known(shape) >= 1.0]
-            lengths = {shape: self._acceptance.length(shape) for shape in known}
-            rates = {shape: length / (self._cost(shape, size, length) or 1.0) for shape, length in lengths.items()}
-            best = max(rates, key=rates.__getitem__)
+            if not self._costs.seconds(OFF, size):
+                continue
+            known = self._known_rates(self._foreseen(size)[1])
+            best = max(known, key=known.__getitem__)
             if not best.off:
                 self._ran.setdefault(best, set()).add(self._costs.pad(size))
                 found.append((best, size))
@@ -220,12 +220,16 @@ class Tuner:
         self._ledger.tick_s = plain_s
         self._acceptance.refresh()
         self.evaluations += len(self._shapes)
-        lengths = {shape: self._acceptance.length(shape) for shape in self._shapes}
-        seconds = {shape: self._cost(shape, size, length) for shape, length in lengths.items()}
-        rates = {shape: lengths[shape] / cost for shape, cost in seconds.items()}
+        seconds, rates = self._foreseen(size)
         self._decide(stand, rates, size, behind)
         self._plan_probe(stand, rates, seconds, size)
         return stand
+
+    def _foreseen(self, size: int) -> tuple[dict[Shape, float], dict[Shape, float]]:
+        """Of every shape the seconds of a tick, and the tokens per second of a request."""
+        lengths = {shape: self._acceptance.length(shape) for shape in self._shapes}
+        seconds = {shape: self._cost(shape, size, length) for shape, length in lengths.items()}
+        return seconds, {shape: lengths[shape] / cost for shape, cost in seconds.items()}
 
     def _cost(self, shape: Shape, size: int, length: float) -> float:
         """Seconds of a tick, with what newcomers bring: the more are answered, the more come."""
@@ -234,7 +238,7 @@ class Tuner:
 
     def _decide(self, stand: Stand, rates: dict[Shape, float], size: int, behind: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
-        known = {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
+        known = self._known_rates(rates)
         used = stand.shape if stand.shape in known else OFF
         if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
             used = OFF
@@ -304,6 +308,9 @@ class Tuner:
 
     def _check_pause(self, stand: Stand) -> int:
         return min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
+
+    def _known_rates(self, rates: dict[Shape, float]) -> dict[Shape, float]:
+        return {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
 
     def _known(self, shape: Shape) -> float:
         return self._acceptance.known(shape.drafters)
