@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tlt.engine import sampler
 from tlt.errors import ModelError, TltError
+from tlt.kernels.entering import UNUSED
 from tlt.model.config import ModelConfig
 from tlt.spec import candidates as candidates_module
 from tlt.spec.align import UNKNOWN, Aligned, align
@@ -342,7 +343,7 @@ def test_a_row_that_starts_afresh_forgets() -> None:
     aligned, features = sequences((9, 6))
     ring = model.new_ring(1)
     extend(model, ring, aligned, features, [0], [0], [9], 9)
-    ring.forget(torch.tensor([0]))
+    ring.position_RW[0] = UNUSED
     g = extend(model, ring, aligned, features, [9], [0], [5], 5)
     torch.testing.assert_close(g[0], model.forward_packed(aligned, features, EMBED)[9 + 4], **EXACT)
 

@@ -1,6 +1,7 @@
 """On a GPU: graphs change no token, tokens follow the policy, and a tick waits for the device once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,26 @@ def assert_waits_once(engine: Engine, max_tokens: int) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(engine.drain()) == 8
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(("eagle",), 4, 2, 7)], ids=str)
+def test_who_comes_in_makes_nobody_wait(shape: Shape) -> None:
+    """Prompts are computed, their states recalled and rows moved while the device is still at the tick before."""
+    engine, _ = learned_engine(gpu_policy(), lambda: shape, graphs=True)
+    assert_waits_once(engine, max_tokens=400)  # captures what is needed
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    later = [Request(Key(1, i), (5 + i, *range(2, 90)), params, f"later {i}") for i in range(8)]
+    engine.submit(replace(later[0], params=replace(params, max_tokens=3 + i), key=Key(2, i)) for i in range(4))
+    for _ in range(2):
+        engine.tick()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.submit(later[:4])
+        for _ in range(12):  # the first ones end meanwhile, and others take their rows
+            engine.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(engine.drain()) >= 4
 
 
 def test_a_steady_tick_waits_for_nothing_but_its_tokens() -> None:

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels import moving
+from tlt.kernels import entering, moving
 from tlt.kernels import states as torch_states
 from tlt.kernels.states import Kept
-from tlt.model.device import upload
 from tlt.model.transformer import Transformer
 from tlt.spec.backlog import TAKEN_IN, Backlog
 from tlt.spec.candidates import DrawKeys
@@ -27,7 +26,7 @@ from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.grown import GrownTrees
 from tlt.spec.growth import Grove, Soil
-from tlt.spec.prompt_states import PromptStates, Recalled
+from tlt.spec.prompt_states import PromptStates, Recalled, send
 from tlt.spec.shape import Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
@@ -60,6 +59,8 @@ class LearnedDrafting:
             policy.embed.detach(),
             self._head_vD.detach(),
         )
+        rings = (self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R)
+        self._memory = entering.Memory(*rings, self._soil.ring.position_RW)
         self._groves: dict[int, Grove] = {}  # by width
         self._keys: Sequence[Key] = ()  # whom trees were grown for last, row by row …
         self._row_of: Mapping[Key, int] = {}  # … and in which row
@@ -199,10 +200,9 @@ class LearnedDrafting:
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         origin = moving.origins(moves)
-        target_E, source_E = _send([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
+        target_E, source_E = send([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
         ring = self._soil.ring
-        rows: list[Tensor] = [self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R]
-        rows += [ring.k_RKWd, ring.v_RKWd, ring.position_RW, self._soil.g_RD]
+        rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._soil.g_RD]
         if self._planted is not None and self._planted.tick == self._ticks:
             rows += self._staged().trees(self._planted.shape.verify).parts
         apart = origin.keys().isdisjoint(origin.values())
@@ -211,31 +211,13 @@ class LearnedDrafting:
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
         rollout begins, and what is launched for each of them would hold the first ticks up."""
-        together: dict[tuple[int, ...], list[Entered]] = {}
-        for entry in entered:
-            together.setdefault(entry.prefix, []).append(entry)
-        kept = {prefix: self._prompts.states(prefix) for prefix in together}
-        recalled = [Recalled.of(prefix, together[prefix], len(kept[prefix]), self._window) for prefix in together]
-        row_E, held_E, row_N, slot_N, token_N = _send(
-            [np.concatenate(column) for column in zip(*(one.columns() for one in recalled), strict=True)],
-            self._row.device,
-        )
-        self._tokens_RW[row_N, slot_N] = token_N
-        seen = 0
-        for one, states_SF in zip(recalled, kept.values(), strict=True):
-            count = len(one.row_E) * len(states_SF)
-            if count:
-                at = slice(seen, seen + count)
-                shape = (len(one.row_E), len(states_SF))
-                self._states_RWF[row_N[at].view(shape), slot_N[at].view(shape)] = states_SF
-            seen += count
-            self._backlog.came(len(one.row_E), len(states_SF))
-        self._held_R[row_E] = held_E
-        self._taken_R[row_E] = held_E
-        self._ready_R[row_E] = False
-        self._soil.ring.forget(row_E)
+        recalled = Recalled.of(entered, self._prompts)
+        new = recalled.sent(self._row.device)
+        _usher(self._row.device).enter_rows(self._memory, new)
+        for positions in recalled.positions_E:
+            self._backlog.came(1, positions)
         if self._planted is not None and self._planted.tick == self._ticks:
-            self._staged().trees(self._planted.shape.verify).clear(row_E)
+            self._staged().trees(self._planted.shape.verify).clear(new.columns_7E[0])
             self._entered += [entry.row for entry in entered]
 
     # ---- growing
@@ -408,7 +390,10 @@ def _mover(device: torch.device, apart: bool) -> Any:
     return moving_triton
 
 
-def _send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Host numbers on the device, in one copy and without waiting for it."""
-    together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))
-    return list(torch.split(upload(together, device), [len(column) for column in columns]))
+def _usher(device: torch.device) -> Any:
+    """The module that lets requests into rows."""
+    if device.type != "cuda":
+        return entering
+    from tlt.kernels import entering_triton
+
+    return entering_triton

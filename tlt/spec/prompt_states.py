@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.kernels.entering import Newcomers
+from tlt.model.device import upload
 from tlt.spec.drafter import Entered
 
 _MOST_BYTES = 2**29
@@ -53,25 +55,38 @@ class PromptStates:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """Rows that enter with one prefix, and where the states that were kept of it go: E rows, N = E · S places."""
+    """Who enters where, prefix by prefix, and what was kept of each: still on the host, but for the states."""
 
-    row_E: np.ndarray
-    first: int  # position that has a state
-    slot_S: np.ndarray
-    token_ES: np.ndarray  # drawn from each state
+    columns_7E: np.ndarray
+    token_N: np.ndarray
+    states: list[Tensor]
 
     @classmethod
-    def of(cls, prefix: tuple[int, ...], entered: Sequence[Entered], kept: int, window: int) -> "Recalled":
-        first = len(prefix) - kept
-        token_ES = np.empty((len(entered), kept), dtype=np.int64)
-        if kept:
-            token_ES[:, :-1] = prefix[first + 1 :]
-            token_ES[:, -1] = [entry.token for entry in entered]
-        slot_S = np.arange(first, len(prefix)) % window
-        return cls(np.array([entry.row for entry in entered]), first, slot_S, token_ES)
+    def of(cls, entered: Sequence[Entered], prompts: PromptStates) -> "Recalled":
+        together: dict[tuple[int, ...], list[Entered]] = {}
+        for entry in entered:
+            together.setdefault(entry.prefix, []).append(entry)
+        columns, tokens, states = list[tuple[int, ...]](), list[int](), list[Tensor]()
+        for own, (prefix, sharing) in enumerate(together.items()):
+            kept = prompts.states(prefix)
+            first, place = len(prefix) - len(kept), (len(kept), len(tokens))
+            columns += [(entry.row, first, *place, entry.token, own, kept.data_ptr()) for entry in sharing]
+            tokens += [*prefix[first + 1 :], 0] if len(kept) else []
+            states.append(kept)
+        return cls(np.array(columns, dtype=np.int64).T, np.array(tokens, dtype=np.int64), states)
 
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """Rows, first positions; row, slot and token of every place."""
-        rows, kept = self.token_ES.shape
-        held_E = np.full(rows, self.first)
-        return self.row_E, held_E, np.repeat(self.row_E, kept), np.tile(self.slot_S, rows), self.token_ES.ravel()
+    @property
+    def positions_E(self) -> list[int]:
+        """That are known of each newcomer."""
+        return [int(count) for count in self.columns_7E[2]]
+
+    def sent(self, device: torch.device) -> Newcomers:
+        """In one copy, without waiting for it."""
+        columns_7E, token_N = send([self.columns_7E.ravel(), self.token_N], device)
+        return Newcomers(columns_7E.view(self.columns_7E.shape), token_N, self.states, max(self.positions_E))
+
+
+def send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Host numbers on the device, in one copy and without waiting for it."""
+    together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))
+    return list(torch.split(upload(together, device), [len(column) for column in columns]))

@@ -53,10 +53,10 @@ class Trees:
 
     def clear(self, row: Tensor) -> None:
         """These rows (int64) have no draft: nothing but padding behind the root."""
-        self.parent_RQ[row] = _PADDING
-        self.depth_RQ[row] = 0
+        self.parent_RQ.index_fill_(0, row, _PADDING)  # unlike `[row] = …`, this does not wait for the device
+        self.depth_RQ.index_fill_(0, row, 0)
         self.mask_RQW[row] = own_bits(self.token_RQ.shape[1], row.device)
-        self.size_R[row] = 0
+        self.size_R.index_fill_(0, row, 0)
 
     def first(self, rows: int) -> "Trees":
         """Views of the first rows."""

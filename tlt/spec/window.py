@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt.kernels import ring_attention
+from tlt.kernels.entering import UNUSED
 from tlt.model.device import upload
 from tlt.model.linear import in_gpu_rollout
 
@@ -200,9 +201,6 @@ def _chain_scores(q_TKGd: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Ten
     return (q_TKGd[..., None, :] * keys_TKsd[:, :, None]).sum(-1)
 
 
-UNUSED = -1
-
-
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Keys and values of the newest positions of every row. Position p lies in slot p modulo the window.
@@ -233,10 +231,6 @@ class Ring:
     def first(self, rows: int) -> "Ring":
         """Views of the first rows."""
         return Ring(self.k_RKWd[:rows], self.v_RKWd[:rows], self.position_RW[:rows])
-
-    def forget(self, row: Tensor) -> None:
-        """These rows (int64 or bool) start afresh."""
-        self.position_RW[row] = UNUSED
 
 
 @dataclass(frozen=True, slots=True)
