@@ -1,11 +1,15 @@
 """The fused tree kernels do to rows and trees what their torch versions do."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
 
+from tlt.config import SpecSettings
+from tlt.engine.build import shapes_of
 from tlt.kernels import trees as reference
+from tlt.kernels.pruning import Pruned
 from tlt.spec.shape import Draft
 from tlt.spec.tree import Trees
 
@@ -53,3 +57,44 @@ def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, 
     for expected, got in zip(*outcomes, strict=True):
         assert expected.dtype == got.dtype
         assert torch.equal(expected, got)
+
+
+class Compiled:
+    """Stands in for a kernel, and notes which versions of it would have to be compiled."""
+
+    def __init__(self) -> None:
+        self.versions: set[tuple[tuple[str, object], ...]] = set()
+
+    def __getitem__(self, grid: object) -> "Compiled":
+        return self
+
+    def __call__(self, *args: object, **options: object) -> None:
+        missing = tuple((str(at), None) for at, arg in enumerate(args) if arg is None)
+        self.versions.add((*sorted(options.items()), *missing))
+
+
+def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler takes tenths of a second, and a rollout would wait for it whenever a shape is tried."""
+    pruning_triton = pytest.importorskip("tlt.kernels.pruning_triton")
+    kernels = {name: Compiled() for name in ("_prune_kernel", "_cut_kernel", "_prepare_kernel", "_finish_kernel")}
+    for name, compiled in kernels.items():
+        monkeypatch.setattr(trees_triton if hasattr(trees_triton, name) else pruning_triton, name, compiled)
+    shapes = [shape for shape in shapes_of(SpecSettings(drafter="eagle", path="new")) if not shape.off]
+    assert len(shapes) >= 50
+    for shape, rows in product(shapes, (1, 24, 256)):
+        grown, nodes = shape.width * shape.depth, shape.verify
+        trees = Trees.empty(rows, nodes, "cpu")
+        node = torch.zeros((rows, grown), dtype=torch.int64)
+        budget = shape.tokens(rows) - rows if shape.share else None
+        ready = torch.ones(rows, dtype=torch.bool)
+        pruning_triton.prune(node, node, node.float(), ready, shape.width, shape.depth, Pruned(*trees.parts), budget)
+        state = tuple(torch.zeros((rows, 5)) for _ in range(3))
+        start = torch.zeros(rows + 1, dtype=torch.int32)
+        laid = (trees.token_RQ, trees.depth_RQ, trees.mask_RQW)
+        trees_triton.prepare((*state, torch.tensor(rows)), laid, start, shape.tokens(rows), 16)
+        drawn = tuple(torch.zeros(shape.tokens(rows)) for _ in range(4))
+        trees_triton.finish(state[0], torch.tensor(rows), (trees.parent_RQ, trees.token_RQ), start, drawn, nodes)
+    found = {name: len(compiled.versions) for name, compiled in kernels.items()}
+    assert found["_prune_kernel"] <= 20, found
+    assert found["_cut_kernel"] <= 8, found
+    assert max(found["_prepare_kernel"], found["_finish_kernel"]) <= 5, found

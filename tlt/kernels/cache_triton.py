@@ -116,7 +116,7 @@ def rope_and_write(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["moves", "stride_row"], do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def _copy_kernel(
     k_ptr, v_ptr, src_ptr, dst_ptr, moves, stride_row, stride_layer, stride_page, stride_slot, width,
     PAGE: tl.constexpr, BLOCK_MOVES: tl.constexpr, BLOCK_WIDTH: tl.constexpr, PDL: tl.constexpr,

@@ -17,7 +17,10 @@ from tlt.kernels.cache_triton import start
 from tlt.kernels.drafter import New
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "tokens", "window"],
+    do_not_specialize_on_alignment=["row_ptr", "place_ptr", "source_ptr"],  # one behind the other
+)
 def _spread_kernel(
     first_ptr, count_ptr, row_ptr, place_ptr, fitting_ptr, source_ptr, rows, tokens, window,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -1,5 +1,5 @@
 """`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices; and one program
-before them where rows share a budget, which finds where to cut."""
+before them where rows share a budget, which finds where to cut. Few kernels are ever compiled: shapes are numbers."""
 # R rows, L nodes grown, Q nodes of a tree, W mask words
 
 import torch
@@ -13,9 +13,9 @@ _LEVEL_COST, _ROWS_TO_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(ROWS_
 
 
 @triton.jit
-def _score(score_ptr, at, node, there, WIDTH: tl.constexpr):
+def _score(score_ptr, at, node, there, width):
     """As nodes are compared; of nodes that are not there, and where there is no number, the worst."""
-    score = tl.load(score_ptr + at, mask=there, other=float("-inf")) - _LEVEL_COST * (node // WIDTH)
+    score = tl.load(score_ptr + at, mask=there, other=float("-inf")) - _LEVEL_COST * (node // width)
     return tl.where(score == score, score, float("-inf"))
 
 
@@ -24,17 +24,15 @@ def _unlikely(score, row):
     return tl.maximum(-score, 0.0) + row.to(tl.float32) / _ROWS_TO_COST
 
 
-@triton.jit
-def _cut_kernel(
-    score_ptr, ready_ptr, cut_ptr, stride_grown, rows, grown, budget, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["stride_grown", "rows", "grown", "width", "budget"])
+def _cut_kernel(score_ptr, ready_ptr, cut_ptr, stride_grown, rows, grown, width, budget, BLOCK: tl.constexpr):
     """How unlikely the first node is that the budget has no room for: numbers from 0 on lie in the order of their
     bits, so halving the bits left finds it."""
     index = tl.arange(0, BLOCK)
     real = index < rows * grown
     row, node = index // grown, index % grown
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
-    score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, WIDTH)
+    score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, width)
     bits = _unlikely(score, row).to(tl.int32, bitcast=True)
     low = tl.program_id(0) * 0
     high = low + 0x7F800000  # infinity's
@@ -46,18 +44,18 @@ def _cut_kernel(
     tl.store(cut_ptr, high.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_grown", "stride_out", "stride_mask", "grown", "width", "kept", "nodes"])
 def _prune_kernel(
     token_ptr, parent_ptr, score_ptr, ready_ptr, cut_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr, mask_ptr,
-    size_ptr, stride_grown, stride_out, stride_mask, grown, kept, nodes,
-    WIDTH: tl.constexpr, DEPTH: tl.constexpr, L: tl.constexpr, Q: tl.constexpr, W: tl.constexpr,
+    size_ptr, stride_grown, stride_out, stride_mask, grown, width, kept, nodes,
+    L: tl.constexpr, Q: tl.constexpr, LOG_Q: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     ready = tl.load(ready_ptr + row).to(tl.int32) != 0
     node = tl.arange(0, L)
     real = node < grown
-    level = node // WIDTH
-    score = _score(score_ptr, row * stride_grown + node, node, real, WIDTH)
+    level = node // width
+    score = _score(score_ptr, row * stride_grown + node, node, real, width)
     # how many come before each node: those with a better score, and equals that stand before it
     mine, theirs = score[:, None], score[None, :]
     before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
@@ -81,12 +79,14 @@ def _prune_kernel(
     tl.store(out_token_ptr + out, tree_token, mask=inside & (column > 0))
     tl.store(out_parent_ptr + out, tree_parent.to(tl.int64), mask=inside)
     tl.store(out_depth_ptr + out, tree_depth.to(tl.int64), mask=inside)
-    hangs_on = column[None, :] == tree_parent[:, None]
     one = tl.full((Q,), 1, tl.int32)
     for word in tl.static_range(W):
         sees = tl.where(column // _WORD == word, one << (column % _WORD), 0)
-        for _ in tl.static_range(DEPTH):
-            sees = sees | tl.sum(tl.where(hangs_on, sees[None, :], 0), axis=1)
+        above = tree_parent
+        for _ in tl.static_range(LOG_Q):  # each time twice as far up
+            there = column[None, :] == above[:, None]
+            sees = sees | tl.sum(tl.where(there, sees[None, :], 0), axis=1)
+            above = tl.sum(tl.where(there, above[None, :] + 1, 0), axis=1) - 1
         tl.store(mask_ptr + row * stride_mask + column * W + word, sees, mask=inside)
 
 
@@ -102,13 +102,14 @@ def prune(
 ) -> None:
     """As `pruning.prune`."""
     grown, (rows, nodes) = width * depth, out.token_RQ.shape
+    padded = triton.next_power_of_2(max(nodes, 2))
     cut = None if budget is None else _cut(score_RL, ready_R, width, grown, budget)
     _prune_kernel[(rows,)](
         token_RL, parent_RL, score_RL, ready_R, cut,
         out.token_RQ, out.parent_RQ, out.depth_RQ, out.mask_RQW, out.size_R,
-        token_RL.stride(0), out.token_RQ.stride(0), out.mask_RQW.stride(0), grown, min(nodes - 1, grown), nodes,
-        WIDTH=width, DEPTH=depth, L=triton.next_power_of_2(max(grown, 2)), Q=triton.next_power_of_2(max(nodes, 2)),
-        W=out.mask_RQW.shape[2], num_warps=4,
+        token_RL.stride(0), out.token_RQ.stride(0), out.mask_RQW.stride(0), grown, width, min(nodes - 1, grown), nodes,
+        L=triton.next_power_of_2(max(grown, 2)), Q=padded, LOG_Q=padded.bit_length() - 1, W=out.mask_RQW.shape[2],
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, budget: int)
     cut = torch.empty(1, dtype=torch.float32, device=score_RL.device)
     block = max(32, triton.next_power_of_2(rows * grown))
     _cut_kernel[(1,)](
-        score_RL, ready_R, cut, score_RL.stride(0), rows, grown, budget,
-        WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        score_RL, ready_R, cut, score_RL.stride(0), rows, grown, width, budget,
+        BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return cut

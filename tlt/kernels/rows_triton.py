@@ -12,7 +12,7 @@ from torch import Tensor
 _BLOCK = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pages_stride"])
 def _prepare_kernel(
     ints_ptr, floats_ptr, pages_ptr, count_ptr, int64s_ptr, int32s_ptr, float32s_ptr,
     rows, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -34,7 +34,7 @@ def _prepare_kernel(
         tl.store(float32s_ptr + column * rows + row, tl.load(floats_ptr + row * 2 + column, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _finish_kernel(
     ints_ptr, count_ptr, token_ptr, logprob_ptr, policy_logprob_ptr, packed_ptr, rows, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "spare"])
 def _starts_kernel(size_ptr, count_ptr, start_ptr, rows, spare, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
     live = row < tl.minimum(tl.load(count_ptr), rows)
@@ -19,11 +19,11 @@ def _starts_kernel(size_ptr, count_ptr, start_ptr, rows, spare, BLOCK: tl.conste
     tl.store(start_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "Q", "pages_stride"])
 def _prepare_kernel(
     ints_ptr, floats_ptr, pages_ptr, count_ptr, token_ptr, depth_ptr, mask_ptr, start_ptr,
-    int64s_ptr, slot_ptr, context_ptr, float32s_ptr, seen_ptr, rows, tokens, pages_stride,
-    PAGE: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    int64s_ptr, slot_ptr, context_ptr, float32s_ptr, seen_ptr, rows, tokens, Q, pages_stride,
+    PAGE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program: a row; or some of the tokens behind the last row, which pass for its root, in no place."""
     program = tl.program_id(0)
@@ -66,11 +66,12 @@ def _at(values, node, here):
     return tl.sum(tl.where(node == here, values, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Q", "S"], do_not_specialize_on_alignment=["source_ptr", "target_ptr"])
 def _finish_kernel(
     ints_ptr, count_ptr, parent_ptr, token_ptr, start_ptr, slot_ptr, drawn_ptr, logprob_ptr, policy_logprob_ptr,
-    packed_ptr, source_ptr, target_ptr, at_ptr, steps_ptr, Q: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    packed_ptr, source_ptr, target_ptr, at_ptr, steps_ptr, Q, S, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Program: a row. There are S steps, as many as MOST at most."""
     row = tl.program_id(0)
     node = tl.arange(0, BLOCK)
     first = tl.load(start_ptr + row)
@@ -85,19 +86,20 @@ def _finish_kernel(
     walking = here == 0
     steps = here + 1
     out = packed_ptr + row * (3 * S + 1)
-    for step in tl.static_range(S):
+    for step in tl.static_range(MOST):
+        counts = step < S
         if step > 0:
-            follows = (parent == here) & (token == _at(drawn, node, here)) & inside
+            follows = (parent == here) & (token == _at(drawn, node, here)) & inside & counts
             child = tl.min(tl.where(follows, node, BLOCK), axis=0)
             walking = walking & (child < BLOCK)
             here = tl.where(walking, child, here)
             steps += walking.to(tl.int32)
             source = tl.where(walking & (here != step), _at(slot, node, here), -1)
-            tl.store(source_ptr + row * (S - 1) + step - 1, source)
-        tl.store(at_ptr + row * S + step, (first + here).to(tl.int64))
-        tl.store(out + step, _at(drawn, node, here).to(tl.int32))
-        tl.store(out + S + step, _at(logprob, node, here).to(tl.int32, bitcast=True))
-        tl.store(out + 2 * S + step, _at(policy_logprob, node, here).to(tl.int32, bitcast=True))
+            tl.store(source_ptr + row * (S - 1) + step - 1, source, mask=counts)
+        tl.store(at_ptr + row * S + step, (first + here).to(tl.int64), mask=counts)
+        tl.store(out + step, _at(drawn, node, here).to(tl.int32), mask=counts)
+        tl.store(out + S + step, _at(logprob, node, here).to(tl.int32, bitcast=True), mask=counts)
+        tl.store(out + 2 * S + step, _at(policy_logprob, node, here).to(tl.int32, bitcast=True), mask=counts)
     tl.store(target_ptr + row * (S - 1) + node - 1, slot, mask=(node > 0) & (node < S))
     tl.store(out + 3 * S, steps)
     tl.store(steps_ptr + row, steps.to(tl.int64))
@@ -133,8 +135,8 @@ def prepare(
     block = triton.next_power_of_2(nodes)
     _prepare_kernel[(rows + triton.cdiv(tokens - rows, block),)](
         ints_R5, floats_R2, pages_RP, count, token_RQ, depth_RQ, mask_RQW, start_R1,
-        int64s, slot_T, context_R, float32s, mask_TW, rows, tokens, pages_RP.stride(0),
-        PAGE=page_size, Q=nodes, W=words, BLOCK=block, num_warps=1,
+        int64s, slot_T, context_R, float32s, mask_TW, rows, tokens, nodes, pages_RP.stride(0),
+        PAGE=page_size, W=words, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return int64s, slot_T, context_R, float32s, mask_TW
 
@@ -156,6 +158,6 @@ def finish(
     steps_R = torch.empty(rows, dtype=torch.int64, device=device)
     _finish_kernel[(rows,)](
         ints_R5, count, *tree, start_R1, *drawn, packed, source, target, at_RS, steps_R,
-        Q=nodes, S=steps, BLOCK=triton.next_power_of_2(nodes), num_warps=1,
+        nodes, steps, MOST=triton.next_power_of_2(steps), BLOCK=triton.next_power_of_2(nodes), num_warps=1,
     )  # fmt: skip
     return packed, source, target, at_RS, steps_R
