@@ -23,8 +23,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from statistics import mean, median, pstdev
+from statistics import mean, median, pstdev, stdev
 from typing import Any
 from unittest.mock import patch
 
@@ -55,6 +56,10 @@ from tlt.types import Completion, Key, Prompt
 _SMALL = 8  # requests up to which a batch is small
 _CAPTURED = 0.005  # a warm rollout that still spent this share of its time on new graphs is not the last …
 _MOST_RUNS = 8  # … unless there were so many already
+_CASE_S, _MOST_TURNS = (
+    4.0,
+    12,
+)  # of plain decoding in a case in which speculation might lose: short ones take many turns
 _WARM_TOKENS = 64  # of an answer, in the rollout that only warms plain decoding up
 _GROUPS, _GROUP_SIZE = 32, 8
 
@@ -240,7 +245,8 @@ def write_all(stage: Recording, setting: Setting, results: Results) -> list[Writ
 
 
 def _run(name: str, done: Written) -> dict[str, Any]:
-    return {"variant": name, "makespan_s": done.seconds, "capture_s": done.capture_s}
+    captured = {"capture_s": done.capture_s, "captures": done.captures, "stalls": done.stalls}
+    return {"variant": name, "makespan_s": done.seconds, **captured}
 
 
 def warm_up(stage: Recording, variant: Variant) -> Written:
@@ -438,6 +444,12 @@ def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
 # ---- never slower
 
 
+def _ratio_error(plain: Sequence[float], other: Sequence[float]) -> float | None:
+    """Standard error of the mean ratio over the turns."""
+    ratios = [a / b for a, b in zip(plain, other, strict=True)]
+    return stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
+
+
 def never(options: argparse.Namespace, config: RunConfig) -> None:
     """Every case in one engine, but for the useless drafter, which needs another."""
     results = Results(options)
@@ -461,7 +473,7 @@ def never(options: argparse.Namespace, config: RunConfig) -> None:
         for name in cases:
             found[name] = _case(stage, setting, CASES[name])
             results.add("never_slower", found, show=False)
-            shown = {key: value for key, value in found[name].items() if key not in ("seconds", "first_s")}
+            shown = {key: value for key, value in found[name].items() if key not in ("seconds", "first_s", "errors")}
             tell([{"case": name, **shown}])
         del stage
         release()
@@ -486,8 +498,7 @@ def _with_a_useless_drafter(config: RunConfig) -> RunConfig:
 
 
 def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
-    """Plain decoding and the tuners take turns; everybody's first rollout only warms up, and the warm tuner's first
-    ones, until it asks for no new graphs."""
+    """Everybody's first rollout only warms up, and the warm tuner's first ones, until it asks for no new graphs."""
     sampling = setting.config.sampling
     stage.ask(
         setting.encoded[: case.times * setting.options.groups],
@@ -499,13 +510,9 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         done = stage.write(Variant(WARM))
         if done.capture_s <= _CAPTURED * done.seconds:
             break
-    seconds: dict[str, list[float]] = {PLAIN: [], TUNER: [], WARM: []}
-    reports = {}
-    for _ in range(setting.options.repeats):
-        for name, spans in seconds.items():
-            done = stage.write(Variant(name))
-            spans.append(done.seconds)
-            reports[name] = done
+    runs = _in_turns(stage, setting.options.repeats, 0.0 if setting.options.quick else _CASE_S)
+    seconds = {name: [done.seconds for done in written] for name, written in runs.items()}
+    reports = {name: written[-1] for name, written in runs.items()}
     tuner = reports[TUNER].speculation
     assert tuner is not None
     return {
@@ -517,12 +524,24 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "tuner_fastest": min(seconds[PLAIN]) / min(seconds[TUNER]),
         "warm_tuner": median(seconds[PLAIN]) / median(seconds[WARM]),
         "warm_tuner_fastest": min(seconds[PLAIN]) / min(seconds[WARM]),
+        "errors": {name: _ratio_error(seconds[PLAIN], seconds[name]) for name in (TUNER, WARM)},
         "accept_length": tuner.accept_length,
         "off_share": tuner.off_share,
         "explored_ms": 1e3 * tuner.tuner.explored_s if tuner.tuner else None,
         "once_ms": 1e3 * tuner.once_s,
         "identical_share": divergence(reports[PLAIN], reports[TUNER])["identical_share"],
     }
+
+
+def _in_turns(stage: Recording, repeats: int, least_s: float) -> dict[str, list[Written]]:
+    """Plain decoding and the tuners take turns, another one first each time: a GPU that grows warm slows down."""
+    names = (PLAIN, TUNER, WARM)
+    turns = max(repeats, min(_MOST_TURNS, math.ceil(least_s / stage.write(Variant(PLAIN)).seconds)))
+    runs: dict[str, list[Written]] = {name: [] for name in names}
+    for turn, place in product(range(turns), range(len(names))):
+        name = names[(turn + place) % len(names)]
+        runs[name].append(stage.write(Variant(name)))
+    return runs
 
 
 # ---- fidelity: plain decoding against itself

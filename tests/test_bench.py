@@ -269,6 +269,8 @@ def test_the_host_is_watched_and_left_as_it_was() -> None:
 class FakePool:
     """What a graph pool is asked by a tick, without graphs: a captured function is kept and called again."""
 
+    capture_s = 0.0
+
     def __init__(self) -> None:
         self.functions: dict[Any, Any] = {}
 

@@ -14,6 +14,7 @@ from tests.test_engine import requests
 from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
 from tests.test_speculation import tokens_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
+from tlt.engine import graphs
 from tlt.engine.build import build_engine, chooser_of, make_ready, open_drafter
 from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphPool, Key
@@ -213,6 +214,17 @@ def test_the_first_runs_are_counted_and_take_part_in_what_captures_cost() -> Non
     report = pool.report()
     assert (report.first, report.eager, report.graphs) == (1, 0, 0)
     assert report.capture_s > 0.0
+    assert report.stalls == ()
+
+
+def test_what_compiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.05, 1.0, 1.7, 2.0, 2.08])
+    monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(clock))
+    pool: GraphPool[None] = GraphPool(torch.device("cpu"))
+    for role in ("quick", "compiles", "quick"):
+        pool.run_first((role, 4), lambda: None)
+    assert pool.report().stalls == ((("compiles", 4), pytest.approx(0.7)),)
+    assert pool.capture_s == pytest.approx(0.83)
 
 
 def test_an_engine_is_built_made_ready_and_writes_what_plain_decoding_writes(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median, pstdev
-from typing import Any
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
@@ -292,6 +292,22 @@ def test_cases_in_which_speculation_might_lose(work: Path) -> None:
     for case in found.values():
         assert case["identical_share"] == 1.0
         assert case["tuner"] > 0
+        assert {len(spans) for spans in case["seconds"].values()} == {1}
+        assert case["errors"]["tuner"] is None, "one turn has no error to tell"
+
+
+def test_everybody_is_first_in_turn() -> None:
+    class Stage:
+        order: ClassVar[list[str]] = []
+
+        def write(self, variant: Variant) -> Written:
+            self.order.append(variant.name)
+            return written([1], 1.0)
+
+    runs = speculation._in_turns(Stage(), repeats=1, least_s=2.5)
+    names = list(runs)
+    assert Stage.order[1:] == [*names, *names[1:], names[0], names[2], *names[:2]]
+    assert {len(done) for done in runs.values()} == {3}
 
 
 def test_plain_decoding_against_itself(work: Path) -> None:

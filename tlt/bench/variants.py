@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from tlt.bench.options import RolloutScale
 from tlt.config import RunConfig, SpecSettings
 from tlt.engine.build import build_engine, chooser_of, make_ready, shapes_of
 from tlt.engine.engine import Engine
-from tlt.engine.graphs import buckets
+from tlt.engine.graphs import PoolReport, buckets
 from tlt.engine.request import Request
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
@@ -62,6 +63,8 @@ class Written:
     capture_s: float  # of these, spent capturing graphs
     speculation: SpeculationReport | None
     prefills: int | None = None  # passes over prompts; None where nobody counts them
+    captures: int = 0  # graphs captured
+    stalls: tuple[tuple[str, float], ...] = ()  # those that took far longer than most, and their seconds
 
     @property
     def tokens(self) -> int:
@@ -132,6 +135,18 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+def _captured(before: PoolReport | None, after: PoolReport | None) -> dict[str, Any]:
+    """What a rollout asked of the pool of graphs, if there is one."""
+    if before is None or after is None:
+        return {"capture_s": 0.0}
+    return {
+        "capture_s": after.capture_s - before.capture_s,
+        "captures": after.graphs - before.graphs,
+        "stalls": tuple((str(key), seconds) for key, seconds in after.stalls[len(before.stalls) :]),
+        "prefills": after.eager - before.eager,
+    }
+
+
 class Stage:
     """The two engines, and the requests they are asked."""
 
@@ -178,18 +193,16 @@ class Stage:
             completions = engine.drain()
             seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         after = engine.report()
-        graphs = (before.graphs, after.graphs) if before.graphs and after.graphs else None
         return Written(
             variant=variant,
             completions=tuple(sorted(completions, key=lambda completion: completion.key.request)),
             seconds=seconds,
             cpu_s=cpu_s,
             ticks=after.ticks - before.ticks,
-            capture_s=graphs[1].capture_s - graphs[0].capture_s if graphs else 0.0,
             speculation=after.speculation.since(before.speculation)
             if after.speculation and before.speculation
             else None,
-            prefills=graphs[1].eager - graphs[0].eager if graphs else None,
+            **_captured(before.graphs, after.graphs),
         )
 
     def chooser(self, variant: Variant) -> TunerPolicy:

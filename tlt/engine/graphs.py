@@ -23,6 +23,7 @@ Key = tuple[Hashable, int]  # role, padded size
 _TIMED_RUNS = 3
 _CAPTURE_S = 0.03  # before there was one
 _ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
+_STALL_S = 0.1  # what takes longer has compiled kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class PoolReport:
     eager: int  # runs of what gets no graph
     first: int = 0  # runs of what may get one later
     usual_capture_s: float = 0.0  # of one graph, in the middle of all
+    stalls: tuple[tuple[Key, float], ...] = ()  # what took far longer, for it compiled kernels, and its seconds
 
 
 class GraphPool(Generic[T]):
@@ -46,8 +48,9 @@ class GraphPool(Generic[T]):
         self._pool: Any = None  # of the first graph; the others join it
         self._seconds: dict[Key, float] = {}
         self._memory = self._replays = self._eager = self._first = 0
-        self._capture_s = 0.0
+        self.capture_s = 0.0
         self._captures_s: list[float] = []
+        self._stalls: list[tuple[Key, float]] = []
 
     def has(self, key: Key) -> bool:
         return key in self._graphs
@@ -70,8 +73,13 @@ class GraphPool(Generic[T]):
         result = function()
         self._settled.add(key)
         self._first += 1
-        self._capture_s += time.perf_counter() - started
+        self._spent(key, time.perf_counter() - started)
         return result
+
+    def _spent(self, key: Key, seconds: float) -> None:
+        self.capture_s += seconds
+        if seconds > _STALL_S:
+            self._stalls.append((key, seconds))
 
     def capture(self, key: Key, function: Callable[[], T]) -> None:
         """Records the function, which must have no effect while captured; one that never ran is run once before, to
@@ -94,7 +102,7 @@ class GraphPool(Generic[T]):
         self._graphs[key] = (graph, result)
         self._thrift.captured(*key)
         self._captures_s.append(time.perf_counter() - started)
-        self._capture_s += self._captures_s[-1]
+        self._spent(key, self._captures_s[-1])
 
     def _recorded(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """`torch.cuda.graph` would collect garbage and hand all cached memory back first, each time: a tenth of a
@@ -118,7 +126,7 @@ class GraphPool(Generic[T]):
         if key not in self._seconds:
             started = time.perf_counter()
             self._seconds[key] = self._timed(self._graphs[key][0])
-            self._capture_s += time.perf_counter() - started
+            self.capture_s += time.perf_counter() - started
         return self._seconds[key]
 
     def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
@@ -145,7 +153,7 @@ class GraphPool(Generic[T]):
 
     def report(self) -> PoolReport:
         counts = (self._replays, self._eager, self._first, self._usual_capture_s)
-        return PoolReport(len(self._graphs), self._memory, self._capture_s, *counts)
+        return PoolReport(len(self._graphs), self._memory, self.capture_s, *counts, tuple(self._stalls))
 
 
 def buckets(largest: int) -> tuple[int, ...]:

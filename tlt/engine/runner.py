@@ -189,7 +189,7 @@ class Runner:
     @property
     def capture_s(self) -> float:
         """Spent capturing graphs so far."""
-        return self._pool.report().capture_s if self._pool else 0.0
+        return self._pool.capture_s if self._pool else 0.0
 
     def measured_sizes(self) -> list[int]:
         """Batches from which the costs of all others can be told: few where a run is dear."""
