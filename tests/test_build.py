@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.test_speculation import tokens_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
@@ -138,3 +139,13 @@ def test_what_a_drafters_record_promises_is_made_ready(tmp_path: Path, monkeypat
     asked.clear()
     build_engine(policy, replace(config, sampling=replace(config.sampling, top_k=5)))
     assert all(filtered for _, _, filtered in asked)
+
+
+def test_numbers_next_to_nothing_count_as_zero_on_a_cpu() -> None:
+    """A CPU computes with them a hundred times slower, and softmax and its gradients are full of them."""
+    tiny = torch.full((64,), 1e-37)
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU has no such switch")
+    assert (tiny * 1e-3 != 0).all()
+    open_policy(replace(RunConfig().model, device="cpu"))
+    assert (tiny * 1e-3 == 0).all()

@@ -25,6 +25,10 @@ def open_policy(settings: ModelSettings) -> Policy:
     """The policy at `settings.path`; "tiny" names the one shipped with tlt."""
     source = source_of(settings)
     device = device_of(settings.device)
+    if device.type == "cpu":
+        # Numbers below 1e-38 count as zero, here and in threads that start from here: softmax and its gradients are
+        # full of them, and a CPU computes with each a hundred times slower.
+        torch.set_flush_denormal(True)
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
     return Policy(model, Tokenizer.load(source), source)
 
