@@ -5,7 +5,7 @@ Whatever a policy wrote names the policy version it came from. The words are tho
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tlt.errors import RequestError
 
@@ -30,8 +30,7 @@ class Prompt:
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns handed through to the user's reward
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """Names one completion for the sampler: with the position it determines the noise, hence the token."""
 
     seed: int  # of the run, any 64-bit integer

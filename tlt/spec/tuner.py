@@ -112,7 +112,7 @@ class Tuner:
         self._firsts = FirstRuns()  # … and what that cost beside the ticks
         self._arrivals = Arrivals()
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
-        self._ticks = 0
+        self._ticks = self._longest = 0  # ticks; tokens of any answer
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
     def choose(self, batch: int, behind: int = 0) -> Shape:
@@ -160,8 +160,9 @@ class Tuner:
             self._costs.know(cost)
 
     def expect(self, ticks: int) -> None:
-        most = min(self._settings.loan, self._settings.exploration * ticks)
-        self._ledger.loan_ticks = max(self._ledger.loan_ticks, most)
+        if ticks > self._longest:  # mostly they are as long as those before
+            self._longest = ticks
+            self._ledger.loan_ticks = min(self._settings.loan, self._settings.exploration * ticks)
 
     def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         self._acceptance.recall(drafter, ranks, self._settings.recall_worth)
