@@ -537,6 +537,7 @@ def _in_turns(stage: Recording, repeats: int, least_s: float) -> dict[str, list[
     """Plain decoding and the tuners take turns, another one first each time: a GPU that grows warm slows down."""
     names = (PLAIN, TUNER, WARM)
     turns = max(repeats, min(_MOST_TURNS, math.ceil(least_s / stage.write(Variant(PLAIN)).seconds)))
+    turns += -turns % len(names) if least_s else 0  # everybody as often
     runs: dict[str, list[Written]] = {name: [] for name in names}
     for turn, place in product(range(turns), range(len(names))):
         name = names[(turn + place) % len(names)]

@@ -605,8 +605,29 @@ def test_what_was_lent_is_paid_back_before_more_is_tried() -> None:
 def test_requests_share_the_trees_of_one_drafter_that_hold_all_that_grows() -> None:
     found = candidates([("a",), ("a", "b")], (1, 3), (1, 2, 4), (2, 4, 8), shares=(1.5, 2.0, 6.0))
     shared = {str(shape) for shape in found if shape.share}
-    assert shared == {"a 1x1/2~1.5", "a 1x2/3~1.5", "a 1x2/3~2", "a 3x1/4~1.5", "a 3x1/4~2", "a 3x2/7~2"}
+    assert shared == {"a 1x1/2~1.5", "a 1x2/4~1.5", "a 1x2/4~2", "a 3x1/4~1.5", "a 3x1/4~2", "a 3x2/8~2"}
     assert not [shape for shape in candidates([("a",)], (7,), (2,), (2, 8), (2.0,)) if shape.share], "15 nodes in 8"
+
+
+def test_room_that_nothing_grows_into_promises_nothing() -> None:
+    shapes = [
+        Shape(("a",), 2, 2, verify, share) for verify, share in ((4, 0.0), (5, 0.0), (8, 0.0), (5, 2.5), (8, 2.5))
+    ]
+    acceptance = Acceptance(shapes, 1000)
+    acceptance.recall("a", [[0.5, 0.3, 0.1], [0.4, 0.3, 0.1]], 100.0)
+    acceptance.refresh()
+    four, five, eight, shared_five, shared_eight = (acceptance.length(shape) for shape in shapes)
+    assert four < five == eight, "two levels of two nodes"
+    assert shared_five == shared_eight
+
+
+def test_graphs_that_verify_one_shape_serve_its_kin() -> None:
+    chain, longer, fewer = (Shape((LEARNED,), depth, 1, 4, share) for depth, share in ((2, 2.0), (3, 2.0), (3, 1.5)))
+    policy = Tuner([chain, longer, fewer], costs())
+    assert not policy._ready(longer, 8)
+    policy.observe(Outcome(chain, 8, [], 0.01, 0.05, [0.0]))
+    assert [policy._ready(longer, size) for size in (8, 4, 2, 16)] == [True, True, False, False]
+    assert not policy._ready(fewer, 8), "another number of tokens"
 
 
 def test_what_requests_share_is_what_a_tick_costs_and_may_give() -> None:

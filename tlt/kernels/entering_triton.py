@@ -9,7 +9,7 @@ from tlt.kernels.entering import UNUSED, Memory, Newcomers
 _POSITIONS, _COLUMNS = 4, 1024  # of one program
 
 
-@triton.jit(do_not_specialize=["newcomers"])
+@triton.jit(do_not_specialize=["newcomers"], do_not_specialize_on_alignment=["token_ptr"])  # behind the columns
 def _enter_kernel(
     states_ptr, tokens_ptr, held_ptr, taken_ptr, ready_ptr, slots_ptr, columns_ptr, token_ptr,
     newcomers, W, width, stride_row, stride_place, stride_tokens, stride_slots, slots,

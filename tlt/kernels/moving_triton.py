@@ -16,7 +16,7 @@ _BLOCK = 8192  # words per program
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-@triton.jit(do_not_specialize=["words"])
+@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["source_ptr", "target_ptr"])
 def _move_kernel(x_ptr, source_ptr, target_ptr, words, BLOCK: tl.constexpr):
     """Program: a block of one row."""
     row = tl.program_id(0)

@@ -304,7 +304,8 @@ class Acceptance:
 
     def _tree(self, key: Drafters, shape: Shape, nodes_a_rank: int) -> float:
         lengths = self._cut(key, shape)
-        whole = lengths[min((shape.verify - 1) // nodes_a_rank, len(lengths) - 1)]
+        grown = shape.width * shape.depth  # a level keeps `width` nodes
+        whole = lengths[min((shape.verify - 1) // nodes_a_rank, grown, len(lengths) - 1)]
         if not shape.share:
             return whole
         nodes = (shape.share - 1.0) / nodes_a_rank

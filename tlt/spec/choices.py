@@ -20,7 +20,8 @@ def candidates(
     """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
 
     Where the requests of one drafter share what is verified, a tree can hold all that is grown, and on average holds
-    clearly less, but no small part; and the third guess of a token is none of the likeliest.
+    clearly less, but no small part; and the third guess of a token is none of the likeliest. Such trees have room for a
+    power of two, which costs nothing: what verifies them then serves all that share as much.
     """
     found, most = {OFF}, max(verifies := tuple(verifies), default=1)
     sets = {tuple(sorted(names)) for names in drafters}
@@ -29,7 +30,8 @@ def candidates(
         if names and width >= 1:
             fitting = [verify for verify in verifies if depth < verify <= _FILLED * room]
             found.update(Shape(names, depth, width, verify) for verify in fitting)
-        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and room <= most:
+        padded = 1 << (room - 1).bit_length()
+        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and padded <= most:
             sensible = [share for share in shares if _LEAST_SHARE * room <= share <= _MOST_SHARE * room]
-            found.update(Shape(names, depth, width, room, float(share)) for share in sensible)
+            found.update(Shape(names, depth, width, padded, float(share)) for share in sensible)
     return tuple(sorted(found))

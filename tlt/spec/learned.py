@@ -335,6 +335,7 @@ class LearnedDrafting:
     @torch.no_grad()
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """Captured now: what a tuner wants to know beforehand."""
+        self._enter([Entered(row=0, position=0, token=0, prefix=())])  # nobody, into an empty row: that compiles it
         stage, grove = self._staged(), self._grove(1)
         measured = []
         for size in sizes:

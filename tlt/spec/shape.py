@@ -15,7 +15,7 @@ class Shape:
     drafters: tuple[str, ...] = ()  # who contributes branches, sorted; none = plain decoding
     depth: int = 0  # tokens a branch may run ahead
     width: int = 0  # candidates considered after each node
-    verify: int = 1  # nodes the policy checks per request, the root included: at most, where requests share
+    verify: int = 1  # nodes the policy checks per request, the root included; where requests share, room for so many
     share: float = 0.0  # nodes per request on average: the likeliest of all requests' trees; 0: `verify` of each
 
     @property
@@ -27,12 +27,17 @@ class Shape:
         return ceil(requests * self.share) if self.share else requests * self.verify
 
     @property
+    def verification(self) -> tuple[int, float]:
+        """What the policy does for it: shapes that agree in this are verified by the same graphs."""
+        return self.verify, self.share
+
+    @property
     def most_tokens(self) -> float:
         """That a request is given in a tick, on average over all of them, if everything is accepted."""
         return min(self.depth + 1.0, self.share) if self.share else self.depth + 1.0
 
     def __str__(self) -> str:
-        """`suffix 4x2/9`: who, depth × width, nodes verified; `eagle 3x1/4~1.5`: on average 1.5 of at most 4."""
+        """`suffix 4x2/9`: who, depth × width, nodes verified; `eagle 3x1/4~1.5`: on average 1.5, and room for 4."""
         if self.off:
             return "off"
         shared = f"~{self.share:g}" if self.share else ""
