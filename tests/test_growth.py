@@ -125,6 +125,7 @@ def test_cleared_trees_are_empty_ones() -> None:
     assert torch.equal(trees.parent_RQ, expected.parent_RQ)
     assert torch.equal(trees.depth_RQ, expected.depth_RQ)
     assert torch.equal(trees.mask_RQW, expected.mask_RQW)
+    assert trees.size_R[1:].tolist() == [0, 0] != trees.size_R[:1].tolist()
     assert own_bits(40, torch.device("cpu"))[31, 0] == -(1 << 31)
 
 

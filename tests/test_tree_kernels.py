@@ -59,6 +59,25 @@ def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, 
         assert torch.equal(expected, got)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 6])
+def test_a_walk_ends_where_there_is_no_room_for_more(steps: int) -> None:
+    """All of a chain comes true; kernels are compiled for powers of two, and a walk is no longer than was asked for."""
+    trees = Trees.empty(1, 8, DEVICE)
+    trees.fill([Draft((4,) * 7, (-1, 0, 1, 2, 3, 4, 5), (1.0,) * 7)])
+    ints, count = (
+        torch.zeros((1, 5), dtype=torch.int64, device=DEVICE),
+        torch.ones((), dtype=torch.int32, device=DEVICE),
+    )
+    start = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
+    slot, drawn = torch.arange(8, dtype=torch.int32, device=DEVICE), torch.full((8,), 4, device=DEVICE)
+    parts = (slot, drawn, torch.zeros(8, device=DEVICE), torch.zeros(8, device=DEVICE))
+    for module in (reference, trees_triton):
+        position = ints.clone()
+        walked = module.finish(position, count, (trees.parent_RQ, trees.token_RQ), start, parts, steps)
+        assert walked[4].tolist() == [steps]
+        assert position[0, :2].tolist() == [4, steps]
+
+
 class Compiled:
     """Stands in for a kernel, and notes which versions of it would have to be compiled."""
 

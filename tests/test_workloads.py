@@ -308,6 +308,8 @@ def test_everybody_is_first_in_turn() -> None:
     names = list(runs)
     assert Stage.order[1:] == [*names, *names[1:], names[0], names[2], *names[:2]]
     assert {len(done) for done in runs.values()} == {3}
+    assert len(speculation._in_turns(Stage(), repeats=4, least_s=2.5)[PLAIN]) == 6, "everybody as often"
+    assert len(speculation._in_turns(Stage(), repeats=1, least_s=0.0)[PLAIN]) == 1
 
 
 def test_plain_decoding_against_itself(work: Path) -> None:
