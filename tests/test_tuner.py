@@ -609,25 +609,13 @@ def test_requests_share_the_trees_of_one_drafter_that_hold_all_that_grows() -> N
     assert not [shape for shape in candidates([("a",)], (7,), (2,), (2, 8), (2.0,)) if shape.share], "15 nodes in 8"
 
 
-def test_room_that_nothing_grows_into_promises_nothing() -> None:
-    shapes = [
-        Shape(("a",), 2, 2, verify, share) for verify, share in ((4, 0.0), (5, 0.0), (8, 0.0), (5, 2.5), (8, 2.5))
-    ]
+def test_where_requests_share_room_that_nothing_grows_into_promises_nothing() -> None:
+    shapes = [Shape(("a",), 2, 2, verify, 4.5) for verify in (4, 5, 8)]
     acceptance = Acceptance(shapes, 1000)
     acceptance.recall("a", [[0.5, 0.3, 0.1], [0.4, 0.3, 0.1]], 100.0)
     acceptance.refresh()
-    four, five, eight, shared_five, shared_eight = (acceptance.length(shape) for shape in shapes)
+    four, five, eight = (acceptance.length(shape) for shape in shapes)
     assert four < five == eight, "two levels of two nodes"
-    assert shared_five == shared_eight
-
-
-def test_graphs_that_verify_one_shape_serve_its_kin() -> None:
-    chain, longer, fewer = (Shape((LEARNED,), depth, 1, 4, share) for depth, share in ((2, 2.0), (3, 2.0), (3, 1.5)))
-    policy = Tuner([chain, longer, fewer], costs())
-    assert not policy._ready(longer, 8)
-    policy.observe(Outcome(chain, 8, [], 0.01, 0.05, [0.0]))
-    assert [policy._ready(longer, size) for size in (8, 4, 2, 16)] == [True, True, False, False]
-    assert not policy._ready(fewer, 8), "another number of tokens"
 
 
 def test_what_requests_share_is_what_a_tick_costs_and_may_give() -> None:

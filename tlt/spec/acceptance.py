@@ -304,10 +304,10 @@ class Acceptance:
 
     def _tree(self, key: Drafters, shape: Shape, nodes_a_rank: int) -> float:
         lengths = self._cut(key, shape)
-        grown = shape.width * shape.depth  # a level keeps `width` nodes
-        whole = lengths[min((shape.verify - 1) // nodes_a_rank, grown, len(lengths) - 1)]
+        held = (shape.verify - 1) // nodes_a_rank
         if not shape.share:
-            return whole
+            return lengths[min(held, len(lengths) - 1)]
+        whole = lengths[min(held, shape.width * shape.depth, len(lengths) - 1)]  # there is room for more than is grown
         nodes = (shape.share - 1.0) / nodes_a_rank
         below = min(int(nodes), len(lengths) - 1)
         above = min(below + 1, len(lengths) - 1)

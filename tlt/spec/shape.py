@@ -27,11 +27,6 @@ class Shape:
         return ceil(requests * self.share) if self.share else requests * self.verify
 
     @property
-    def verification(self) -> tuple[int, float]:
-        """What the policy does for it: shapes that agree in this are verified by the same graphs."""
-        return self.verify, self.share
-
-    @property
     def most_tokens(self) -> float:
         """That a request is given in a tick, on average over all of them, if everything is accepted."""
         return min(self.depth + 1.0, self.share) if self.share else self.depth + 1.0

@@ -108,7 +108,7 @@ class Tuner:
         self._stands: dict[int, Stand] = {}
         self._ledger = Ledger(self._settings.exploration)
         self._tally = Tally()
-        self._ran: dict[tuple[int, float], set[int]] = {}  # verifications, and the batch sizes they ever ran at …
+        self._ran: dict[Shape, set[int]] = {}  # shapes, and the batch sizes they ever ran at …
         self._firsts = FirstRuns()  # … and what that cost beside the ticks
         self._arrivals = Arrivals()
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
@@ -147,7 +147,7 @@ class Tuner:
         if outcome.shape.off:
             return ()
         self._firsts.see(not self._ready(outcome.shape, size), outcome.once_s - outcome.caught_up_s)
-        self._ran.setdefault(outcome.shape.verification, set()).add(size)
+        self._ran.setdefault(outcome.shape, set()).add(size)
         if not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
@@ -176,7 +176,7 @@ class Tuner:
             known = self._known_rates(self._foreseen(size)[1])
             best = max(known, key=known.__getitem__)
             if not best.off:
-                self._ran.setdefault(best.verification, set()).add(self._costs.pad(size))
+                self._ran.setdefault(best, set()).add(self._costs.pad(size))
                 found.append((best, size))
         return found
 
@@ -273,8 +273,8 @@ class Tuner:
         return used
 
     def _ready(self, shape: Shape, size: int) -> bool:
-        """Whether graphs of the policy serve it, the dear ones: at first those of up to twice as many requests do."""
-        return shape.off or any(size <= ran <= 2 * size for ran in self._ran.get(shape.verification, ()))
+        """Whether graphs serve it: what ran for up to twice as many requests is served by theirs at first."""
+        return shape.off or any(size <= ran <= 2 * size for ran in self._ran.get(shape, ()))
 
     def _first_s(self, shape: Shape, size: int) -> float:
         return 0.0 if self._ready(shape, size) else self._firsts.whole_s
