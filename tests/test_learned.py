@@ -262,9 +262,9 @@ def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.Monke
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal left
         grown = grow(learned, keys, shape)
-        behind = learned._taken_R[: len(keys)] < learned._rows.position_R[: len(keys)]
-        assert not (learned._ready_R[: len(keys)] & behind).any()
-        assert [not grown.draft(key).tokens for key in keys] == (~learned._ready_R[: len(keys)]).tolist()
+        behind = learned._memory.taken_R[: len(keys)] < learned._rows.position_R[: len(keys)]
+        assert not (learned._memory.ready_R[: len(keys)] & behind).any()
+        assert [not grown.draft(key).tokens for key in keys] == (~learned._memory.ready_R[: len(keys)]).tolist()
         left += int(behind.sum())
         return grown
 
@@ -287,7 +287,7 @@ def test_idle_rows_take_nothing_of_what_the_others_share(monkeypatch: pytest.Mon
         sizes = learned._staged().trees(shape.verify).size_R[:16].tolist()
         assert sum(sizes[: len(keys)]) <= shape.tokens(16) - 16
         assert not any(sizes[len(keys) :])
-        idle += int(learned._ready_R[len(keys) : 16].sum())
+        idle += int(learned._memory.ready_R[len(keys) : 16].sum())
         return grown
 
     monkeypatch.setattr(LearnedDrafting, "_grow", look)
@@ -552,8 +552,8 @@ def test_every_state_of_a_prompt_stands_beside_the_token_drawn_from_it() -> None
     for row, request in enumerate(batch):
         prompt = request.prompt
         for position in range(max(0, len(prompt) - window), len(prompt) - 1):  # the first token has taken a place
-            assert learned._tokens_RW[row, position % window] == prompt[position + 1]
-            kept = learned._states_RWF[row, position % window]
+            assert learned._memory.tokens_RW[row, position % window] == prompt[position + 1]
+            kept = learned._memory.states_RWF[row, position % window]
             torch.testing.assert_close(kept, states[prompt][position], rtol=1e-9, atol=1e-9)
 
 

@@ -14,14 +14,27 @@ UNUSED = -1  # a slot that holds no position
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of every row. Position p lies in slot p modulo the window."""
+    """What is known of every row. Position p lies in slot p modulo the window. Graphs hold these pointers."""
 
     states_RWF: Tensor
     tokens_RW: Tensor  # int64, drawn from each state
     held_R: Tensor  # int64, first position whose state was kept
     taken_R: Tensor  # int64, those before are in the drafter's ring
-    ready_R: Tensor  # bool, whether it can guess
+    ready_R: Tensor  # bool, whether the newest position is in the ring: then it can guess
     position_RW: Tensor  # int64, in each slot of the drafter's ring, which may have more of them
+
+    @classmethod
+    def empty(cls, position_RW: Tensor, width: int, dtype: torch.dtype) -> "Memory":
+        """Beside a drafter's ring, which has a slot more than its window."""
+        (rows, slots), device = position_RW.shape, position_RW.device
+        return cls(
+            torch.zeros((rows, slots - 1, width), dtype=dtype, device=device),
+            torch.zeros((rows, slots - 1), dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+            position_RW,
+        )
 
     @property
     def rows(self) -> list[Tensor]:

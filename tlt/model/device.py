@@ -4,6 +4,7 @@ What always holds: sending queues behind nothing but what was launched before it
 waits for what computed the numbers, not for what was launched after. Knows tensors; knows nothing of what they mean.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
     """Sends a host tensor to a device without waiting for what the device is still doing."""
     device = torch.device(device)
     return _pinned(x).to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def upload_columns(columns: "Sequence[np.ndarray[Any, Any]]", device: torch.device) -> list[Tensor]:
+    """Host numbers as int64 on a device, in one copy."""
+    together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))
+    return list(torch.split(upload(together, device), [len(column) for column in columns]))
 
 
 def _pinned(x: Tensor) -> Tensor:

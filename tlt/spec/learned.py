@@ -9,15 +9,17 @@ grown behind a verification whose tokens nobody has read yet.
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels import entering, moving
-from tlt.kernels import states as torch_states
+from tlt.kernels import entering, moving, states
 from tlt.kernels.states import Kept
+from tlt.model.device import upload_columns
 from tlt.model.transformer import Transformer
 from tlt.spec.backlog import TAKEN_IN, Backlog
 from tlt.spec.candidates import DrawKeys
@@ -26,7 +28,7 @@ from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.grown import GrownTrees
 from tlt.spec.growth import Grove, Soil
-from tlt.spec.prompt_states import PromptStates, Recalled, send
+from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.shape import Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
@@ -45,11 +47,6 @@ class LearnedDrafting:
         self._policy = policy
         self._deepest = deepest
         self._window = window = drafter.config.window
-        self._states_RWF = torch.zeros((rows, window, len(self.taps) * hidden), dtype=dtype, device=device)
-        self._tokens_RW = torch.zeros((rows, window), dtype=torch.int64, device=device)  # drawn from each state
-        self._held_R = torch.zeros(rows, dtype=torch.int64, device=device)  # first position whose state was kept
-        self._taken_R = torch.zeros(rows, dtype=torch.int64, device=device)  # those before are in the drafter's ring
-        self._ready_R = torch.zeros(rows, dtype=torch.bool, device=device)  # g is that of the newest position
         self._beta = torch.ones((), dtype=torch.float32, device=device)
         self._head_vD = drafter.head_rows(policy.head_weight)
         self._soil = Soil(
@@ -59,8 +56,7 @@ class LearnedDrafting:
             policy.embed.detach(),
             self._head_vD.detach(),
         )
-        rings = (self._states_RWF, self._tokens_RW, self._held_R, self._taken_R, self._ready_R)
-        self._memory = entering.Memory(*rings, self._soil.ring.position_RW)
+        self._memory = entering.Memory.empty(self._soil.ring.position_RW, len(self.taps) * hidden, dtype)
         self._groves: dict[int, Grove] = {}  # by width
         self._keys: Sequence[Key] = ()  # whom trees were grown for last, row by row …
         self._row_of: Mapping[Key, int] = {}  # … and in which row
@@ -72,7 +68,7 @@ class LearnedDrafting:
         self._ticks = 0
         self._planted: GrownTrees | None = None
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
-        self._prompts = PromptStates(window, self._states_RWF[0, :0])
+        self._prompts = PromptStates(window, self._memory.states_RWF[0, :0])
         self._sharpening = Sharpening()
 
     @property
@@ -129,8 +125,8 @@ class LearnedDrafting:
         for name, value in weights.items():
             own[name].copy_(value)
         self.version = version
-        self._taken_R.copy_(self._held_R)
-        self._ready_R.zero_()
+        self._memory.taken_R.copy_(self._memory.held_R)
+        self._memory.ready_R.zero_()
         self._backlog.fill()
         self._planted = None
         self._copy_head()
@@ -179,11 +175,13 @@ class LearnedDrafting:
         self._stage, self._view = stage, stage.view()
 
     def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
-        _kernels_for(self._row.device).keep_states(self._states_RWF, self._tokens_RW, taps, kept, pdl=True)
+        _fast(states, self._row.device).keep_states(
+            self._memory.states_RWF, self._memory.tokens_RW, taps, kept, pdl=True
+        )
 
     @torch.no_grad()
     def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
-        self._prompts.add(prefix, start, gather_taps(taps).to(self._states_RWF.dtype))
+        self._prompts.add(prefix, start, gather_taps(taps).to(self._memory.states_RWF.dtype))
 
     @torch.no_grad()
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence[Entered]) -> None:
@@ -200,20 +198,21 @@ class LearnedDrafting:
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         origin = moving.origins(moves)
-        target_E, source_E = send([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
+        target_E, source_E = upload_columns([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
         ring = self._soil.ring
         rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._soil.g_RD]
         if self._planted is not None and self._planted.tick == self._ticks:
             rows += self._staged().trees(self._planted.shape.verify).parts
-        apart = origin.keys().isdisjoint(origin.values())
-        _mover(self._row.device, apart).move_rows(rows, source_E, target_E)
+        apart = origin.keys().isdisjoint(origin.values())  # none is read and written at once, as the fast one asks
+        mover = _fast(moving, self._row.device) if apart else moving
+        mover.move_rows(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
         rollout begins, and what is launched for each of them would hold the first ticks up."""
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
-        _usher(self._row.device).enter_rows(self._memory, new)
+        _fast(entering, self._row.device).enter_rows(self._memory, new)
         for positions in recalled.positions_E:
             self._backlog.came(1, positions)
         if self._planted is not None and self._planted.tick == self._ticks:
@@ -248,19 +247,19 @@ class LearnedDrafting:
         self._backlog.clear()
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
-            self._sharpening.root(grove.root_logits_Rv, draws, self._ready_R, self._ticks)
+            self._sharpening.root(grove.root_logits_Rv, draws, self._memory.ready_R, self._ticks)
         return self._fetch(packed_R3L[: len(keys)], keys, shape)
 
     def _pruning(self, rows: int, grove: Grove, shape: Shape) -> Part:
         trees = self._staged().trees(shape.verify)
 
         def prune(rows: int) -> None:
-            ready_R = self._ready_R[:rows]
+            ready_R = self._memory.ready_R[:rows]
             budget = shape.tokens(rows) - rows if shape.share else None
             if budget is not None:  # idle rows must take nothing of it
                 ready_R = ready_R & (self._row[:rows] < self._rows.count)
             grove.prune(rows, shape.depth, ready_R, trees, budget)
-            grove.pack(rows, shape.depth, self._ready_R)
+            grove.pack(rows, shape.depth, self._memory.ready_R)
 
         # where requests share, more rows would share more than there is room for when they are verified
         role = ("prune", grove.width, shape.depth, shape.verify, shape.share)
@@ -318,17 +317,17 @@ class LearnedDrafting:
         rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
         view, row_R = self._rows, self._row[:rows]
         position_R, live_R = view.position_R[:rows], row_R < view.count
-        first_R = torch.maximum(self._taken_R[:rows], position_R - self._window)
+        first_R = torch.maximum(self._memory.taken_R[:rows], position_R - self._window)
         count_R = (position_R - first_R).clamp(min=0, max=most) * live_R
         new, source_T = drafter_kernels(self._soil.g_RD).spread(first_R, count_R, tokens, self._window)
-        states_TF = self._states_RWF.flatten(0, 1).index_select(0, source_T)
-        next_T = self._tokens_RW.flatten().index_select(0, source_T)
+        states_TF = self._memory.states_RWF.flatten(0, 1).index_select(0, source_T)
+        next_T = self._memory.tokens_RW.flatten().index_select(0, source_T)
         soil, new_R = self._soil.first(rows), new.count_R > 0
         g_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
         soil.g_RD.copy_(torch.where(new_R[:, None], g_RD, soil.g_RD))
-        self._taken_R[:rows] = torch.where(new_R, first_R + new.count_R, self._taken_R[:rows])
-        left_behind_R = live_R & (self._taken_R[:rows] < position_R)
-        self._ready_R[:rows] = (self._ready_R[:rows] | new_R) & ~left_behind_R
+        self._memory.taken_R[:rows] = torch.where(new_R, first_R + new.count_R, self._memory.taken_R[:rows])
+        left_behind_R = live_R & (self._memory.taken_R[:rows] < position_R)
+        self._memory.ready_R[:rows] = (self._memory.ready_R[:rows] | new_R) & ~left_behind_R
 
     # ---- what it costs
 
@@ -368,33 +367,11 @@ class LearnedDrafting:
         roots = self._sharpening.roots
         if roots is not None and roots.tick < self._ticks and len(roots.logits_Nv) <= count:
             position_N = roots.draws.position_N - 1  # of the states their successors were drawn from
-            token_N = self._tokens_RW[self._row[: len(position_N)], position_N % self._window]
+            token_N = self._memory.tokens_RW[self._row[: len(position_N)], position_N % self._window]
             self._sharpening.look(token_N, self.drafter.token_of_draft_v)
         self._beta.fill_(self.beta)
 
 
-def _kernels_for(device: torch.device) -> Any:
-    """The module that keeps states; Triton is installed only where there is a GPU."""
-    if device.type != "cuda":
-        return torch_states
-    from tlt.kernels import states_triton
-
-    return states_triton
-
-
-def _mover(device: torch.device, apart: bool) -> Any:
-    """The module that moves rows; `apart`: none is read and written at once, as its fast one asks."""
-    if device.type != "cuda" or not apart:
-        return moving
-    from tlt.kernels import moving_triton
-
-    return moving_triton
-
-
-def _usher(device: torch.device) -> Any:
-    """The module that lets requests into rows."""
-    if device.type != "cuda":
-        return entering
-    from tlt.kernels import entering_triton
-
-    return entering_triton
+def _fast(reference: ModuleType, device: torch.device) -> Any:
+    """The module that does the same on a GPU; Triton is installed only where there is one."""
+    return import_module(f"{reference.__name__}_triton") if device.type == "cuda" else reference

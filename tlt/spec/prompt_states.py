@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels.entering import Newcomers
-from tlt.model.device import upload
+from tlt.model.device import upload_columns
 from tlt.spec.drafter import Entered
 
 _MOST_BYTES = 2**29
@@ -82,11 +82,5 @@ class Recalled:
 
     def sent(self, device: torch.device) -> Newcomers:
         """In one copy, without waiting for it."""
-        columns_7E, token_N = send([self.columns_7E.ravel(), self.token_N], device)
+        columns_7E, token_N = upload_columns([self.columns_7E.ravel(), self.token_N], device)
         return Newcomers(columns_7E.view(self.columns_7E.shape), token_N, self.states, max(self.positions_E))
-
-
-def send(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Host numbers on the device, in one copy and without waiting for it."""
-    together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))
-    return list(torch.split(upload(together, device), [len(column) for column in columns]))
