@@ -51,7 +51,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         # far ahead nobody can guess what comes: rather more steps of training than more tokens in a row
-        Workload("a", cap=1024, draft=replace(_DRAFT, answers=8192, steps=6000, vocab=16384, unroll=3)),
+        Workload("a", cap=1024, draft=replace(_DRAFT, answers=8192, steps=12000, vocab=16384, unroll=3)),
         Workload(
             "b",
             cap=1024,

@@ -32,8 +32,9 @@ from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
 from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.tasks.choose import task_of
-from tlt.train.drafter import DrafterTrainer, policy_states, stream_states
+from tlt.train.drafter import DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
+from tlt.train.kept_states import states_for
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
@@ -228,11 +229,13 @@ def _train(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[
     room = max(config.draft.tokens_per_batch, *(len(example.tokens) for example in examples))
     trainer = DrafterTrainer(drafter, policy.model.head_weight, policy.model.embed, config.draft)
     stream = batches(endless(examples, config.run.seed), config.draft.tokens_per_batch)
+    rows = (row for batch in islice(stream, config.draft.steps) for row in pack(batch, room))  # a batch fits a row
+    passes = config.draft.steps * config.draft.tokens_per_batch / sum(len(example.tokens) for example in examples)
+    states = states_for(policy.model, examples, drafter.config.taps, rows, passes=passes)
     tokens = 0
     with _progress("drafter", console) as progress:
         bar = progress.add_task("", total=config.draft.steps, note="")
-        rows = (row for batch in islice(stream, config.draft.steps) for row in pack(batch, room))  # a batch fits a row
-        for result in trainer.micro_steps(stream_states(policy.model, rows, drafter.config.taps)):
+        for result in trainer.micro_steps(states):
             tokens += result.tokens
             progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
     return tokens

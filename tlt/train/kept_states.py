@@ -1,0 +1,84 @@
+"""The policy's states of sequences that a drafter learns from again and again: computed once, and kept.
+
+A policy is many times the size of its drafter: computing its states anew in every pass over the answers takes as long
+as learning from them. What always holds: a batch read from here is the one that `stream_states` computes, up to the
+rounding of another order of sums. The policy must not change meanwhile. Knows nothing of drafters or of training.
+"""
+# T packed positions, K kept positions
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.model.device import upload
+from tlt.model.transformer import Transformer
+from tlt.spec.align import align
+from tlt.train.drafter import DrafterBatch, stream_states
+from tlt.train.packing import Example, PackedRow, pack
+
+_CPU_ROOM = 2**30  # bytes on a host, which has other things to do
+_GPU_SHARE = 0.5  # of what is free on a GPU
+
+
+def states_for(
+    model: Transformer,
+    examples: Sequence[Example],
+    taps: Sequence[int],
+    rows: Iterable[PackedRow],
+    *,
+    passes: float,
+    room: int | None = None,
+) -> Iterator[DrafterBatch]:
+    """A batch for each row of these examples. States are kept where every example is asked for at least twice and all
+    of them fit into `room` bytes, by default a good part of what is free; else they are computed row by row."""
+    positions = sum(len(example.tokens) for example in examples)
+    room = free_room(model.embed.device) if room is None else room
+    if passes < 2 or positions * _position_bytes(model, taps) > room:
+        return stream_states(model, rows, taps)
+    return KeptStates(model, examples, taps).stream(rows)
+
+
+def free_room(device: torch.device) -> int:
+    """Bytes that states may take."""
+    if device.type != "cuda":
+        return _CPU_ROOM
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached))
+
+
+def _position_bytes(model: Transformer, taps: Sequence[int]) -> int:
+    return (len(taps) + 1) * model.config.hidden * model.embed.element_size()
+
+
+class KeptStates:
+    def __init__(self, model: Transformer, examples: Sequence[Example], taps: Sequence[int]) -> None:
+        self._device = model.embed.device
+        lengths = [len(example.tokens) for example in examples]
+        starts = np.cumsum([0, *lengths])
+        self._start = {example.tokens: int(at) for example, at in zip(examples, starts, strict=False)}
+        hidden_KD = model.embed.new_empty(int(starts[-1]), model.config.hidden)
+        self._hidden_KD = hidden_KD
+        self._features_KF = hidden_KD.new_empty(len(hidden_KD), len(taps) * model.config.hidden)
+        self._fill(model, examples, taps)
+
+    def _fill(self, model: Transformer, examples: Sequence[Example], taps: Sequence[int]) -> None:
+        rows = pack(examples, max(len(example.tokens) for example in examples))
+        for row, batch in zip(rows, stream_states(model, rows, taps), strict=True):
+            at_T = self._places(row)
+            self._features_KF.index_copy_(0, at_T, batch.features_TF)
+            self._hidden_KD.index_copy_(0, at_T, batch.hidden_TD)
+
+    def stream(self, rows: Iterable[PackedRow]) -> Iterator[DrafterBatch]:
+        for row in rows:
+            at_T = self._places(row)
+            aligned = align(row.tokens_T, row.mask_T, row.lengths)
+            yield DrafterBatch(aligned, self._features_KF.index_select(0, at_T), self._hidden_KD.index_select(0, at_T))
+
+    def _places(self, row: PackedRow) -> Tensor:
+        tokens = row.tokens_T.tolist()
+        spans = zip(row.starts, row.starts[1:], strict=False)
+        begins = [self._start[tuple(tokens[first:last])] for first, last in spans]
+        places = [np.arange(at, at + length) for at, length in zip(begins, row.lengths, strict=True)]
+        return upload(torch.from_numpy(np.concatenate(places)), self._device)
