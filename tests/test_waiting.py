@@ -76,16 +76,24 @@ def test_a_tick_does_not_look_at_all_who_wait() -> None:
 
 
 def test_those_who_wait_enter_together_but_not_for_ever() -> None:
-    """Two rows of 128 are free: nobody enters until eight ticks have passed; whoever is all that waits need not."""
+    """One row of 128 is free: nobody enters until 32 ticks have passed; with eight all enter at once, and whoever is all
+    that waits need not wait."""
     scheduler = Scheduler(PageBook(4096), 16, 128, 10**6, FirstComeFirst())
     for number in range(127):
         scheduler.submit(progress(number))
     assert len(scheduler.plan().entries) == 127
     for number in range(127, 130):
         scheduler.submit(progress(number))
-    entered = [len(scheduler.plan().entries) for _ in range(12)]
-    assert entered.index(1) == 8
+    entered = [len(scheduler.plan().entries) for _ in range(40)]
+    assert entered.index(1) == 32
     assert sum(entered) == 1
+    scheduler = Scheduler(PageBook(4096), 16, 128, 10**6, FirstComeFirst())
+    for number in range(120):
+        scheduler.submit(progress(number))
+    scheduler.plan()
+    for number in range(120, 140):
+        scheduler.submit(progress(number))
+    assert len(scheduler.plan().entries) == 8
     scheduler = Scheduler(PageBook(4096), 16, 128, 10**6, FirstComeFirst())
     for number in range(128):
         scheduler.submit(progress(number))
@@ -101,6 +109,6 @@ def test_a_prompt_under_way_is_not_held_up() -> None:
         scheduler.plan()
     for one in (progress(127, length=400), progress(128), progress(129)):
         scheduler.submit(one)
-    chunks = [bool(scheduler.plan().chunks) for _ in range(20)]
+    chunks = [bool(scheduler.plan().chunks) for _ in range(60)]
     first = chunks.index(True)
     assert chunks[first : first + 7] == [True] * 7

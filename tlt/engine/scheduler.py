@@ -22,8 +22,8 @@ from tlt.engine.pages import Census, PageBook, Prefix, PrefixShelf
 from tlt.engine.request import Progress, Request
 from tlt.engine.waiting import Waiting
 
-_TOGETHER = 64  # rows per request that is waited for, so that they enter together …
-_PATIENCE = 8  # … for so many ticks
+_TOGETHER = 16  # rows per request that is waited for, so that they enter together …
+_PATIENCE = 32  # … for so many ticks
 
 
 @dataclass(slots=True, eq=False)
