@@ -204,6 +204,8 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
         results.add("verdict", asdict(bench.verdict(written, stage.off_seconds())))
     tell_shapes(by_batch(written))
     tell(in_short(written, small))
+    if options.rollouts:
+        results.add("rollouts", rollouts(stage, options.rollouts))
     results.add("graphs", graph_memory(stage, setting.policy, setting.config))
     print(f"wrote {results.file}")
 
@@ -271,6 +273,34 @@ def _fixed(setting: Setting) -> list[Shape]:
     few = fixed_shapes(list(known.values()))
     names = ("eagle",) if setting.config.spec.drafter in ("eagle", "both") else ("suffix",)
     return sorted((shape for shape in few if shape.drafters == names), key=lambda shape: -shape.verify)[: options.fixed]
+
+
+def rollouts(stage: Recording, count: int) -> dict[str, Any]:
+    """Other answers to the same prompts, plainly and by the warm tuner, one or the other first. A rollout lasts as long
+    as its longest answer, and half precision turns tokens: several say more than one."""
+    runs: list[dict[str, Any]] = []
+    names = (PLAIN, WARM)
+    for number in range(1, count + 1):
+        stage.reseed(workloads.MEASURE_SEED + number)
+        done = {name: stage.write(Variant(name)) for name in (names if number % 2 else names[::-1])}
+        few = small_batch(done[PLAIN], {WARM: stage.latest[WARM]}, _SMALL).get(WARM, {})
+        runs.append(
+            {
+                **{f"{name} s": done[name].seconds for name in names},
+                "capturing s": done[WARM].capture_s,
+                "longest": [max(len(completion.tokens) for completion in done[name].completions) for name in names],
+                "last 32 s": [done[name].tail_s(32) for name in names],
+                f"S, AL ≤ {_SMALL}": [few.get("speedup"), few.get("accept_length")],
+            }
+        )
+    stage.reseed(workloads.MEASURE_SEED)
+    plain, warm = ([run[f"{name} s"] for run in runs] for name in names)
+    return {
+        "runs": runs,
+        "speedup": sum(plain) / sum(warm),
+        "mean": mean(a / b for a, b in zip(plain, warm, strict=True)),
+        "error": _ratio_error(plain, warm),
+    }
 
 
 def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any] | None:
@@ -662,6 +692,7 @@ def _measure_options(part: argparse.ArgumentParser) -> None:
     _shaped(part)
     part.add_argument("--budget", type=float, default=300.0, help="seconds after which no further rollout is begun")
     part.add_argument("--repeats", type=int, default=1)
+    part.add_argument("--rollouts", type=int, default=0, help="how many more, of other seeds, plainly and warm")
     part.add_argument("--fixed", type=int, default=3, help="how many fixed shapes")
     part.add_argument("--fixed-shapes", help='which ones, as in "eagle 4x2/9,eagle+suffix 8x1/9"')
 
@@ -694,7 +725,7 @@ _OWN_OPTIONS = {
     "fidelity": _fidelity_options,
     "score": _drafts_options,
 }
-_QUICK = {"groups": 2, "group_size": 2, "cap": 24, "fixed": 1, "repeats": 1, "alone": 1, "rows_large": 2}
+_QUICK = {"groups": 2, "group_size": 2, "cap": 24, "fixed": 1, "repeats": 1, "rollouts": 1, "alone": 1, "rows_large": 2}
 
 
 if __name__ == "__main__":

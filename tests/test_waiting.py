@@ -76,8 +76,8 @@ def test_a_tick_does_not_look_at_all_who_wait() -> None:
 
 
 def test_those_who_wait_enter_together_but_not_for_ever() -> None:
-    """One row of 128 is free: nobody enters until 32 ticks have passed; with eight all enter at once, and whoever is all
-    that waits need not wait."""
+    """One row of 128 is free: nobody enters until 32 ticks have passed; with eight they do at once, and so does whoever
+    is all that waits."""
     scheduler = Scheduler(PageBook(4096), 16, 128, 10**6, FirstComeFirst())
     for number in range(127):
         scheduler.submit(progress(number))

@@ -179,6 +179,10 @@ class Stage:
         self._config = replace(self._config, sampling=sampling)
         self.warm = self.chooser(Variant(WARM))
 
+    def reseed(self, seed: int) -> None:
+        """Other answers to the same prompts from now on. The warm tuner stays: in training every step's differ, too."""
+        self._config = replace(self._config, run=replace(self._config.run, seed=seed))
+
     def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> Written:
         """One rollout, from prompts that nobody has computed yet; answers of these lengths, if they are given."""
         engine = self._plain if variant.name == PLAIN else self._speculating
