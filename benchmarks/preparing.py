@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as BytesTokenizer
 from workloads import Workload
 
 from tlt.bench.machine import wait_for
-from tlt.config import DraftSettings, RunConfig
+from tlt.config import RunConfig
 from tlt.draft import draft_train
 from tlt.errors import ConfigError
 from tlt.model.config import ModelConfig
@@ -30,17 +30,14 @@ from tlt.model.transformer import Transformer
 from tlt.model.weights import save_policy
 from tlt.model.widen import wide_config, widen
 from tlt.policy import Policy, open_policy
-from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
 from tlt.spec.eagle_widen import widen_drafter
 from tlt.spec.record import DraftRecord, read_record
-from tlt.train.drafter import DrafterTrainer
-from tlt.train.kept_states import KeptStates
-from tlt.train.packing import Example, pack
+from tlt.train.packing import pack
 from tlt.train.supervised import SupervisedTrainer, batches
 
 OWN, DOUBLE = "own", "double"  # shapes: as it is; everything twice as wide, for tests
-_TRAINED_SHARE = 0.7  # of the drafter's budget is for training, the rest for the answers it learns from
 _TIMED_STEPS = 6
 _ROW_TOKENS = 32768  # of one pass: with half of that the host is slower than the device
 
@@ -174,49 +171,17 @@ def tune(config: RunConfig, wanted: Wanted) -> dict[str, Any]:
 
 
 def train_drafter(config: RunConfig, wanted: Wanted) -> dict[str, Any]:
-    """`tlt draft train`, with as many steps as the budget allows."""
+    """`tlt draft train`, within the budget."""
     policy = open_policy(config.model)
     workload = wanted.workload
     config = workloads.drafting_config(workload, config, policy.model.config.vocab)
     config = replace(config, sampling=replace(config.sampling, temperature=1.0, max_tokens=workload.cap))
     measured = workloads.measured_prompts(workload, wanted.prompts, wanted.measured)
     prompts = workloads.drafting(workload, config, wanted.data or wanted.prompts, measured, wanted.place.directory)
-    steps = affordable_steps(policy, config.draft, _TRAINED_SHARE * wanted.draft_budget_s)
-    config = replace(config, draft=replace(config.draft, steps=steps))
+    config = replace(config, draft=replace(config.draft, seconds=wanted.draft_budget_s))
     started = time.perf_counter()
     draft_train(config, prompts, str(wanted.place.drafter()), policy)
     return {"settings": asdict(config.draft), "seconds": time.perf_counter() - started, "prompts": prompts}
-
-
-def affordable_steps(policy: Policy, settings: DraftSettings, budget_s: float) -> int:
-    """As many of the settings' steps as fit, by the time of a step on made-up text, with and without unrolling."""
-    model = policy.model
-    length = min(512, settings.tokens_per_batch, model.config.max_positions)
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(model.config.vocab, (settings.tokens_per_batch // length, length), generator=generator)
-    examples = [Example(tuple(tokens), length // 4) for tokens in text.tolist()]
-    single_s, unrolled_s = (_micro_step_s(policy, replace(settings, single_steps=n), examples) for n in (2**30, 0))
-    left_s = budget_s - settings.single_steps * single_s
-    steps = settings.single_steps + int(max(0.0, left_s) / unrolled_s)
-    print(f"drafter: {single_s * 1e3:.1f} ms a step, {unrolled_s * 1e3:.1f} ms unrolled: {steps} steps fit", flush=True)
-    return max(1, min(settings.steps, steps))
-
-
-def _micro_step_s(policy: Policy, settings: DraftSettings, examples: list[Example]) -> float:
-    """From examples to result, as `draft_train` goes where it keeps states."""
-    model = policy.model
-    shape = EagleConfig.of_policy(model.config, window=settings.window, draft_vocab=settings.vocab)
-    drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
-    drafter.init_weights(seed=0, token_of_draft_v=torch.arange(shape.draft_vocab) if shape.reduced else None)
-    trial = DrafterTrainer(drafter, model.head_weight, model.embed, settings)
-    kept = KeptStates(model, examples, shape.taps)
-
-    def run() -> None:
-        rows = (row for _ in range(_TIMED_STEPS) for row in pack(examples, settings.tokens_per_batch))
-        for _ in trial.micro_steps(kept.stream(rows)):
-            pass
-
-    return timed([run] * 2, model.embed.device) / _TIMED_STEPS
 
 
 def timed(calls: list[Callable[[], Any]], device: torch.device) -> float:

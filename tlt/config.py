@@ -206,6 +206,7 @@ class DraftSettings:
     answers: int = 512  # answers written to learn from
     held_out: int = 64  # further answers, never learned from, to measure on
     steps: int = 200  # optimizer steps
+    seconds: float = 0.0  # for all of it, answers included: fewer steps where they would take longer; 0: no limit
     tokens_per_batch: int = 2048  # tokens packed into one step, at most
     learning_rate: float = 6e-4  # peak of the schedule at a hidden size of 1024; in inverse proportion to it elsewhere
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
@@ -218,6 +219,7 @@ class DraftSettings:
         least = {"window": 16, "answers": 1, "held_out": 1, "steps": 1, "tokens_per_batch": 1, "unroll": 1}
         for name, lowest in {**least, "vocab": 0, "warmup_steps": 0, "single_steps": 0}.items():
             _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
+        _require(self.seconds >= 0, "seconds", self.seconds, "a number ≥ 0")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number > 0")
         _require(0 < self.decay <= 1, "decay", self.decay, "a number in (0, 1]")
         _require(0 <= self.total_variation <= 1, "total_variation", self.total_variation, "a number in [0, 1]")

@@ -35,9 +35,12 @@ from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
 from tlt.train.kept_states import states_for
+from tlt.train.pacing import steps_within
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
+
+_KEPT_TIME = 0.95  # of the time left for training is planned for: batches differ, and somebody has to save the drafter
 
 
 def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> None:
@@ -56,7 +59,9 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         spent.on("answers")
         held = _held(config, policy, drafter.config.taps, held_out)
         before = _measure(drafter, policy, held)
-        spent.on("measuring")
+        measuring_s = spent.on("measuring")
+        console.print(f"{len(learned)} answers to learn from; so far: {spent}", soft_wrap=True)
+        config = _within_time(config, policy, drafter, learned, spent.total + measuring_s)  # which comes once more
         tokens = _train(config, policy, drafter, learned, console)
         seconds = spent.on("training")
         after = _measure(drafter, policy, held)
@@ -223,6 +228,21 @@ def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) 
     return drafter
 
 
+def _within_time(
+    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], spent_s: float
+) -> RunConfig:
+    """With fewer steps, where all would take longer than what is left of the time asked for."""
+    if not config.draft.seconds:
+        return config
+    model = policy.model
+    batch = next(batches((answer.example for answer in learned), config.draft.tokens_per_batch))
+    (row,) = pack(batch, sum(len(example.tokens) for example in batch))
+    states = policy_states(model, row, drafter.config.taps)
+    left_s = _KEPT_TIME * (config.draft.seconds - spent_s)
+    steps = steps_within(left_s, drafter, model.head_weight, model.embed, config.draft, states)
+    return replace(config, draft=replace(config.draft, steps=steps))
+
+
 def _train(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], console: Console) -> int:
     """The number of tokens it was trained on, repetitions included."""
     examples = [answer.example for answer in learned]
@@ -282,6 +302,10 @@ class _Spent:
         seconds, self._since = now - self._since, now
         self._seconds[what] = self._seconds.get(what, 0.0) + seconds
         return seconds
+
+    @property
+    def total(self) -> float:
+        return sum(self._seconds.values())
 
     def __str__(self) -> str:
         return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._seconds.items())
