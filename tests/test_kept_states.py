@@ -64,7 +64,7 @@ def test_the_policy_runs_over_each_sequence_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(kept_states, "stream_states", counted)
     rows = rows_of((0, 1, 2), (5, 3, 4), (1, 0, 5), (4, 3, 2))
-    assert len(list(states_for(POLICY, LEARNED, TAPS, rows, passes=2.0))) == len(rows)
+    assert len(list(states_for(POLICY, LEARNED, TAPS, passes=2.0)(rows))) == len(rows)
     assert computed == sum(len(example.tokens) for example in LEARNED)
 
 
@@ -82,7 +82,7 @@ def test_states_are_kept_where_they_fit_and_are_wanted_again(
     monkeypatch.setattr(kept_states, "KeptStates", Noticed)
     room = POSITION_BYTES * sum(len(example.tokens) for example in LEARNED) - short
     rows = rows_of((0, 1), (2, 3))
-    found = list(states_for(POLICY, LEARNED, TAPS, rows, passes=passes, room=room))
+    found = list(states_for(POLICY, LEARNED, TAPS, passes=passes, room=room)(rows))
     assert bool(made) == kept
     for batch, expected in zip(found, stream_states(POLICY, rows, TAPS), strict=True):
         same(batch, expected)
@@ -102,6 +102,6 @@ def test_a_drafter_learns_the_same_from_kept_states() -> None:
         trainer = DrafterTrainer(drafter, POLICY.head_weight, POLICY.embed, settings)
         return [result.loss for result in trainer.micro_steps(states)]
 
-    kept = losses(states_for(POLICY, LEARNED, TAPS, rows, passes=3.0))
+    kept = losses(states_for(POLICY, LEARNED, TAPS, passes=3.0)(rows))
     assert kept == pytest.approx(losses(stream_states(POLICY, rows, TAPS)), rel=1e-9)
     assert kept[-1] < kept[0]

@@ -2,6 +2,9 @@
 
 import random
 import re
+import time
+from functools import partial
+from itertools import islice, repeat
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from tlt.cli import main
 from tlt.config import DraftSettings
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.train.drafter import policy_states
-from tlt.train.pacing import affordable, steps_within
+from tlt.train.pacing import affordable, steps_until
 from tlt.train.packing import Example, pack
 
 SETTINGS = DraftSettings(steps=1000, single_steps=100)
@@ -44,7 +47,15 @@ def test_asking_touches_neither_drafter_nor_policy() -> None:
     before = [parameter.detach().clone() for model in (drafter, policy) for parameter in model.parameters()]
     settings = DraftSettings(steps=10**9, single_steps=3, warmup_steps=0)
     few, many = (
-        steps_within(seconds, drafter, policy.head_weight, policy.embed, settings, batch) for seconds in (1.0, 1000.0)
+        steps_until(
+            time.perf_counter() + seconds,
+            drafter,
+            policy.head_weight,
+            policy.embed,
+            settings,
+            partial(islice, repeat(batch), lessons),
+        )
+        for seconds, lessons in ((3.0, 2), (3000.0, 99))
     )
     after = [parameter for model in (drafter, policy) for parameter in model.parameters()]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

@@ -8,10 +8,12 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,17 @@ from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
 from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.tasks.choose import task_of
-from tlt.train.drafter import DrafterTrainer, policy_states
+from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
 from tlt.train.kept_states import states_for
-from tlt.train.pacing import steps_within
+from tlt.train.pacing import steps_until
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
 
-_KEPT_TIME = 0.95  # of the time left for training is planned for: batches differ, and somebody has to save the drafter
+_PLANNED = 0.95  # of the time left for training: batches differ, and somebody has to save the drafter
+
+_Lessons = Callable[[int], Iterator[DrafterBatch]]  # of so many steps
 
 
 def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> None:
@@ -61,8 +65,10 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         before = _measure(drafter, policy, held)
         measuring_s = spent.on("measuring")
         console.print(f"{len(learned)} answers to learn from; so far: {spent}", soft_wrap=True)
-        config = _within_time(config, policy, drafter, learned, spent.total + measuring_s)  # which comes once more
-        tokens = _train(config, policy, drafter, learned, console)
+        deadline_s = spent.began_s + config.draft.seconds - measuring_s if config.draft.seconds else inf
+        lessons = _lessons(config, policy, drafter, learned)
+        config = _within_time(config, policy, drafter, lessons, deadline_s)
+        tokens = _train(config, policy, drafter, lessons, deadline_s, console)
         seconds = spent.on("training")
         after = _measure(drafter, policy, held)
         spent.on("measuring")
@@ -70,9 +76,9 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         save_drafter(drafter, place, policy.model.head_weight, _origin(config.model.path, policy), record=record)
         spent.on("saving")
     _tell(console, after, before)
-    unrolled = max(0, config.draft.steps - config.draft.single_steps) if config.draft.unroll > 1 else 0
-    pace = f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s"
-    console.print(f"{config.draft.steps} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
+    unrolled = max(0, len(tokens) - config.draft.single_steps) if config.draft.unroll > 1 else 0
+    pace = f"{sum(tokens)} tokens, {seconds:.0f} s, {sum(tokens) / seconds:,.0f} tokens/s"
+    console.print(f"{len(tokens)} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
     if not unrolled:
         hint = "raise draft.steps above draft.single_steps, and draft.unroll above 1"
         console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
@@ -228,36 +234,43 @@ def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) 
     return drafter
 
 
-def _within_time(
-    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], spent_s: float
-) -> RunConfig:
-    """With fewer steps, where all would take longer than what is left of the time asked for."""
-    if not config.draft.seconds:
+def _lessons(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer]) -> _Lessons:
+    """Batches of so many steps: pass after pass over the answers, always the same."""
+    examples, size = [answer.example for answer in learned], config.draft.tokens_per_batch
+    room = max(size, *(len(example.tokens) for example in examples))
+    passes = config.draft.steps * size / sum(len(example.tokens) for example in examples)
+    states = states_for(policy.model, examples, drafter.config.taps, passes=passes)
+
+    def batches_of(steps: int) -> Iterator[DrafterBatch]:
+        stream = islice(batches(endless(examples, config.run.seed), size), steps)
+        return states(row for batch in stream for row in pack(batch, room))  # a batch fits a row
+
+    return batches_of
+
+
+def _within_time(config: RunConfig, policy: Policy, drafter: Eagle, lessons: _Lessons, deadline_s: float) -> RunConfig:
+    """With fewer steps, where all of them would last beyond the deadline."""
+    if deadline_s == inf:
         return config
-    model = policy.model
-    batch = next(batches((answer.example for answer in learned), config.draft.tokens_per_batch))
-    (row,) = pack(batch, sum(len(example.tokens) for example in batch))
-    states = policy_states(model, row, drafter.config.taps)
-    left_s = _KEPT_TIME * (config.draft.seconds - spent_s)
-    steps = steps_within(left_s, drafter, model.head_weight, model.embed, config.draft, states)
+    model, now_s = policy.model, time.perf_counter()
+    planned_s, every = now_s + _PLANNED * (deadline_s - now_s), partial(lessons, config.draft.steps)
+    steps = steps_until(planned_s, drafter, model.head_weight, model.embed, config.draft, every)
     return replace(config, draft=replace(config.draft, steps=steps))
 
 
-def _train(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], console: Console) -> int:
-    """The number of tokens it was trained on, repetitions included."""
-    examples = [answer.example for answer in learned]
-    room = max(config.draft.tokens_per_batch, *(len(example.tokens) for example in examples))
+def _train(
+    config: RunConfig, policy: Policy, drafter: Eagle, lessons: _Lessons, deadline_s: float, console: Console
+) -> list[int]:
+    """Tokens of every step it took; fewer steps than planned only if the time was over."""
     trainer = DrafterTrainer(drafter, policy.model.head_weight, policy.model.embed, config.draft)
-    stream = batches(endless(examples, config.run.seed), config.draft.tokens_per_batch)
-    rows = (row for batch in islice(stream, config.draft.steps) for row in pack(batch, room))  # a batch fits a row
-    passes = config.draft.steps * config.draft.tokens_per_batch / sum(len(example.tokens) for example in examples)
-    states = states_for(policy.model, examples, drafter.config.taps, rows, passes=passes)
-    tokens = 0
+    tokens: list[int] = []
     with _progress("drafter", console) as progress:
         bar = progress.add_task("", total=config.draft.steps, note="")
-        for result in trainer.micro_steps(states):
-            tokens += result.tokens
+        for result in trainer.micro_steps(lessons(config.draft.steps)):
+            tokens.append(result.tokens)
             progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
+            if time.perf_counter() > deadline_s:
+                break
     return tokens
 
 
@@ -293,7 +306,7 @@ class _Spent:
     """Seconds, by what they were spent on."""
 
     def __init__(self) -> None:
-        self._since = time.perf_counter()
+        self.began_s = self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def on(self, what: str) -> float:
@@ -302,10 +315,6 @@ class _Spent:
         seconds, self._since = now - self._since, now
         self._seconds[what] = self._seconds.get(what, 0.0) + seconds
         return seconds
-
-    @property
-    def total(self) -> float:
-        return sum(self._seconds.values())
 
     def __str__(self) -> str:
         return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._seconds.items())

@@ -6,7 +6,7 @@ rounding of another order of sums. The policy must not change meanwhile. Knows n
 """
 # T packed positions, K kept positions
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,22 +22,19 @@ _CPU_ROOM = 2**30  # bytes on a host, which has other things to do
 _GPU_SHARE = 0.5  # of what is free on a GPU
 
 
+States = Callable[[Iterable[PackedRow]], Iterator[DrafterBatch]]  # a batch for each row
+
+
 def states_for(
-    model: Transformer,
-    examples: Sequence[Example],
-    taps: Sequence[int],
-    rows: Iterable[PackedRow],
-    *,
-    passes: float,
-    room: int | None = None,
-) -> Iterator[DrafterBatch]:
-    """A batch for each row of these examples. States are kept where every example is asked for at least twice and all
-    of them fit into `room` bytes, by default a good part of what is free; else they are computed row by row."""
+    model: Transformer, examples: Sequence[Example], taps: Sequence[int], *, passes: float, room: int | None = None
+) -> States:
+    """Who makes batches of rows of these examples. States are kept where every example is asked for at least twice and
+    all of them fit into `room` bytes, by default a good part of what is free; else they are computed row by row."""
     positions = sum(len(example.tokens) for example in examples)
     room = free_room(model.embed.device) if room is None else room
     if passes < 2 or positions * _position_bytes(model, taps) > room:
-        return stream_states(model, rows, taps)
-    return KeptStates(model, examples, taps).stream(rows)
+        return lambda rows: stream_states(model, rows, taps)
+    return KeptStates(model, examples, taps).stream
 
 
 def free_room(device: torch.device) -> int:
