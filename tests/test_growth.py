@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tlt.kernels import moving, pruning
-from tlt.kernels.pruning import Pruned
+from tlt.kernels.pruning import Pruned, Shared
 from tlt.kernels.states import Kept, keep_states
 from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import Draft, merge, share_out
@@ -32,13 +32,19 @@ def growth(rows: int, width: int, depth: int, seed: int) -> tuple[torch.Tensor, 
 
 
 def pruned(  # type: ignore[no-untyped-def]
-    prune, grown, ready: torch.Tensor, width: int, depth: int, nodes: int, budget: int | None = None
+    prune, grown, ready: torch.Tensor, width: int, depth: int, nodes: int, shared: Shared | int | None = None
 ) -> Trees:
     trees = Trees.empty(len(ready), nodes, DEVICE)
     trees.token_RQ[:, 0] = 77
     out = Pruned(*trees.parts)
-    prune(*(part.to(DEVICE) for part in grown), ready.to(DEVICE), width, depth, out, budget)
+    if isinstance(shared, int):
+        shared = share(shared, [9] * len(ready))
+    prune(*(part.to(DEVICE) for part in grown), ready.to(DEVICE), width, depth, out, shared)
     return trees
+
+
+def share(nodes: int, left: list[int], favour: float = 0.0) -> Shared:
+    return Shared(nodes, torch.tensor(left, device=DEVICE), torch.tensor(favour, device=DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -100,16 +106,42 @@ def test_of_equals_the_first_rows_stay_and_numbers_that_are_none_go() -> None:
             assert trees.size_R.tolist() == [*map(int, left), 0], budget
 
 
+def test_who_has_more_left_comes_first() -> None:
+    """As far as `favour` goes: a row with half as much left as the first has to be so much more predictable."""
+    token, parent, score = growth(3, 1, 2, seed=1)
+    score[:] = torch.tensor([[-0.5, -1.0]])
+    everybody = torch.ones(3, dtype=torch.bool)
+    cases = [
+        (0.0, [100, 50, 0], "111"),  # nobody is held back: first nodes come first
+        (0.9, [100, 50, 0], "210"),  # the second row's first node is as good as −0.95, the third's as −1.4
+        (16.0, [100, 100, 100], "111"),
+        (16.0, [100, 90, 80], "210"),
+        (16.0, [-5, 0, 100], "002"),  # beyond its end is at its end
+        (16.0, [0, 0, 0], "111"),
+    ]
+    for prune in (pruning.prune, pruning_triton.prune):
+        for favour, left, expected in cases:
+            nodes = sum(map(int, expected))
+            trees = pruned(prune, (token, parent, score), everybody, 1, 2, 3, share(nodes, left, favour))
+            assert trees.size_R.tolist() == [*map(int, expected)], (favour, left)
+    late = torch.tensor([False, True, True])  # who is not ready holds nobody back
+    trees = pruned(pruning.prune, (token, parent, score), late, 1, 2, 3, share(2, [1000, 10, 10], 16.0))
+    assert trees.size_R.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("favour", [0.0, 16.0])
 @pytest.mark.parametrize("budget", [None, 0, 5, 12, 1000])
 @pytest.mark.parametrize(("width", "depth", "nodes"), [(1, 3, 4), (4, 8, 16), (3, 5, 9), (8, 8, 40), (2, 2, 9)])
-def test_the_fused_pruner_prunes_alike(width: int, depth: int, nodes: int, budget: int | None) -> None:
+def test_the_fused_pruner_prunes_alike(width: int, depth: int, nodes: int, budget: int | None, favour: float) -> None:
     grown, ready = growth(4, width, depth, seed=width), torch.tensor([True, False, True, True])
     grown[2][0] = 0.0  # all equal: parents first
     grown[2][3, -1] = float("nan")
-    one = pruned(lambda *given: pruning_triton.prune(*given), grown, ready, width, depth, nodes, budget)
+    shared = None if budget is None else share(budget, [90, 500, 101, 97], favour)
+    one = pruned(lambda *given: pruning_triton.prune(*given), grown, ready, width, depth, nodes, shared)
     cpu = [part.cpu() for part in grown]
     trees = Trees.empty(4, nodes, "cpu")
-    pruning.prune(*cpu, ready, width, depth, Pruned(*trees.parts), budget)
+    here = None if shared is None else Shared(shared.nodes, shared.left_R.cpu(), shared.favour.cpu())
+    pruning.prune(*cpu, ready, width, depth, Pruned(*trees.parts), here)
     assert budget is None or int(trees.size_R.sum()) <= budget
     for name in ("parent_RQ", "depth_RQ", "mask_RQW", "size_R"):
         assert torch.equal(getattr(one, name).cpu(), getattr(trees, name)), name

@@ -9,7 +9,7 @@ import torch
 from tlt.config import SpecSettings
 from tlt.engine.build import shapes_of
 from tlt.kernels import trees as reference
-from tlt.kernels.pruning import Pruned
+from tlt.kernels.pruning import Pruned, Shared
 from tlt.spec.shape import Draft
 from tlt.spec.tree import Trees
 
@@ -95,7 +95,8 @@ class Compiled:
 def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler takes tenths of a second, and a rollout would wait for it whenever a shape is tried."""
     pruning_triton = pytest.importorskip("tlt.kernels.pruning_triton")
-    kernels = {name: Compiled() for name in ("_prune_kernel", "_cut_kernel", "_prepare_kernel", "_finish_kernel")}
+    names = ("_prune_kernel", "_cut_kernel", "_handicap_kernel", "_prepare_kernel", "_finish_kernel")
+    kernels = {name: Compiled() for name in names}
     for name, compiled in kernels.items():
         monkeypatch.setattr(trees_triton if hasattr(trees_triton, name) else pruning_triton, name, compiled)
     shapes = [shape for shape in shapes_of(SpecSettings(drafter="eagle", path="new")) if not shape.off]
@@ -104,9 +105,9 @@ def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         grown, nodes = shape.width * shape.depth, shape.verify
         trees = Trees.empty(rows, nodes, "cpu")
         node = torch.zeros((rows, grown), dtype=torch.int64)
-        budget = shape.tokens(rows) - rows if shape.share else None
-        ready = torch.ones(rows, dtype=torch.bool)
-        pruning_triton.prune(node, node, node.float(), ready, shape.width, shape.depth, Pruned(*trees.parts), budget)
+        everybody = Shared(shape.tokens(rows) - rows, node[:, 0], torch.zeros(()))
+        shared, ready = everybody if shape.share else None, torch.ones(rows, dtype=torch.bool)
+        pruning_triton.prune(node, node, node.float(), ready, shape.width, shape.depth, Pruned(*trees.parts), shared)
         state = tuple(torch.zeros((rows, 5)) for _ in range(3))
         start = torch.zeros(rows + 1, dtype=torch.int32)
         laid = (trees.token_RQ, trees.depth_RQ, trees.mask_RQW)
@@ -116,4 +117,5 @@ def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: len(compiled.versions) for name, compiled in kernels.items()}
     assert found["_prune_kernel"] <= 20, found
     assert found["_cut_kernel"] <= 8, found
+    assert found["_handicap_kernel"] <= 3, found
     assert max(found["_prepare_kernel"], found["_finish_kernel"]) <= 5, found

@@ -22,6 +22,10 @@ from tlt.spec.drafter import RowView
 from tlt.spec.tree import Trees
 from tlt.spec.verify import Walk, tree_kernels
 
+# Of a batch that nobody waits to enter: a request with a sixteenth less left to write than another has to be e times as
+# predictable to be given a node before it. In simulations 8 to 32 were as good, 0 four percent slower.
+_FAVOUR = 16.0
+
 
 @dataclass(frozen=True, slots=True)
 class TickInputs:
@@ -56,13 +60,16 @@ class Rows:
         self._ints = torch.zeros((rows, 5), dtype=torch.int64, device=device)  # token, position, seed, request, top-k
         self._floats = torch.ones((rows, 2), dtype=torch.float32, device=device)  # temperature, top-p
         self._pages = torch.zeros((rows, pages), dtype=torch.int32, device=device)
+        self._ends = torch.zeros(rows, dtype=torch.int64, device=device)  # position of the last token it may have
+        self._favour = torch.zeros((), dtype=torch.float32, device=device)  # of those that are far from it
+        self._known_favour = 0.0
         self._count = torch.zeros((), dtype=torch.int32, device=device)  # graphs hold this pointer: fill_, never rebind
         self._known_count = 0
 
     def view(self) -> RowView:
         """The rows as a drafter sees them, whatever they hold when it looks."""
         ints, temperature = self._ints, self._floats[:, 0]
-        return RowView(ints[:, 1], ints[:, 2], ints[:, 3], temperature, self._count)
+        return RowView(ints[:, 1], ints[:, 2], ints[:, 3], temperature, self._ends, self._favour, self._count)
 
     def apply(self, plan: Plan) -> None:
         """Brings the rows to where the plan's decode starts."""
@@ -74,6 +81,7 @@ class Rows:
             row, column, page = self._send(list(zip(*plan.grown, strict=True)), torch.int64)
             self._pages[row, column] = page.int()
         self.set_count(len(plan.stays))
+        self._set_favour(0.0 if plan.waited_for else _FAVOUR)
 
     def set_count(self, count: int) -> int:
         """Rows from here on are idle; returns how many were not before."""
@@ -81,6 +89,12 @@ class Rows:
         if count != before:
             self._count.fill_(count)
         return before
+
+    def _set_favour(self, favour: float) -> None:
+        """While others wait for a row, all that counts is how many tokens come out; then, that the last ones do."""
+        if favour != self._known_favour:
+            self._known_favour = favour
+            self._favour.fill_(favour)
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
         """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
@@ -135,7 +149,7 @@ class Rows:
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         origin = moving.origins(moves)
         to, come_from = self._send(list(origin), torch.int64), self._send(list(origin.values()), torch.int64)
-        moving.move_rows((self._ints, self._floats, self._pages), come_from, to)
+        moving.move_rows((self._ints, self._floats, self._pages, self._ends), come_from, to)
 
     def _enter(self, plan: Plan) -> None:
         entries = plan.entries
@@ -146,7 +160,8 @@ class Rows:
             ints.append([entry.token, entry.position, as_int64(key.seed), as_int64(key.request), params.top_k])
             floats.append([params.temperature, params.top_p])
             pages.append([*entry.pages, *[0] * (width - len(entry.pages))])
-        row = self._send([entry.row for entry in entries], torch.int64)
+        row, ends = self._send([(entry.row, entry.position + entry.left) for entry in entries], torch.int64).unbind(1)
+        self._ends[row] = ends
         self._ints[row] = self._send(ints, torch.int64)
         self._floats[row] = self._send(floats, torch.float32)
         self._pages[row, :width] = self._send(pages, torch.int32)

@@ -67,6 +67,7 @@ class Entry:
     position: int
     pages: tuple[int, ...]
     prefix: tuple[int, ...]  # what was computed before the token
+    left: int  # tokens that it may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Plan:
     stays: tuple[Stay, ...]  # row → whose token will come out
     filtered: bool  # some request uses top-k or top-p
     nodes: int = 1  # of each request's tree; 1 = plain decoding
+    waited_for: bool = False  # others will enter when these leave
 
     @property
     def empty(self) -> bool:
@@ -170,7 +172,8 @@ class Scheduler:
         stays = tuple(self._stays)
         if nodes == 1:
             self.advance(stays, repeat(1))
-        return Plan(chunks, copies, moves, entries, grown, stays, self._filtered > 0, nodes)
+        waited_for = bool(self._waiting or self._resuming)
+        return Plan(chunks, copies, moves, entries, grown, stays, self._filtered > 0, nodes, waited_for)
 
     # ---- leaving
 
@@ -326,7 +329,7 @@ class Scheduler:
         self._stays.append(stay)
         self._filtered += request.params.filtered
         pages = tuple(stay.pages)
-        entries.append(Entry(stay.row, request, progress.last_token, stay.position, pages, prefix.tokens))
+        entries.append(Entry(stay.row, request, progress.last_token, stay.position, pages, prefix.tokens, stay.left))
         self._no_longer_waiting(progress)
         if prefix.private:
             self._shelf.drop(prefix)

@@ -5,7 +5,8 @@ come before children; a node's score never exceeds its parent's, and a small cos
 A score that is no number is the worst.
 Each row may keep as many as its tree has room for; where rows share a budget, only those that are likelier than the
 first node, of all rows' nodes by likelihood, that it has no room for: so a tree is as large as its row is predictable.
-Of equals, and many rows may be quite sure, those of the first rows are taken for likelier.
+Of equals, and many rows may be quite sure, those of the first rows are taken for likelier. A batch lasts as long as its
+last row: those that have less left to write than others may be held back (`Shared.favour`).
 """
 # R rows, L nodes grown, k nodes kept, Q nodes of a tree (the root is 0), W mask words of 32 bits
 
@@ -30,6 +31,15 @@ class Pruned:
     size_R: Tensor  # nodes behind the root
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the rows share."""
+
+    nodes: int  # in all of them together, roots left out
+    left_R: Tensor  # int64: tokens that each may still write
+    favour: Tensor  # float32, one number: by how much a row with nothing left is held back, in nats; 0: nobody is
+
+
 def prune(
     token_RL: Tensor,
     parent_RL: Tensor,
@@ -38,10 +48,10 @@ def prune(
     width: int,
     depth: int,
     out: Pruned,
-    budget: int | None = None,
+    shared: Shared | None = None,
 ) -> None:
-    """The likeliest nodes of the first `depth` levels (parents: index among the L, −1 the root), at most `budget` in
-    all rows together. Rows that are not ready get no node. The root's token is left as it is."""
+    """The likeliest nodes of the first `depth` levels (parents: index among the L, −1 the root), in all rows together
+    at most what they share. Rows that are not ready get no node. The root's token is left as it is."""
     rows, grown = len(ready_R), width * depth
     kept = min(out.token_RQ.shape[1] - 1, grown)
     level_L = torch.arange(grown, device=ready_R.device) // width
@@ -50,11 +60,11 @@ def prune(
     order_RL = score_RL.sort(dim=1, descending=True, stable=True).indices
     node_Rk = order_RL[:, :kept].sort(dim=1).values
     stays_Rk = ready_R[:, None].expand(rows, kept)
-    if budget is not None:
+    if shared is not None:
         row_R1 = torch.arange(rows, device=ready_R.device, dtype=score_RL.dtype)[:, None]
-        unlikely_RL = score_RL.neg().clamp(min=0.0) + row_R1 / ROWS_TO_COST
+        unlikely_RL = score_RL.neg().clamp(min=0.0) + row_R1 / ROWS_TO_COST + handicap(shared, ready_R)[:, None]
         unlikely_RL = unlikely_RL.masked_fill(~ready_R[:, None], torch.inf)
-        stays_Rk = stays_Rk & (unlikely_RL.gather(1, node_Rk) < _cut(unlikely_RL, budget))
+        stays_Rk = stays_Rk & (unlikely_RL.gather(1, node_Rk) < _cut(unlikely_RL, shared.nodes))
         node_Rk, stays_Rk = _stayers_first(node_Rk, stays_Rk)
     place_RL = node_Rk.new_full((rows, grown), -1)  # whose parent is gone, as it may if scores rise, hangs on nothing
     place_RL.scatter_(1, node_Rk, torch.arange(1, kept + 1, device=ready_R.device).expand(rows, -1))
@@ -67,6 +77,12 @@ def prune(
     out.depth_RQ[:, 1 : kept + 1] = (level_L[node_Rk] + 1) * stays_Rk
     out.mask_RQW[:] = lines_of_sight(out.parent_RQ, depth)
     out.size_R[:] = stays_Rk.sum(dim=1)
+
+
+def handicap(shared: Shared, ready_R: Tensor) -> Tensor:
+    """float32 [R], from 0 on: nothing for the row that has most left of those that are ready."""
+    left_R = shared.left_R.clamp(min=0).float() * ready_R
+    return shared.favour * (1.0 - left_R / left_R.amax().clamp(min=1.0))
 
 
 def _cut(unlikely_RL: Tensor, budget: int) -> Tensor | float:

@@ -1,5 +1,6 @@
-"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices; and one program
-before them where rows share a budget, which finds where to cut. Few kernels are ever compiled: shapes are numbers."""
+"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices. Where rows share,
+two launches of one program each come before it and find out who is held back, and where to cut; what they find lies in
+memory, so that no rounding can differ. Few kernels are ever compiled: shapes are numbers."""
 # R rows, L nodes grown, Q nodes of a tree, W mask words
 
 import torch
@@ -7,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.kernels.pruning import LEVEL_COST, ROWS_TO_COST, WORD, Pruned
+from tlt.kernels.pruning import LEVEL_COST, ROWS_TO_COST, WORD, Pruned, Shared
 
 _LEVEL_COST, _ROWS_TO_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(ROWS_TO_COST), tl.constexpr(WORD)
 
@@ -20,12 +21,24 @@ def _score(score_ptr, at, node, there, width):
 
 
 @triton.jit
-def _unlikely(score, row):
-    return tl.maximum(-score, 0.0) + row.to(tl.float32) / _ROWS_TO_COST
+def _unlikely(score, row, handicap):
+    return tl.maximum(-score, 0.0) + row.to(tl.float32) / _ROWS_TO_COST + handicap
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _handicap_kernel(left_ptr, ready_ptr, favour_ptr, handicap_ptr, rows, BLOCK: tl.constexpr):
+    row = tl.arange(0, BLOCK)
+    real = row < rows
+    ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
+    left = tl.maximum(tl.load(left_ptr + row, mask=ready, other=0), 0).to(tl.float32)
+    most = tl.maximum(tl.max(left, axis=0), 1.0)
+    tl.store(handicap_ptr + row, tl.load(favour_ptr) * (1.0 - tl.div_rn(left, most + tl.zeros_like(left))), mask=real)
 
 
 @triton.jit(do_not_specialize=["stride_grown", "rows", "grown", "width", "budget"])
-def _cut_kernel(score_ptr, ready_ptr, cut_ptr, stride_grown, rows, grown, width, budget, BLOCK: tl.constexpr):
+def _cut_kernel(
+    score_ptr, ready_ptr, handicap_ptr, cut_ptr, stride_grown, rows, grown, width, budget, BLOCK: tl.constexpr
+):
     """How unlikely the first node is that the budget has no room for: numbers from 0 on lie in the order of their
     bits, so halving the bits left finds it."""
     index = tl.arange(0, BLOCK)
@@ -33,7 +46,8 @@ def _cut_kernel(score_ptr, ready_ptr, cut_ptr, stride_grown, rows, grown, width,
     row, node = index // grown, index % grown
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
     score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, width)
-    bits = _unlikely(score, row).to(tl.int32, bitcast=True)
+    handicap = tl.load(handicap_ptr + row, mask=real, other=0.0)
+    bits = _unlikely(score, row, handicap).to(tl.int32, bitcast=True)
     low = tl.program_id(0) * 0
     high = low + 0x7F800000  # infinity's
     for _ in tl.range(31):
@@ -46,8 +60,8 @@ def _cut_kernel(score_ptr, ready_ptr, cut_ptr, stride_grown, rows, grown, width,
 
 @triton.jit(do_not_specialize=["stride_grown", "stride_out", "stride_mask", "grown", "width", "kept", "nodes"])
 def _prune_kernel(
-    token_ptr, parent_ptr, score_ptr, ready_ptr, cut_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr, mask_ptr,
-    size_ptr, stride_grown, stride_out, stride_mask, grown, width, kept, nodes,
+    token_ptr, parent_ptr, score_ptr, ready_ptr, handicap_ptr, cut_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr,
+    mask_ptr, size_ptr, stride_grown, stride_out, stride_mask, grown, width, kept, nodes,
     L: tl.constexpr, Q: tl.constexpr, LOG_Q: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -61,7 +75,7 @@ def _prune_kernel(
     before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
     stays = real & (tl.sum(before.to(tl.int32), axis=1) < kept)
     if cut_ptr is not None:
-        stays = stays & (_unlikely(score, row) < tl.load(cut_ptr))
+        stays = stays & (_unlikely(score, row, tl.load(handicap_ptr + row)) < tl.load(cut_ptr))
     place = tl.cumsum(stays.to(tl.int32), axis=0)  # in the tree; the root is 0
     place = tl.where(stays, place, -1)
     token = tl.load(token_ptr + row * stride_grown + node, mask=real, other=0)
@@ -98,14 +112,14 @@ def prune(
     width: int,
     depth: int,
     out: Pruned,
-    budget: int | None = None,
+    shared: Shared | None = None,
 ) -> None:
     """As `pruning.prune`."""
     grown, (rows, nodes) = width * depth, out.token_RQ.shape
     padded = triton.next_power_of_2(max(nodes, 2))
-    cut = None if budget is None else _cut(score_RL, ready_R, width, grown, budget)
+    handicap, cut = (None, None) if shared is None else _cut(score_RL, ready_R, width, grown, shared)
     _prune_kernel[(rows,)](
-        token_RL, parent_RL, score_RL, ready_R, cut,
+        token_RL, parent_RL, score_RL, ready_R, handicap, cut,
         out.token_RQ, out.parent_RQ, out.depth_RQ, out.mask_RQW, out.size_R,
         token_RL.stride(0), out.token_RQ.stride(0), out.mask_RQW.stride(0), grown, width, min(nodes - 1, grown), nodes,
         L=triton.next_power_of_2(max(grown, 2)), Q=padded, LOG_Q=padded.bit_length() - 1, W=out.mask_RQW.shape[2],
@@ -113,12 +127,18 @@ def prune(
     )  # fmt: skip
 
 
-def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, budget: int) -> Tensor:
+def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, shared: Shared) -> tuple[Tensor, Tensor]:
+    """What holds each row back, and where to cut."""
     rows = len(ready_R)
+    handicap_R = torch.empty(rows, dtype=torch.float32, device=score_RL.device)
     cut = torch.empty(1, dtype=torch.float32, device=score_RL.device)
+    _handicap_kernel[(1,)](
+        shared.left_R, ready_R, shared.favour, handicap_R, rows,
+        BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=4,
+    )  # fmt: skip
     block = max(32, triton.next_power_of_2(rows * grown))
     _cut_kernel[(1,)](
-        score_RL, ready_R, cut, score_RL.stride(0), rows, grown, width, budget,
+        score_RL, ready_R, handicap_R, cut, score_RL.stride(0), rows, grown, width, shared.nodes,
         BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return cut
+    return handicap_R, cut

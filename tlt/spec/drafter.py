@@ -57,6 +57,8 @@ class RowView:
     seed_R: Tensor
     request_R: Tensor
     temperature_R: Tensor
+    end_R: Tensor  # int64, position of the last token that it may have
+    favour: Tensor  # float32, one number: how much those with more left come first where requests share
     count: Tensor  # rows from here on are idle
 
 

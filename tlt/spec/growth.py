@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt.kernels import growth, pruning
 from tlt.kernels.growth import Growing
-from tlt.kernels.pruning import Pruned
+from tlt.kernels.pruning import Pruned, Shared
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
 from tlt.spec.grown import NOT_READY
@@ -74,13 +74,13 @@ class Grove:
         )
         growth_kernels(logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
-    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, budget: int | None = None) -> None:
-        """The likeliest nodes of the first `depth` levels as trees to verify, at most `budget` in all of them; rows
-        that are not ready get none."""
+    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: Shared | None = None) -> None:
+        """The likeliest nodes of the first `depth` levels as trees to verify, of all rows together where they share;
+        rows that are not ready get none."""
         out = Pruned(*trees.first(rows).parts)
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
-        _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, budget)
+        _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, shared)
 
     def pack(self, rows: int, depth: int, ready_R: Tensor) -> None:
         """Lays what was grown where `packed` finds it."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import entering, moving, states
+from tlt.kernels.pruning import Shared
 from tlt.kernels.states import Kept
 from tlt.model.device import upload_columns
 from tlt.model.transformer import Transformer
@@ -254,11 +255,12 @@ class LearnedDrafting:
         trees = self._staged().trees(shape.verify)
 
         def prune(rows: int) -> None:
-            ready_R = self._memory.ready_R[:rows]
-            budget = shape.tokens(rows) - rows if shape.share else None
-            if budget is not None:  # idle rows must take nothing of it
-                ready_R = ready_R & (self._row[:rows] < self._rows.count)
-            grove.prune(rows, shape.depth, ready_R, trees, budget)
+            view, ready_R, shared = self._rows, self._memory.ready_R[:rows], None
+            if shape.share:  # idle rows must take nothing of it
+                ready_R = ready_R & (self._row[:rows] < view.count)
+                left_R = view.end_R[:rows] - view.position_R[:rows]
+                shared = Shared(shape.tokens(rows) - rows, left_R, view.favour)
+            grove.prune(rows, shape.depth, ready_R, trees, shared)
             grove.pack(rows, shape.depth, self._memory.ready_R)
 
         # where requests share, more rows would share more than there is room for when they are verified

@@ -1,0 +1,59 @@
+"""Who comes first where requests share: those that have most left to write, once nobody waits for a row any more."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.test_engine import MODEL, kv_gib, requests
+from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
+from tests.test_speculation import tokens_of
+from tests.tiny import letters
+from tlt.config import EngineSettings
+from tlt.engine import rows as engine_rows
+from tlt.engine.engine import Engine
+from tlt.spec.shape import Shape
+from tlt.types import SamplingParams
+
+
+@pytest.mark.parametrize("pages", [200, 12])  # enough; so few that requests are preempted and come back
+def test_the_device_knows_where_every_request_must_end(pages: int) -> None:
+    """Through moves, preemptions and resumptions; and that there is no hurry while others wait for a row."""
+    engine = Engine(MODEL, letters(), EngineSettings(rows=5, page_size=16, kv_gib=kv_gib(pages, 16)))
+    engine.submit(requests(14, group=2, params=[SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 40, 23)]))
+    view, scheduler, seen = engine._runner._rows.view(), engine._scheduler, set()
+    done = []
+    while not engine.idle:
+        done += engine.tick()
+        if scheduler._moves:
+            continue  # the device is told with the next plan
+        for stay in scheduler._stays:
+            assert int(view.end_R[stay.row]) == stay.position + stay.left
+            assert int(view.position_R[stay.row]) == stay.position
+        if scheduler._stays:
+            waited_for = bool(scheduler._waiting or scheduler._resuming)
+            seen.add((waited_for, float(view.favour)))
+    assert seen == {(True, 0.0), (False, engine_rows._FAVOUR)}
+    assert (sum(one.timing.preemptions for one in done) > 0) == (pages == 12)
+
+
+@AHEAD
+def test_who_is_behind_catches_up_and_the_batch_ends_earlier(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """The same tokens in fewer ticks. At such temperatures the noise decides, which drafters know, and drafts mostly
+    come true, those of the cooler requests less often."""
+    params = [SamplingParams(max_tokens=150, ignore_eos=True, temperature=heat) for heat in (6.0, 12.0, 100.0)]
+    batch = requests(12, seed=4, params=params)
+    ticks, lasted = {}, {}
+    for favour in (0.0, engine_rows._FAVOUR):
+        monkeypatch.setattr(engine_rows, "_FAVOUR", favour)
+        shape = replace(shape_of(3, 1, 4), share=2.0)
+        engine = engine_with(drafting(), lambda running, shape=shape: shape if running else Shape(), ahead, rows=12)
+        engine.submit(batch)
+        ended = []
+        while not engine.idle:
+            ended += [engine.report().ticks] * len(engine.tick())
+        ticks[favour], lasted[favour] = ended[-1], ended[-1] - ended[0]
+        engine.submit(batch)
+        assert tokens_of({one.key: one for one in engine.drain()}) == plain(batch)
+    none, some = sorted(ticks)
+    assert ticks[some] < 0.95 * ticks[none]
+    assert lasted[some] < 0.3 * lasted[none], "they end closer to each other"
