@@ -604,3 +604,32 @@ def test_a_tuner_is_told_who_came_and_how_much_may_come() -> None:
     assert some == sorted(some, reverse=True)
     assert some[0] <= 30
     assert some[-1] == 0
+
+
+def test_compiling_leaves_nothing_behind() -> None:
+    """Every way of pruning was gone through before the first request came, and drafts are what they would have been."""
+    batch = requests(6, group=2, params=[SamplingParams(max_tokens=30, ignore_eos=True, temperature=100.0)])
+    shapes = [shape_of(2, 1, 3), replace(shape_of(4, 2, 8), share=2.0), shape_of(3, 3, 9), Shape(("suffix",), 3, 1, 4)]
+    found = []
+    for compiled in (False, True):
+        learned, ticks = drafting(), iter(range(10**6))
+        pruned: set[tuple[int, Shape]] = set()
+        original = LearnedDrafting._pruning
+
+        def seen(learned: LearnedDrafting, rows: int, grove: Any, shape: Shape, pruned=pruned, work=original) -> Any:  # type: ignore[no-untyped-def]
+            pruned.add((rows, shape))
+            return work(learned, rows, grove, shape)
+
+        engine = engine_with(learned, lambda n, ticks=ticks: shapes[next(ticks) % 3] if n else Shape(), rows=16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LearnedDrafting, "_pruning", seen)
+            if compiled:
+                learned.compile(shapes)
+                assert pruned == {(16, shapes[0]), (16, shapes[2]), *((rows, shapes[1]) for rows in (16, 8, 4, 2, 1))}
+        engine.submit(batch)
+        tokens = tokens_of({one.key: one for one in engine.drain()})
+        report = engine.report().speculation
+        assert report is not None
+        found.append((tokens, report.verifies, report.accepted))
+    assert found[0] == found[1]
+    assert found[0][0] == plain(batch)

@@ -8,7 +8,7 @@ grown behind a verification whose tokens nobody has read yet.
 # R rows, W window, S positions, F = 3·D states, w width of the trees, L nodes grown, v draft tokens
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -351,6 +351,18 @@ class LearnedDrafting:
         rows, most = self._staged().padded(size), TAKEN_IN[-1]
         seconds = self._staged().time(self._taking_in(rows, most, most))
         return Measured(CATCH_UP, rows, seconds / most)
+
+    @torch.no_grad()
+    def compile(self, shapes: Iterable[Shape]) -> None:
+        """Before any request comes: prunes nothing, as each shape asks for it, so that no rollout waits for a compiler,
+        which takes tenths of a second for each. Where rows share, it depends on how many they are."""
+        most = len(self._row)
+        for shape in shapes:
+            if self.name in shape.drafters:
+                grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
+                for halved in range(most.bit_length() if shape.share else 1):
+                    part = self._pruning(self._staged().padded(most >> halved), grove, shape)
+                    part.work(part.rows)
 
     @torch.no_grad()
     def ready(self, shape: Shape, rows: int) -> None:
