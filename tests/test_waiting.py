@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tlt.engine.admission import ADMISSIONS, FirstComeFirst, LongestFirst
 from tlt.engine.pages import PageBook
@@ -112,3 +114,40 @@ def test_a_prompt_under_way_is_not_held_up() -> None:
     chunks = [bool(scheduler.plan().chunks) for _ in range(60)]
     first = chunks.index(True)
     assert chunks[first : first + 7] == [True] * 7
+
+
+# ---- rows that move
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 12))
+def test_rows_end_up_with_what_stays_in_them(picks: list[int], rows: int) -> None:
+    """Whoever leaves in whatever order, and others come: made one after the other, moves bring every row its own."""
+    scheduler = Scheduler(PageBook(4096), 16, rows, 10**6, FirstComeFirst())
+    for number in range(40):
+        scheduler.submit(progress(number))
+    content: dict[int, object] = {}
+    for pick in picks:
+        plan = scheduler.plan()
+        for source, target in plan.moves:
+            assert source > target
+            content[target] = content[source]
+        for entry in plan.entries:
+            content[entry.row] = entry.request.key
+        assert {stay.row: stay.progress.request.key for stay in plan.stays} == {
+            row: content[row] for row in range(len(plan.stays))
+        }
+        assert len({target for _, target in plan.moves}) == len(plan.moves) <= rows
+        for _ in range(pick % 4):
+            if scheduler._stays:
+                scheduler.finish(scheduler._stays[pick % len(scheduler._stays)])
+
+
+def test_a_batch_that_ends_at_once_moves_nothing() -> None:
+    scheduler = Scheduler(PageBook(4096), 16, 64, 10**6, FirstComeFirst())
+    for number in range(64):
+        scheduler.submit(progress(number))
+    stays = scheduler.plan().stays
+    for stay in stays:
+        scheduler.finish(stay)
+    scheduler.submit(progress(64))
+    assert scheduler.plan().moves == ()

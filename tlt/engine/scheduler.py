@@ -76,7 +76,7 @@ class Plan:
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...]
-    moves: tuple[tuple[int, int], ...]  # (from row, to row)
+    moves: tuple[tuple[int, int], ...]  # (from row, to row), each row the target of one at most
     entries: tuple[Entry, ...]
     grown: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
     stays: tuple[Stay, ...]  # row → whose token will come out
@@ -166,9 +166,9 @@ class Scheduler:
         self._nodes, self._unread = nodes, unread
         self._retire()
         grown = self._grow()
+        moves, self._moves = lasting(self._moves, len(self._stays)), []
         chunks, copies, entries = self._admit()
         self._book.release([copy.source for copy in copies])
-        moves, self._moves = tuple(self._moves), []
         stays = tuple(self._stays)
         if nodes == 1:
             self.advance(stays, repeat(1))
@@ -342,3 +342,13 @@ class Scheduler:
         self._awaited[progress.prefix] -= 1
         if not self._awaited[progress.prefix]:
             del self._awaited[progress.prefix]
+
+
+def lasting(moves: Iterable[tuple[int, int]], stays: int) -> tuple[tuple[int, int], ...]:
+    """Of moves (from, to) one after another those that bring the first rows what they end up with, to be made in the
+    order given. A whole batch may end in one tick, and whoever moved to make room has left as well by then: what a
+    drafter remembers of a row is large."""
+    origin: dict[int, int] = {}
+    for source, target in moves:
+        origin[target] = origin.pop(source, source)
+    return tuple((source, target) for target, source in sorted(origin.items()) if target < stays)
