@@ -116,7 +116,7 @@ def test_who_has_more_left_comes_first() -> None:
         (0.9, [100, 50, 0], "210"),  # the second row's first node is as good as −0.95, the third's as −1.4
         (16.0, [100, 100, 100], "111"),
         (16.0, [100, 90, 80], "210"),
-        (16.0, [-5, 0, 100], "002"),  # beyond its end is at its end
+        (16.0, [-50, 0, 100], "112"),  # beyond its end is at its end
         (16.0, [0, 0, 0], "111"),
     ]
     for prune in (pruning.prune, pruning_triton.prune):

@@ -73,3 +73,14 @@ def test_the_command_takes_fewer_steps_where_time_is_short(tmp_path: Path, capsy
         assert found is not None
         taken[seconds] = int(found[1])
     assert taken == {"0.001": 1, "600": 3, "0": 3}
+
+
+def test_training_ends_when_time_is_up_whatever_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.draft.steps_until", lambda *_: 50)
+    small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
+    train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.seconds=0.001"]
+    assert main([*train, "--out", str(tmp_path / "drafter")]) == 0
+    assert re.search(r"^1 steps", capsys.readouterr().out, re.MULTILINE)
+    assert (tmp_path / "drafter" / "config.json").is_file()

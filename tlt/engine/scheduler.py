@@ -76,7 +76,7 @@ class Plan:
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...]
-    moves: tuple[tuple[int, int], ...]  # (from row, to row), each row the target of one at most
+    moves: tuple[tuple[int, int], ...]  # (from row, to row); no row is in two of them
     entries: tuple[Entry, ...]
     grown: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
     stays: tuple[Stay, ...]  # row → whose token will come out
@@ -345,10 +345,10 @@ class Scheduler:
 
 
 def lasting(moves: Iterable[tuple[int, int]], stays: int) -> tuple[tuple[int, int], ...]:
-    """Of moves (from, to) one after another those that bring the first rows what they end up with, to be made in the
-    order given. A whole batch may end in one tick, and whoever moved to make room has left as well by then: what a
-    drafter remembers of a row is large."""
+    """Of moves (from, to) one after another, always of the last row, those that bring the first rows what they end up
+    with. A whole batch may end in one tick, and whoever moved to make room has left as well by then: what a drafter
+    remembers of a row is large."""
     origin: dict[int, int] = {}
     for source, target in moves:
         origin[target] = origin.pop(source, source)
-    return tuple((source, target) for target, source in sorted(origin.items()) if target < stays)
+    return tuple((source, target) for target, source in origin.items() if target < stays)

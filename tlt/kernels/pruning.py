@@ -6,7 +6,8 @@ A score that is no number is the worst.
 Each row may keep as many as its tree has room for; where rows share a budget, only those that are likelier than the
 first node, of all rows' nodes by likelihood, that it has no room for: so a tree is as large as its row is predictable.
 Of equals, and many rows may be quite sure, those of the first rows are taken for likelier. A batch lasts as long as its
-last row: those that have less left to write than others may be held back (`Shared.favour`).
+last row: those that have less left to write than others may be held back (`Shared.favour`); of equals among these all
+may go, for numbers end there.
 """
 # R rows, L nodes grown, k nodes kept, Q nodes of a tree (the root is 0), W mask words of 32 bits
 
