@@ -133,12 +133,12 @@ def fused_path() -> Iterator[None]:
 @contextmanager
 def torch_path() -> Iterator[None]:
     """Everything but the products by torch operations."""
-    kept = eagle._kernels_for, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH
-    eagle._kernels_for, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH = lambda _: drafter, lambda _: False, 0
+    kept = eagle.drafter_kernels, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH
+    eagle.drafter_kernels, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH = lambda _: drafter, lambda _: False, 0
     try:
         yield
     finally:
-        eagle._kernels_for, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH = kept
+        eagle.drafter_kernels, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH = kept
 
 
 def weight(*shape: int) -> Tensor:

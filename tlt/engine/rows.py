@@ -8,7 +8,6 @@ nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,12 @@ from tlt.engine.sampler import Sampled, SamplingRows
 from tlt.engine.scheduler import Plan
 from tlt.kernels import moving
 from tlt.kernels import rows as row_kernels
+from tlt.kernels import trees as tree_kernels
 from tlt.kernels.noise import as_int64
+from tlt.kernels.twin import twin
 from tlt.spec.drafter import RowView
 from tlt.spec.tree import Trees
-from tlt.spec.verify import Walk, tree_kernels
+from tlt.spec.verify import Walk
 
 # Of a batch that nobody waits to enter: a request with a sixteenth less left to write than another has to be e times as
 # predictable to be given a node before it. In simulations 8 to 32 were as good, 0 four percent slower.
@@ -98,7 +99,7 @@ class Rows:
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
         """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
-        int64s, int32s, float32s = self._fused().prepare(*self._state(), rows, self._page_size)
+        int64s, int32s, float32s = twin(row_kernels, self._device).prepare(*self._state(), rows, self._page_size)
         token, position, next_position, seed, request, top_k = int64s
         sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
         return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
@@ -110,13 +111,13 @@ class Rows:
         """
         ints, _, _, count = self._state()
         drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        packed_R3: Tensor = self._fused().finish(ints, count, *drawn_parts, rows)
+        packed_R3: Tensor = twin(row_kernels, self._device).finish(ints, count, *drawn_parts, rows)
         return packed_R3
 
     def tree_inputs(self, trees: Trees, tokens: int, filtered: bool) -> TreeInputs:
         """Puts each row's newest token at the root of its tree. The trees' nodes are laid into so many tokens: padding
         and all if these are enough for it, else without."""
-        kernels, (rows, nodes), state = tree_kernels(self._device), trees.token_RQ.shape, self._state()
+        kernels, (rows, nodes), state = twin(tree_kernels, self._device), trees.token_RQ.shape, self._state()
         if tokens == rows * nodes:
             start_R1 = torch.arange(0, tokens + 1, nodes, dtype=torch.int32, device=self._device)
         else:
@@ -133,18 +134,10 @@ class Rows:
         ints, _, _, count = self._state()
         tree = (trees.parent_RQ, trees.token_RQ)
         drawn_parts = (inputs.slot_T, drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        return Walk(*tree_kernels(self._device).finish(ints, count, tree, inputs.start_R1, drawn_parts, steps))
+        return Walk(*twin(tree_kernels, self._device).finish(ints, count, tree, inputs.start_R1, drawn_parts, steps))
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._ints, self._floats, self._pages, self._count
-
-    def _fused(self) -> Any:
-        """The module of row kernels; Triton is installed only where there is a GPU."""
-        if self._device.type != "cuda":
-            return row_kernels
-        from tlt.kernels import rows_triton
-
-        return rows_triton
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         origin = moving.origins(moves)

@@ -8,7 +8,6 @@ Nothing is read back; nothing here knows requests or graphs.
 # R rows, w width, L nodes of a tree, D hidden, v draft tokens, N = R · w nodes of a level
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from tlt.kernels import growth, pruning
 from tlt.kernels.growth import Growing
 from tlt.kernels.pruning import Pruned, Shared
+from tlt.kernels.twin import twin
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
 from tlt.spec.grown import NOT_READY
@@ -55,7 +55,7 @@ class Grove:
         logits_Rv = soil.drafter.logits(soil.g_RD, soil.head_vD)
         self.root_logits_Rv[:rows] = logits_Rv
         named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v)
-        kernels = growth_kernels(soil.g_RD.device)
+        kernels = twin(growth, soil.g_RD.device)
         kernels.plant(self.grown.first(rows), named.token_Nk, named.score_Nk, soil.g_RD, draws.position_N)
 
     def deepen(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
@@ -72,7 +72,7 @@ class Grove:
             repeat=self.width,
             ahead=grown.level_R,
         )
-        growth_kernels(logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
+        twin(growth, logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
     def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: Shared | None = None) -> None:
         """The likeliest nodes of the first `depth` levels as trees to verify, of all rows together where they share;
@@ -80,7 +80,7 @@ class Grove:
         out = Pruned(*trees.first(rows).parts)
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
-        _pruner(ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, shared)
+        twin(pruning, ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, shared)
 
     def pack(self, rows: int, depth: int, ready_R: Tensor) -> None:
         """Lays what was grown where `packed` finds it."""
@@ -94,21 +94,3 @@ class Grove:
         """int32 [R, 3, L], for the host: tokens, parents, bits of scores."""
         nodes = self.width * depth
         return self._packed[: rows * 3 * nodes].view(rows, 3, nodes)
-
-
-def growth_kernels(device: torch.device) -> Any:
-    """The module that keeps the books between two levels; Triton is installed only where there is a GPU."""
-    if device.type != "cuda":
-        return growth
-    from tlt.kernels import growth_triton
-
-    return growth_triton
-
-
-def _pruner(device: torch.device) -> Any:
-    """The module that prunes; Triton is installed only where there is a GPU."""
-    if device.type != "cuda":
-        return pruning
-    from tlt.kernels import pruning_triton
-
-    return pruning_triton

@@ -9,9 +9,6 @@ grown behind a verification whose tokens nobody has read yet.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor
 from tlt.kernels import entering, moving, states
 from tlt.kernels.pruning import Shared
 from tlt.kernels.states import Kept
+from tlt.kernels.twin import twin
 from tlt.model.device import upload_columns
 from tlt.model.transformer import Transformer
 from tlt.spec.backlog import TAKEN_IN, Backlog
@@ -176,7 +174,7 @@ class LearnedDrafting:
         self._stage, self._view = stage, stage.view()
 
     def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
-        _fast(states, self._row.device).keep_states(
+        twin(states, self._row.device).keep_states(
             self._memory.states_RWF, self._memory.tokens_RW, taps, kept, pdl=True
         )
 
@@ -205,7 +203,7 @@ class LearnedDrafting:
         if self._planted is not None and self._planted.tick == self._ticks:
             rows += self._staged().trees(self._planted.shape.verify).parts
         apart = origin.keys().isdisjoint(origin.values())  # none is read and written at once, as the fast one asks
-        mover = _fast(moving, self._row.device) if apart else moving
+        mover = twin(moving, self._row.device) if apart else moving
         mover.move_rows(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
@@ -213,7 +211,7 @@ class LearnedDrafting:
         rollout begins, and what is launched for each of them would hold the first ticks up."""
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
-        _fast(entering, self._row.device).enter_rows(self._memory, new)
+        twin(entering, self._row.device).enter_rows(self._memory, new)
         for positions in recalled.positions_E:
             self._backlog.came(1, positions)
         if self._planted is not None and self._planted.tick == self._ticks:
@@ -384,8 +382,3 @@ class LearnedDrafting:
             token_N = self._memory.tokens_RW[self._row[: len(position_N)], position_N % self._window]
             self._sharpening.look(token_N, self.drafter.token_of_draft_v)
         self._beta.fill_(self.beta)
-
-
-def _fast(reference: ModuleType, device: torch.device) -> Any:
-    """The module that does the same on a GPU; Triton is installed only where there is one."""
-    return import_module(f"{reference.__name__}_triton") if device.type == "cuda" else reference

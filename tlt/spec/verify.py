@@ -7,12 +7,8 @@ nothing of the rest is ever looked at. No draft probability enters: the policy's
 # R requests, Q nodes, S steps of a walk (the longest possible: the depth of the deepest tree + 1)
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
-
-from tlt.kernels import trees as torch_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +18,3 @@ class Walk:
     places_RS: Tensor  # int32 [R, S − 1]: where to, the slots behind the root's
     at_RS: Tensor  # int64, the tokens of the forward walked through, the root first; the last one repeats
     steps_R: Tensor  # int64, nodes walked = tokens emitted: 1 + accepted
-
-
-def tree_kernels(device: torch.device) -> Any:
-    """The module of tree kernels; Triton is installed only where there is a GPU."""
-    if device.type != "cuda":
-        return torch_kernels
-    from tlt.kernels import trees_triton
-
-    return trees_triton
