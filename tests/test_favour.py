@@ -34,7 +34,7 @@ def test_the_device_knows_where_every_request_must_end(count: int, pages: int) -
         if scheduler._stays:
             waited_for = bool(scheduler._waiting or scheduler._resuming)
             seen.add((waited_for, float(view.favour)))
-    assert seen == {(True, 0.0), (False, engine_rows._FAVOUR)}
+    assert seen == {(True, 0.0), (False, engine_rows.FAVOUR)}
     assert (sum(one.timing.preemptions for one in done) > 0) == (pages < 800)
 
 
@@ -45,8 +45,8 @@ def test_who_is_behind_catches_up_and_the_batch_ends_earlier(monkeypatch: pytest
     params = [SamplingParams(max_tokens=150, ignore_eos=True, temperature=heat) for heat in (6.0, 12.0, 100.0)]
     batch = requests(12, seed=4, params=params)
     ticks, lasted = {}, {}
-    for favour in (0.0, engine_rows._FAVOUR):
-        monkeypatch.setattr(engine_rows, "_FAVOUR", favour)
+    for favour in (0.0, engine_rows.FAVOUR):
+        monkeypatch.setattr(engine_rows, "FAVOUR", favour)
         shape = replace(shape_of(3, 1, 4), share=2.0)
         engine = engine_with(drafting(), lambda running, shape=shape: shape if running else Shape(), ahead, rows=12)
         engine.submit(batch)

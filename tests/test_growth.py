@@ -43,8 +43,8 @@ def pruned(  # type: ignore[no-untyped-def]
     return trees
 
 
-def share(nodes: int, left: list[int], favour: float = 0.0) -> Shared:
-    return Shared(nodes, torch.tensor(left, device=DEVICE), torch.tensor(favour, device=DEVICE))
+def share(nodes: int, left: list[int], favour: float = 0.0, most: float = 99.0) -> Shared:
+    return Shared(nodes, torch.tensor(left, device=DEVICE), torch.tensor(favour, device=DEVICE), most)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,10 @@ def test_of_equals_the_first_rows_stay_and_numbers_that_are_none_go() -> None:
         for budget, left in ((0, "000"), (1, "100"), (3, "111"), (4, "211"), (6, "222"), (8, "332"), (9, "333")):
             trees = pruned(prune, (token, parent, score), torch.ones(4, dtype=torch.bool), 1, 3, 4, budget)
             assert trees.size_R.tolist() == [*map(int, left), 0], budget
+        many = [part[:1].repeat(33, 1) for part in (token, parent, score)]  # held back, numbers lie less close
+        shared = share(20, [100] + [50] * 32, 16.0)
+        trees = pruned(prune, many, torch.ones(33, dtype=torch.bool), 1, 3, 4, shared)
+        assert trees.size_R.tolist() == [3] + [1] * 17 + [0] * 15
 
 
 def test_who_has_more_left_comes_first() -> None:
@@ -124,6 +128,8 @@ def test_who_has_more_left_comes_first() -> None:
             nodes = sum(map(int, expected))
             trees = pruned(prune, (token, parent, score), everybody, 1, 2, 3, share(nodes, left, favour))
             assert trees.size_R.tolist() == [*map(int, expected)], (favour, left)
+        shared = share(3, [100, 50, 0], 16.0, most=0.4)  # no more than that: first nodes come first again
+        assert pruned(prune, (token, parent, score), everybody, 1, 2, 3, shared).size_R.tolist() == [1, 1, 1]
     late = torch.tensor([False, True, True])  # who is not ready holds nobody back
     trees = pruned(pruning.prune, (token, parent, score), late, 1, 2, 3, share(2, [1000, 10, 10], 16.0))
     assert trees.size_R.tolist() == [0, 1, 1]
@@ -136,11 +142,11 @@ def test_the_fused_pruner_prunes_alike(width: int, depth: int, nodes: int, budge
     grown, ready = growth(4, width, depth, seed=width), torch.tensor([True, False, True, True])
     grown[2][0] = 0.0  # all equal: parents first
     grown[2][3, -1] = float("nan")
-    shared = None if budget is None else share(budget, [90, 500, 101, 97], favour)
+    shared = None if budget is None else share(budget, [90, 500, 101, 97], favour, most=1.0)
     one = pruned(lambda *given: pruning_triton.prune(*given), grown, ready, width, depth, nodes, shared)
     cpu = [part.cpu() for part in grown]
     trees = Trees.empty(4, nodes, "cpu")
-    here = None if shared is None else Shared(shared.nodes, shared.left_R.cpu(), shared.favour.cpu())
+    here = None if shared is None else Shared(shared.nodes, shared.left_R.cpu(), shared.favour.cpu(), shared.most)
     pruning.prune(*cpu, ready, width, depth, Pruned(*trees.parts), here)
     assert budget is None or int(trees.size_R.sum()) <= budget
     for name in ("parent_RQ", "depth_RQ", "mask_RQW", "size_R"):

@@ -1,8 +1,10 @@
 """A drafter within a time: how many steps fit, that asking touches nothing, and that the command keeps to it."""
 
+import math
 import random
 import re
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
@@ -13,8 +15,11 @@ import torch
 
 from tlt.cli import main
 from tlt.config import DraftSettings
+from tlt.draft import _until
 from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.train import pacing
 from tlt.train.drafter import policy_states
+from tlt.train.kept_states import KeptStates
 from tlt.train.pacing import affordable, steps_until
 from tlt.train.packing import Example, pack
 
@@ -66,21 +71,94 @@ def test_asking_touches_neither_drafter_nor_policy() -> None:
 def test_the_command_takes_fewer_steps_where_time_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
     train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.steps=3"]
-    taken = {}
+    taken, cut = {}, {}
     for seconds in ("0.001", "600", "0"):
         assert main([*train, f"--draft.seconds={seconds}", "--out", str(tmp_path / seconds)]) == 0
-        found = re.search(r"^(\d+) steps", capsys.readouterr().out, re.MULTILINE)
+        told = capsys.readouterr().out
+        found = re.search(r"^(\d+) steps", told, re.MULTILINE)
         assert found is not None
-        taken[seconds] = int(found[1])
+        taken[seconds], cut[seconds] = (
+            int(found[1]),
+            "1 of 3 steps fit into 0.001 s: for more, raise draft.seconds" in told,
+        )
     assert taken == {"0.001": 1, "600": 3, "0": 3}
+    assert cut == {"0.001": True, "600": False, "0": False}
 
 
-def test_training_ends_when_time_is_up_whatever_was_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_training_ends_when_time_is_up_and_nothing_launched_is_lost() -> None:
+    """Whatever was planned: one batch is learned from, and then as many as come in time."""
+    deadline_s = time.perf_counter() + 0.2
+    taken = list(_until(deadline_s, slowly(range(100), 0.05)))  # type: ignore[arg-type]
+    assert taken == list(range(len(taken)))
+    assert 1 <= len(taken) < 20
+    assert list(_until(deadline_s, iter("abc"))) == ["a"]  # type: ignore[arg-type]
+    assert list(_until(math.inf, iter("abc"))) == ["a", "b", "c"]  # type: ignore[arg-type]
+
+
+def slowly(things: Iterable[int], seconds: float) -> Iterator[int]:
+    for thing in things:
+        time.sleep(seconds)
+        yield thing
+
+
+class Clock:
+    """Time that passes only where somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_steps_are_timed_with_what_comes_before_them(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """The policy runs once for several batches: over whole runs of it, a step takes what it takes on average. The first
+    steps, slow as they are, do not count."""
+    clock = Clock()
+    monkeypatch.setattr(pacing, "time", clock)
+
+    def batches() -> Iterator[int]:
+        for number in range(1000):
+            clock.now += 50.0 if number == 0 else 0.0  # compiling
+            clock.now += 3.0 * together if number % together == 0 else 0.0
+            clock.now += 0.5
+            yield number
+
+    class Trainer:
+        def micro_steps(self, given: Iterator[int]) -> Iterator[int]:
+            yield from given
+
+    assert pacing._step_s(Trainer(), batches(), together) == pytest.approx(3.5)  # type: ignore[arg-type]
+    few = islice(batches(), 3)
+    assert pacing._step_s(Trainer(), few, 1) > 3.5  # type: ignore[arg-type]
+
+
+def test_on_a_gpu_batches_share_runs_of_the_policy() -> None:
+    class Head:
+        def __init__(self, is_cuda: bool) -> None:
+            self.is_cuda = is_cuda
+
+    for tokens, expected in ((2048, 16), (16384, 2), (10**6, 1)):
+        settings = DraftSettings(tokens_per_batch=tokens)
+        assert pacing._together(settings, Head(True)) == expected  # type: ignore[arg-type]
+        assert pacing._together(settings, Head(False)) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("filling_s", "kept"), [(0.0, True), (1e6, False)])
+def test_states_are_kept_if_there_is_time_to_compute_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filling_s: float, kept: bool
 ) -> None:
-    monkeypatch.setattr("tlt.draft.steps_until", lambda *_: 50)
+    made: list[object] = []
+    original = KeptStates.__init__
+
+    def noticed(self: KeptStates, *given: object) -> None:
+        made.append(self)
+        original(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KeptStates, "__init__", noticed)
+    monkeypatch.setattr("tlt.draft._filling_s", lambda *_: filling_s)
     small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
-    train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.seconds=0.001"]
+    train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.steps=30", "--draft.seconds=600"]
     assert main([*train, "--out", str(tmp_path / "drafter")]) == 0
-    assert re.search(r"^1 steps", capsys.readouterr().out, re.MULTILINE)
-    assert (tmp_path / "drafter" / "config.json").is_file()
+    assert bool(made) == kept

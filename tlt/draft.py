@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
 
 _PLANNED = 0.95  # of the time left for training: batches differ, and somebody has to save the drafter
+_FILLING = 0.25  # of it may pass before the first step
 
 _Lessons = Callable[[int], Iterator[DrafterBatch]]  # of so many steps
 
@@ -66,9 +67,9 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         measuring_s = spent.on("measuring")
         console.print(f"{len(learned)} answers to learn from; so far: {spent}", soft_wrap=True)
         deadline_s = spent.began_s + config.draft.seconds - measuring_s if config.draft.seconds else inf
-        lessons = _lessons(config, policy, drafter, learned)
-        config = _within_time(config, policy, drafter, lessons, deadline_s)
-        tokens = _train(config, policy, drafter, lessons, deadline_s, console)
+        lessons, steps = _planned(config, policy, drafter, learned, deadline_s)
+        paced = replace(config, draft=replace(config.draft, steps=steps))
+        tokens = _train(paced, policy, drafter, _until(deadline_s, lessons(steps)), console)
         seconds = spent.on("training")
         after = _measure(drafter, policy, held)
         spent.on("measuring")
@@ -79,7 +80,10 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
     unrolled = max(0, len(tokens) - config.draft.single_steps) if config.draft.unroll > 1 else 0
     pace = f"{sum(tokens)} tokens, {seconds:.0f} s, {sum(tokens) / seconds:,.0f} tokens/s"
     console.print(f"{len(tokens)} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
-    if not unrolled:
+    if len(tokens) < config.draft.steps:
+        fit = f"{len(tokens)} of {config.draft.steps} steps fit into {config.draft.seconds:g} s"
+        console.print(f"{fit}: for more, raise draft.seconds", soft_wrap=True)
+    elif not unrolled:
         hint = "raise draft.steps above draft.single_steps, and draft.unroll above 1"
         console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
     console.print(f"time: {spent}", soft_wrap=True)
@@ -234,44 +238,73 @@ def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) 
     return drafter
 
 
-def _lessons(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer]) -> _Lessons:
-    """Batches of so many steps: pass after pass over the answers, always the same."""
+def _lessons(
+    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], room: int | None = None
+) -> _Lessons:
+    """Batches of so many steps: pass after pass over the answers, always the same. In `room` bytes states are kept."""
     examples, size = [answer.example for answer in learned], config.draft.tokens_per_batch
-    room = max(size, *(len(example.tokens) for example in examples))
+    longest = max(size, *(len(example.tokens) for example in examples))
     passes = config.draft.steps * size / sum(len(example.tokens) for example in examples)
-    states = states_for(policy.model, examples, drafter.config.taps, passes=passes)
+    states = states_for(policy.model, examples, drafter.config.taps, passes=passes, room=room)
 
     def batches_of(steps: int) -> Iterator[DrafterBatch]:
         stream = islice(batches(endless(examples, config.run.seed), size), steps)
-        return states(row for batch in stream for row in pack(batch, room))  # a batch fits a row
+        return states(row for batch in stream for row in pack(batch, longest))  # a batch fits a row
 
     return batches_of
 
 
-def _within_time(config: RunConfig, policy: Policy, drafter: Eagle, lessons: _Lessons, deadline_s: float) -> RunConfig:
-    """With fewer steps, where all of them would last beyond the deadline."""
+def _planned(
+    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], deadline_s: float
+) -> tuple[_Lessons, int]:
+    """What it learns from, and in how many steps: fewer where all of them would last beyond the deadline. Then the
+    policy's states are kept only if computing them all takes a small part of the time."""
     if deadline_s == inf:
-        return config
+        return _lessons(config, policy, drafter, learned), config.draft.steps
+    in_time = _filling_s(config, policy, drafter, learned) < _FILLING * (deadline_s - time.perf_counter())
+    lessons = _lessons(config, policy, drafter, learned, room=None if in_time else 0)
+    return lessons, _fitting(config, policy, drafter, lessons, deadline_s)
+
+
+def _filling_s(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer]) -> float:
+    """Seconds in which the policy computes its states of all answers, by those of a batch."""
+    examples = [answer.example for answer in learned]
+    batch = next(batches(examples, config.draft.tokens_per_batch))
+    all_of_them, some = (sum(len(example.tokens) for example in these) for these in (examples, batch))
+    (row,) = pack(batch, some)
+    started = time.perf_counter()
+    float(policy_states(policy.model, row, drafter.config.taps).hidden_TD[-1, -1])  # which waits for it
+    return (time.perf_counter() - started) * all_of_them / some
+
+
+def _fitting(config: RunConfig, policy: Policy, drafter: Eagle, lessons: _Lessons, deadline_s: float) -> int:
     model, now_s = policy.model, time.perf_counter()
+    if deadline_s <= now_s:
+        return 1
     planned_s, every = now_s + _PLANNED * (deadline_s - now_s), partial(lessons, config.draft.steps)
-    steps = steps_until(planned_s, drafter, model.head_weight, model.embed, config.draft, every)
-    return replace(config, draft=replace(config.draft, steps=steps))
+    return steps_until(planned_s, drafter, model.head_weight, model.embed, config.draft, every)
 
 
 def _train(
-    config: RunConfig, policy: Policy, drafter: Eagle, lessons: _Lessons, deadline_s: float, console: Console
+    config: RunConfig, policy: Policy, drafter: Eagle, lessons: Iterable[DrafterBatch], console: Console
 ) -> list[int]:
-    """Tokens of every step it took; fewer steps than planned only if the time was over."""
+    """Tokens of every step it took."""
     trainer = DrafterTrainer(drafter, policy.model.head_weight, policy.model.embed, config.draft)
     tokens: list[int] = []
     with _progress("drafter", console) as progress:
         bar = progress.add_task("", total=config.draft.steps, note="")
-        for result in trainer.micro_steps(lessons(config.draft.steps)):
+        for result in trainer.micro_steps(lessons):
             tokens.append(result.tokens)
             progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
-            if time.perf_counter() > deadline_s:
-                break
     return tokens
+
+
+def _until(deadline_s: float, lessons: Iterable[DrafterBatch]) -> Iterator[DrafterBatch]:
+    """One at least."""
+    for lesson in lessons:
+        yield lesson
+        if time.perf_counter() > deadline_s:
+            return
 
 
 def _held(config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[_Answer]) -> list[Drawn]:

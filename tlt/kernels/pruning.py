@@ -3,11 +3,10 @@
 The nodes of a growth lie level by level, `width` to a level. The likeliest of them stay, in that order, so that parents
 come before children; a node's score never exceeds its parent's, and a small cost per level breaks ties for the parent.
 A score that is no number is the worst.
-Each row may keep as many as its tree has room for; where rows share a budget, only those that are likelier than the
-first node, of all rows' nodes by likelihood, that it has no room for: so a tree is as large as its row is predictable.
-Of equals, and many rows may be quite sure, those of the first rows are taken for likelier. A batch lasts as long as its
-last row: those that have less left to write than others may be held back (`Shared.favour`); of equals among these all
-may go, for numbers end there.
+Each row may keep as many as its tree has room for; where rows share, only those among the likeliest of all rows' nodes:
+so a tree is as large as its row is predictable. Of equals, and many rows may be quite sure, the first rows' stay. A
+batch lasts as long as its last row: those that have less left to write than others may be held back a little
+(`Shared.favour`).
 """
 # R rows, L nodes grown, k nodes kept, Q nodes of a tree (the root is 0), W mask words of 32 bits
 
@@ -16,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEVEL_COST = 1e-4  # taken off a score per level when nodes are compared …
-ROWS_TO_COST = 1e8  # … and per row, where rows are: together less than a level
+LEVEL_COST = 1e-4  # taken off a score per level when nodes are compared
 WORD = 32
 
 
@@ -38,7 +36,8 @@ class Shared:
 
     nodes: int  # in all of them together, roots left out
     left_R: Tensor  # int64: tokens that each may still write
-    favour: Tensor  # float32, one number: by how much a row with nothing left is held back, in nats; 0: nobody is
+    favour: Tensor  # float32, one number: by how much a row with nothing left would be held back, in nats …
+    most: float = 0.0  # … and by how much any is
 
 
 def prune(
@@ -62,10 +61,9 @@ def prune(
     node_Rk = order_RL[:, :kept].sort(dim=1).values
     stays_Rk = ready_R[:, None].expand(rows, kept)
     if shared is not None:
-        row_R1 = torch.arange(rows, device=ready_R.device, dtype=score_RL.dtype)[:, None]
-        unlikely_RL = score_RL.neg().clamp(min=0.0) + row_R1 / ROWS_TO_COST + handicap(shared, ready_R)[:, None]
+        unlikely_RL = score_RL.neg().clamp(min=0.0) + handicap(shared, ready_R)[:, None]
         unlikely_RL = unlikely_RL.masked_fill(~ready_R[:, None], torch.inf)
-        stays_Rk = stays_Rk & (unlikely_RL.gather(1, node_Rk) < _cut(unlikely_RL, shared.nodes))
+        stays_Rk = stays_Rk & _likeliest(unlikely_RL, shared.nodes).gather(1, node_Rk)
         node_Rk, stays_Rk = _stayers_first(node_Rk, stays_Rk)
     place_RL = node_Rk.new_full((rows, grown), -1)  # whose parent is gone, as it may if scores rise, hangs on nothing
     place_RL.scatter_(1, node_Rk, torch.arange(1, kept + 1, device=ready_R.device).expand(rows, -1))
@@ -83,14 +81,15 @@ def prune(
 def handicap(shared: Shared, ready_R: Tensor) -> Tensor:
     """float32 [R], from 0 on: nothing for the row that has most left of those that are ready."""
     left_R = shared.left_R.clamp(min=0).float() * ready_R
-    return shared.favour * (1.0 - left_R / left_R.amax().clamp(min=1.0))
+    return (shared.favour * (1.0 - left_R / left_R.amax().clamp(min=1.0))).clamp(max=shared.most)
 
 
-def _cut(unlikely_RL: Tensor, budget: int) -> Tensor | float:
-    """Of the likeliest node that the budget has no room for."""
-    if unlikely_RL.numel() <= budget:
-        return torch.inf
-    return unlikely_RL.flatten().sort().values[budget]
+def _likeliest(unlikely_RL: Tensor, nodes: int) -> Tensor:
+    """bool [R, L]: one of so many of all; of equals the first. What is infinitely unlikely is none."""
+    first = unlikely_RL.flatten().sort(stable=True).indices[:nodes]
+    chosen_RL = torch.zeros_like(unlikely_RL, dtype=torch.bool)
+    chosen_RL.view(-1)[first] = True
+    return chosen_RL & unlikely_RL.isfinite()
 
 
 def _stayers_first(node_Rk: Tensor, stays_Rk: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.kernels.pruning import LEVEL_COST, ROWS_TO_COST, WORD, Pruned, Shared
+from tlt.kernels.pruning import LEVEL_COST, WORD, Pruned, Shared
 
-_LEVEL_COST, _ROWS_TO_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(ROWS_TO_COST), tl.constexpr(WORD)
+_LEVEL_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(WORD)
 
 
 @triton.jit
@@ -21,33 +21,35 @@ def _score(score_ptr, at, node, there, width):
 
 
 @triton.jit
-def _unlikely(score, row, handicap):
-    return tl.maximum(-score, 0.0) + row.to(tl.float32) / _ROWS_TO_COST + handicap
+def _unlikely(score, handicap):
+    return tl.maximum(-score, 0.0) + handicap
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _handicap_kernel(left_ptr, ready_ptr, favour_ptr, handicap_ptr, rows, BLOCK: tl.constexpr):
+def _handicap_kernel(left_ptr, ready_ptr, favour_ptr, handicap_ptr, rows, most, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
     real = row < rows
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
     left = tl.maximum(tl.load(left_ptr + row, mask=ready, other=0), 0).to(tl.float32)
-    most = tl.maximum(tl.max(left, axis=0), 1.0)
-    tl.store(handicap_ptr + row, tl.load(favour_ptr) * (1.0 - tl.div_rn(left, most + tl.zeros_like(left))), mask=real)
+    longest = tl.maximum(tl.max(left, axis=0), 1.0)
+    handicap = tl.load(favour_ptr) * (1.0 - tl.div_rn(left, longest + tl.zeros_like(left)))
+    tl.store(handicap_ptr + row, tl.minimum(handicap, most), mask=real)
 
 
 @triton.jit(do_not_specialize=["stride_grown", "rows", "grown", "width", "budget"])
 def _cut_kernel(
-    score_ptr, ready_ptr, handicap_ptr, cut_ptr, stride_grown, rows, grown, width, budget, BLOCK: tl.constexpr
-):
-    """How unlikely the first node is that the budget has no room for: numbers from 0 on lie in the order of their
-    bits, so halving the bits left finds it."""
+    score_ptr, ready_ptr, handicap_ptr, cut_ptr, first_ptr, stride_grown, rows, grown, width, budget,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How unlikely the first node is that the budget has no room for, and which of its equals is the first such node.
+    Numbers from 0 on lie in the order of their bits, so halving what is left of the bits finds it; and of places."""
     index = tl.arange(0, BLOCK)
     real = index < rows * grown
     row, node = index // grown, index % grown
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
     score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, width)
     handicap = tl.load(handicap_ptr + row, mask=real, other=0.0)
-    bits = _unlikely(score, row, handicap).to(tl.int32, bitcast=True)
+    bits = _unlikely(score, handicap).to(tl.int32, bitcast=True)
     low = tl.program_id(0) * 0
     high = low + 0x7F800000  # infinity's
     for _ in tl.range(31):
@@ -55,13 +57,23 @@ def _cut_kernel(
         enough = tl.sum((bits <= middle).to(tl.int32), axis=0) > budget
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
-    tl.store(cut_ptr, high.to(tl.float32, bitcast=True))
+    cut = high
+    left = budget - tl.sum((bits < cut).to(tl.int32), axis=0)  # for equals
+    low = tl.program_id(0) * 0
+    high = low + BLOCK
+    for _ in tl.range(20):
+        middle = low + (high - low) // 2
+        enough = tl.sum(((bits == cut) & (index <= middle)).to(tl.int32), axis=0) > left
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, tl.minimum(middle + 1, high))
+    tl.store(cut_ptr, cut.to(tl.float32, bitcast=True))
+    tl.store(first_ptr, high)
 
 
 @triton.jit(do_not_specialize=["stride_grown", "stride_out", "stride_mask", "grown", "width", "kept", "nodes"])
 def _prune_kernel(
-    token_ptr, parent_ptr, score_ptr, ready_ptr, handicap_ptr, cut_ptr, out_token_ptr, out_parent_ptr, out_depth_ptr,
-    mask_ptr, size_ptr, stride_grown, stride_out, stride_mask, grown, width, kept, nodes,
+    token_ptr, parent_ptr, score_ptr, ready_ptr, handicap_ptr, cut_ptr, first_ptr, out_token_ptr, out_parent_ptr,
+    out_depth_ptr, mask_ptr, size_ptr, stride_grown, stride_out, stride_mask, grown, width, kept, nodes,
     L: tl.constexpr, Q: tl.constexpr, LOG_Q: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +87,9 @@ def _prune_kernel(
     before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
     stays = real & (tl.sum(before.to(tl.int32), axis=1) < kept)
     if cut_ptr is not None:
-        stays = stays & (_unlikely(score, row, tl.load(handicap_ptr + row)) < tl.load(cut_ptr))
+        unlikely, cut = _unlikely(score, tl.load(handicap_ptr + row)), tl.load(cut_ptr)
+        equals = (unlikely == cut) & (row * grown + node < tl.load(first_ptr)) & (unlikely < float("inf"))
+        stays = stays & ((unlikely < cut) | equals)
     place = tl.cumsum(stays.to(tl.int32), axis=0)  # in the tree; the root is 0
     place = tl.where(stays, place, -1)
     token = tl.load(token_ptr + row * stride_grown + node, mask=real, other=0)
@@ -117,9 +131,9 @@ def prune(
     """As `pruning.prune`."""
     grown, (rows, nodes) = width * depth, out.token_RQ.shape
     padded = triton.next_power_of_2(max(nodes, 2))
-    handicap, cut = (None, None) if shared is None else _cut(score_RL, ready_R, width, grown, shared)
+    cut = (None, None, None) if shared is None else _cut(score_RL, ready_R, width, grown, shared)
     _prune_kernel[(rows,)](
-        token_RL, parent_RL, score_RL, ready_R, handicap, cut,
+        token_RL, parent_RL, score_RL, ready_R, *cut,
         out.token_RQ, out.parent_RQ, out.depth_RQ, out.mask_RQW, out.size_R,
         token_RL.stride(0), out.token_RQ.stride(0), out.mask_RQW.stride(0), grown, width, min(nodes - 1, grown), nodes,
         L=triton.next_power_of_2(max(grown, 2)), Q=padded, LOG_Q=padded.bit_length() - 1, W=out.mask_RQW.shape[2],
@@ -127,18 +141,18 @@ def prune(
     )  # fmt: skip
 
 
-def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, shared: Shared) -> tuple[Tensor, Tensor]:
-    """What holds each row back, and where to cut."""
-    rows = len(ready_R)
-    handicap_R = torch.empty(rows, dtype=torch.float32, device=score_RL.device)
-    cut = torch.empty(1, dtype=torch.float32, device=score_RL.device)
+def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
+    """What holds each row back, where to cut, and from which place on equals go."""
+    rows, device = len(ready_R), score_RL.device
+    handicap_R, cut = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 1))
+    first = torch.empty(1, dtype=torch.int32, device=device)
     _handicap_kernel[(1,)](
-        shared.left_R, ready_R, shared.favour, handicap_R, rows,
+        shared.left_R, ready_R, shared.favour, handicap_R, rows, shared.most,
         BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
     block = max(32, triton.next_power_of_2(rows * grown))
     _cut_kernel[(1,)](
-        score_RL, ready_R, handicap_R, cut, score_RL.stride(0), rows, grown, width, shared.nodes,
+        score_RL, ready_R, handicap_R, cut, first, score_RL.stride(0), rows, grown, width, shared.nodes,
         BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return handicap_R, cut
+    return handicap_R, cut, first

@@ -28,7 +28,7 @@ from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.grown import GrownTrees
 from tlt.spec.growth import Grove, Soil
 from tlt.spec.prompt_states import PromptStates, Recalled
-from tlt.spec.shape import Draft, Shape
+from tlt.spec.shape import MOST_HELD_BACK, Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
 
@@ -257,7 +257,7 @@ class LearnedDrafting:
             if shape.share:  # idle rows must take nothing of it
                 ready_R = ready_R & (self._row[:rows] < view.count)
                 left_R = view.end_R[:rows] - view.position_R[:rows]
-                shared = Shared(shape.tokens(rows) - rows, left_R, view.favour)
+                shared = Shared(shape.tokens(rows) - rows, left_R, view.favour, MOST_HELD_BACK)
             grove.prune(rows, shape.depth, ready_R, trees, shared)
             grove.pack(rows, shape.depth, self._memory.ready_R)
 

@@ -33,7 +33,7 @@ from tlt.train.supervised import StepResult
 
 CLIP = 1.0  # largest norm of the gradient
 RATED_AT = 1024  # hidden size that `draft.learning_rate` speaks of
-_TOKENS_AT_ONCE = 32768  # whose states a GPU computes in one forward, where rows are shorter
+TOKENS_AT_ONCE = 32768  # whose states a GPU computes in one forward, where rows are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def stream_states(
     That is what a GPU wants: the policy has many layers to launch, and a small one computes faster than they are.
     """
     if at_once is None:
-        at_once = _TOKENS_AT_ONCE if model.embed.is_cuda else 0
+        at_once = TOKENS_AT_ONCE if model.embed.is_cuda else 0
     group: list[PackedRow] = []
     tokens = 0
     for row in rows:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tlt.config import DraftSettings
 from tlt.spec.eagle import Eagle
-from tlt.train.drafter import DrafterBatch, DrafterTrainer
+from tlt.train.drafter import TOKENS_AT_ONCE, DrafterBatch, DrafterTrainer
 
-_FIRST_STEPS, _TIMED_STEPS = 4, 8  # kernels are compiled in the first ones
+_FIRST_STEPS, _TIMED_STEPS = 4, 8  # at least; kernels are compiled in the first ones
 _UNROLLED_FROM_THE_START, _NEVER_UNROLLED = 0, 1 << 30
 
 Batches = Callable[[], Iterator[DrafterBatch]]  # as training will get them: making them ready takes time too
@@ -25,8 +25,13 @@ def steps_until(
     deadline_s: float, drafter: Eagle, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, batches: Batches
 ) -> int:
     """As many of the settings' steps as such batches allow for until then, by `perf_counter`; at least one."""
+    together = _together(settings, head_VD)
     single_s, unrolled_s = (
-        _step_s(DrafterTrainer(deepcopy(drafter), head_VD, embed_VD, replace(settings, single_steps=single)), batches())
+        _step_s(
+            DrafterTrainer(deepcopy(drafter), head_VD, embed_VD, replace(settings, single_steps=single)),
+            batches(),
+            together,
+        )
         for single in (_NEVER_UNROLLED, _UNROLLED_FROM_THE_START)
     )
     return affordable(deadline_s - time.perf_counter(), settings, single_s, unrolled_s)
@@ -39,10 +44,17 @@ def affordable(seconds: float, settings: DraftSettings, single_s: float, unrolle
     return max(1, min(settings.steps, single + unrolled))
 
 
-def _step_s(trial: DrafterTrainer, batches: Iterator[DrafterBatch]) -> float:
-    """Seconds of a step, from batch to batch; of the first ones only where there are no others."""
+def _together(settings: DraftSettings, head_VD: Tensor) -> int:
+    """Batches whose states may come from one run of the policy, which is then part of one step in so many."""
+    return max(1, TOKENS_AT_ONCE // settings.tokens_per_batch) if head_VD.is_cuda else 1
+
+
+def _step_s(trial: DrafterTrainer, batches: Iterator[DrafterBatch], together: int) -> float:
+    """Seconds of a step, from batch to batch, over whole runs of the policy; of the first ones only where there are no
+    others."""
+    first, timed = (-(-steps // together) * together for steps in (_FIRST_STEPS, _TIMED_STEPS))
     started = time.perf_counter()
-    ends = [time.perf_counter() for _ in trial.micro_steps(islice(batches, _FIRST_STEPS + _TIMED_STEPS))]
-    if len(ends) <= _FIRST_STEPS:
+    ends = [time.perf_counter() for _ in trial.micro_steps(islice(batches, first + timed))]
+    if len(ends) < first + timed:
         return (ends[-1] - started) / len(ends)
-    return (ends[-1] - ends[_FIRST_STEPS - 1]) / (len(ends) - _FIRST_STEPS)
+    return (ends[-1] - ends[first - 1]) / timed
