@@ -20,12 +20,15 @@ import sys
 import time
 import timeit
 import tracemalloc
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch
+
+from tlt.bench.machine import describe
 from tlt.spec.shape import Draft
 from tlt.spec.suffix import SuffixDrafter
 from tlt.types import Key
@@ -245,6 +248,7 @@ def main() -> None:
     parser.add_argument("--max-match", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="runs, of which the quickest of each call counts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="the commit that is measured, where git cannot tell")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args()
     if options.answers:
@@ -255,8 +259,9 @@ def main() -> None:
     results = [measure(problems, options, budget) for budget in options.budgets]
     if options.json:
         asked = {name: str(value) for name, value in vars(options).items()}
-        about = {"python": platform.python_version(), "call_ns": yardstick_ns(), "options": asked}
-        print(json.dumps(about | {"results": results}, ensure_ascii=False))
+        machine = asdict(describe(torch.device("cpu"), options.commit))
+        about = {"machine": machine, "call_ns": yardstick_ns(), "options": asked}
+        print(json.dumps(about | {"results": results}, ensure_ascii=False, indent=1))
     else:
         print(f"Python {platform.python_version()}; a function call takes {yardstick_ns():.0f} ns here")
         show(results)

@@ -12,7 +12,7 @@ import pytest
 import tlt
 from tlt.cli import VERBS, main
 from tlt.config import RunConfig
-from tlt.errors import ModelError
+from tlt.errors import ModelError, StateLost
 from tlt.recipe import load_config
 
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "rich", "ray", "triton"}
@@ -104,6 +104,29 @@ def test_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = recipe(tmp_path, "[run]\nsteps = 3\n")
     assert main(["train", path, "--run.seed=7"]) == main(["train", path, "--resume"]) == 0
     assert seen == [(load_config(path, ["--run.seed=7"]), False), (load_config(path), True)]
+
+
+@pytest.mark.parametrize("lost", [0, 2, 3])
+def test_a_run_that_lost_its_state_goes_on_from_its_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int
+) -> None:
+    """By itself, as often as `cluster.restarts` allows; then it ends with the error."""
+    resumed: list[bool] = []
+
+    def train(config: RunConfig, resume: bool, open_fleet: object) -> None:
+        resumed.append(resume)
+        if len(resumed) <= lost:
+            raise StateLost("worker 1 died with its part of the policy")
+
+    module = ModuleType("tlt.reinforce")
+    module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tlt.reinforce", module)
+    path = recipe(tmp_path, "[cluster]\nrestarts = 2\n")
+    assert (main(["train", path]) == 0) == (lost < 3)
+    assert resumed == [False, True, True][: lost + 1]
+    told = capsys.readouterr().err
+    assert told.count("worker 1 died with its part of the policy: going on from the last checkpoint") == min(lost, 2)
+    assert ("tlt: error: worker 1 died" in told) == (lost == 3)
 
 
 def test_train_checks_its_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -172,6 +172,20 @@ def test_a_group_computes_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(computed) == len(prompt) - 1
 
 
+def test_a_group_shares_the_pages_of_its_prompt() -> None:
+    """All full ones are there once, whoever reads them; of the rest everybody has its own."""
+    prompt, params = tuple(range(2, 32)), SamplingParams(max_tokens=9, ignore_eos=True)
+    engine = Engine(MODEL, letters(), EngineSettings(page_size=4))
+    engine.submit([Request(Key(0, i), prompt, params, "p") for i in range(8)])
+    while engine.running < 8:
+        engine.tick()
+    tables = [stay.pages for stay in engine._scheduler._stays]
+    full = (len(prompt) - 1) // 4
+    assert {tuple(pages[:full]) for pages in tables} == {tuple(tables[0][:full])}
+    assert len({page for pages in tables for page in pages[full:]}) == sum(len(pages[full:]) for pages in tables)
+    assert engine.report().pages.used <= full + 1 + 8 * max(len(pages[full:]) for pages in tables)
+
+
 def test_stop_texts_end_an_answer_where_they_are_complete() -> None:
     free = run(requests(6, params=[SamplingParams(max_tokens=40)]))
     for key, completion in free.items():

@@ -28,6 +28,7 @@ from tlt.errors import RequestError
 from tlt.kernels import states as state_kernels
 from tlt.model.attention import PackedLayout
 from tlt.spec import backlog
+from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness
 from tlt.spec.drafter import Planted, SuffixDrafting
@@ -177,9 +178,13 @@ def rotated_forward(drafter: Eagle, aligned, states, first: int) -> torch.Tensor
     return drafter.forward_packed(aligned, states, MODEL.embed)
 
 
+def first_tokens(draft: Draft) -> set[int]:
+    return {token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent < 0}
+
+
 @AHEAD
 @pytest.mark.parametrize("kind", ["both", "changing"])
-def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool) -> None:
+def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both in one tree; or another set of drafters every tick, off included."""
     learned, dice = drafting(), random.Random(4)
     batch = requests(12, group=3)
@@ -187,11 +192,23 @@ def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool) -> Non
     shapes = {"both": [both], "changing": [both, Shape(), shape_of(3, 2, 6), Shape(("suffix",), 5, 2, 8)]}[kind]
     choose = lambda batch: dice.choice(shapes) if batch else Shape()
     engine = engine_with(learned, choose, ahead, suffix=True, rows=6)
+    joined, shared = speculation_module._joined, 0
+
+    def look(parts: Sequence[Draft], budget: int) -> Draft:
+        nonlocal shared
+        tree = joined(parts, budget)
+        if len(parts) == 2:
+            one, other, kept = map(first_tokens, (*parts, tree))
+            shared += bool(kept & (one - other)) and bool(kept & (other - one))
+        return tree
+
+    monkeypatch.setattr(speculation_module, "_joined", look)
     engine.submit(batch)
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)
     report = engine.report().speculation
     assert report is not None
     assert {shape for _, shape in report.ticks} >= set(shapes)
+    assert shared > 20, "trees that hold what one of them alone named, of each"
 
 
 def test_switching_on_and_off_computes_nothing_of_the_policys_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,22 +245,29 @@ def test_a_rollout_is_drawn_from_the_policy() -> None:
 
 @torch.no_grad()
 def test_rejected_branches_leave_no_trace_in_the_cache() -> None:
-    """After speculating with wrong drafts, the cache holds what plain decoding puts there, bit for bit in place."""
+    """After speculating with wrong drafts, the cache holds what plain decoding puts there, in its place; of several
+    requests side by side as of one."""
     shape = fixed(Shape(("x",), 4, 2, 9))
-    request = Request(Key(5, 0), tuple(range(2, 30)), SamplingParams(max_tokens=40, ignore_eos=True))
-    answers = {request.key: one_by_one_free(request)}
-    caches = []
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    batch = [Request(Key(5, number), tuple(range(2, 30 - 5 * number)), params) for number in range(4)]
+    answers = {request.key: one_by_one_free(request) for request in batch}
+    caches: list[dict[Key, list[torch.Tensor]]] = []
     for speculation in (None, Scripted(oracle(answers, miss=0.5, seed=2), shape)):
-        engine = Engine(MODEL, letters(), EngineSettings(rows=2, page_size=4), speculation=speculation)
-        engine.submit([request])
-        while len(engine.written(request.key)) < 30:
+        engine = Engine(MODEL, letters(), EngineSettings(rows=4, page_size=4), speculation=speculation)
+        engine.submit(batch)
+        while min(len(engine.written(request.key)) for request in batch) < 30:
             engine.tick()
-        stay = engine._scheduler._stays[0]
-        slots = torch.tensor([stay.pages[p // 4] * 4 + p % 4 for p in range(len(request.prompt) + 29)])
-        cache = engine._runner._cache
-        caches.append([part.flatten(1, 2)[:, slots] for part in (cache.k, cache.v)])
-    for plain, speculated in zip(*caches, strict=True):
-        assert torch.allclose(plain, speculated, atol=1e-9)
+        cache, held = engine._runner._cache, {}
+        for stay in engine._scheduler._stays:
+            request = stay.progress.request
+            slots = torch.tensor([stay.pages[p // 4] * 4 + p % 4 for p in range(len(request.prompt) + 29)])
+            held[request.key] = [part.flatten(1, 2)[:, slots] for part in (cache.k, cache.v)]
+        caches.append(held)
+    plain, speculated = caches
+    assert plain.keys() == speculated.keys() == answers.keys()
+    for key, parts in plain.items():
+        for ours, theirs in zip(parts, speculated[key], strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-9)
 
 
 def one_by_one_free(request: Request) -> list[int]:
