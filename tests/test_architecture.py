@@ -80,6 +80,7 @@ PLAIN = {
     "tlt.watch.metrics",
     "tlt.watch.summary",
     "tlt.watch.plot",
+    "tlt.watch.lanes",
     "tlt.watch.figures",
     "tlt.watch.report",
 }

@@ -23,6 +23,7 @@ from tlt.watch.figures import Figure, figures_of, survival
 from tlt.watch.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Frame, tick_words, ticks
 from tlt.watch.report import page, write_report
 from tlt.watch.summary import duration, in_words, last_lines, summarise
+from tlt.watch.workers import WorkerSpans
 
 
 def figure(directory: Path, title: str) -> Figure:
@@ -80,6 +81,49 @@ def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
     assert [round(height / sum(heights) * 7.0, 2) for height in heights] == pytest.approx(
         [4.0, 0.25, 2.0, 0.5, 0.125, 0.125], abs=0.03
     )
+
+
+def test_what_workers_did_is_drawn_to_scale(tmp_path: Path) -> None:
+    """Of the last step: worker 1 rolls for 6 of 10 s, then trains the drafter, and waits for the last second."""
+    spans = [
+        WorkerSpans(10, 0, "here", (("rolling", 90.0, 9.0),)),
+        WorkerSpans(11, 1, "there", (("rolling", 100.0, 6.0), ("drafting", 106.0, 2.0), ("idle", 108.0, 1.0))),
+        WorkerSpans(11, 0, "here", (("rolling", 100.0, 9.0),)),
+        WorkerSpans(11, 0, "here", (("updating", 109.0, 1.0),)),
+        WorkerSpans(11, 1, "there", (("updating", 109.0, 1.0),)),
+    ]
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 12), *spans])
+    shown = figure(directory, "Workers")
+    assert shown.words == "What each worker did in step 12: 5.0% of their time idle."
+    assert [entry.label for entry in shown.legend] == ["rolling", "drafting", "updating", "idle"]
+    svg = ElementTree.fromstring(shown.svg)
+    drawn = [(group.findtext("title") or "", group.find("rect")) for group in svg.iter("g")]
+    assert [title for title, _ in drawn] == [
+        "worker 0: rolling 9.0 s",
+        "worker 0: updating 1.0 s",
+        "worker 1: rolling 6.0 s",
+        "worker 1: drafting 2.0 s",
+        "worker 1: idle 1.0 s",
+        "worker 1: updating 1.0 s",
+    ]
+    rects = [rect for _, rect in drawn if rect is not None]
+    second = (WIDTH - LEFT - RIGHT) / 10
+    assert [float(rect.get("width") or "") / second for rect in rects] == pytest.approx([9, 1, 6, 2, 1, 1], abs=0.01)
+    starts = [(float(rect.get("x") or "") - LEFT) / second for rect in rects]
+    assert starts == pytest.approx([0, 9, 0, 6, 8, 9], abs=0.01)
+    assert len({rect.get("y") for rect in rects}) == 2
+    for rect in rects:
+        bottom = float(rect.get("y") or "") + float(rect.get("height") or "")
+        assert TOP <= float(rect.get("y") or "") < bottom <= HEIGHT - BOTTOM
+
+
+def test_of_many_workers_some_are_shown(tmp_path: Path) -> None:
+    spans = [WorkerSpans(0, rank, "here", (("rolling", 5.0, 1.0 + rank),)) for rank in range(60)]
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 1), *spans])
+    shown = figure(directory, "Workers")
+    assert "each worker (20 of 60) did in step 1: 0.0% of their time idle" in shown.words
+    assert len(list(ElementTree.fromstring(shown.svg).iter("rect"))) == 20
+    assert "Workers" not in [one.title for one in figures_of(read_run(whole_run(tmp_path / "alone")))]
 
 
 def test_a_long_run_shares_bars_and_says_so(tmp_path: Path) -> None:

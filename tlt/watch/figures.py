@@ -10,8 +10,10 @@ from itertools import accumulate
 
 from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, StepFinished
 from tlt.watch.history import events_of, steps_of
+from tlt.watch.lanes import Lane, LaneSpan, lane_chart
 from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
 from tlt.watch.summary import PHASES, duration, phase_seconds
+from tlt.watch.workers import WorkerSpans
 
 _SMOOTH = 5  # steps in a running mean
 _SMOOTH_FROM = 20  # steps of a run from which on running means are drawn
@@ -20,6 +22,8 @@ _LEAST_SHARE = 0.002  # of all time: a phase that took less cannot be seen
 _BINS = 30  # bars of a histogram
 _MOST_NAMES = 16  # named places on an axis
 _LEAST_PAIRS = 4  # pairs of bars that the axis has room for, however few there are
+_MOST_LANES = 24  # workers in one figure
+_DOING = {"rolling": "c1", "drafting": "c4", "updating": "c3", "publishing": "c2", "idle": "c6"}
 _PHASE_COLOURS = {"rollout": "c1", "reward": "c2", "update": "c3", "drafting": "c4", "checkpoint": "c5", "other": "c6"}
 
 
@@ -52,6 +56,8 @@ def figures_of(run: Run) -> list[Figure]:
         drawn += [_accept_length(steps, events_of(run, DrafterSwapped)), _saved(steps)]
     if replays := events_of(run, ReplayCompared):
         drawn.append(_replays(replays))
+    if spans := events_of(run, WorkerSpans):
+        drawn.append(_workers(spans))
     return drawn
 
 
@@ -180,6 +186,31 @@ def _replays(replays: Sequence[ReplayCompared]) -> Figure:
     identical = sum(replay.identical for replay in replays)
     words = f"Same rollout, same seeds, written both ways; {identical} of {len(replays)} identical token for token."
     return Figure("Measured against plain decoding", words, (Entry("plain", "c5"), Entry("with TLT", "c3")), svg)
+
+
+def _workers(told: Sequence[WorkerSpans]) -> Figure:
+    """Of the last step that anybody told of; of many workers a few, evenly chosen."""
+    step = max(spans.step for spans in told)
+    by_worker: dict[int, list[tuple[str, float, float]]] = {}
+    for spans in told:
+        if spans.step == step:
+            by_worker.setdefault(spans.worker, []).extend(spans.spans)
+    every = [span for spans in by_worker.values() for span in spans]
+    begun, ended = min(start for _, start, _ in every), max(start + seconds for _, start, seconds in every)
+    unit, name = _time_unit(ended - begun)
+
+    def shown(worker: int, span: tuple[str, float, float]) -> LaneSpan:
+        what, start, seconds = span
+        title = f"worker {worker}: {what} {duration(seconds)}"
+        return LaneSpan((start - begun) / unit, seconds / unit, _DOING.get(what, "c5"), title)
+
+    chosen = sorted(by_worker)[:: -(-len(by_worker) // _MOST_LANES)]
+    lanes = [Lane(str(worker), [shown(worker, span) for span in by_worker[worker]]) for worker in chosen]
+    idle = sum(seconds for what, _, seconds in every if what == "idle") / sum(seconds for _, _, seconds in every)
+    part = f" ({len(lanes)} of {len(by_worker)})" if len(lanes) < len(by_worker) else ""
+    words = f"What each worker{part} did in step {step + 1}: {idle:.1%} of their time idle."
+    entries = tuple(Entry(what, colour) for what, colour in _DOING.items() if any(what == span[0] for span in every))
+    return Figure("Workers", words, entries, lane_chart(lanes, Axis(f"{name} since the step began")))
 
 
 # ---- lengths
