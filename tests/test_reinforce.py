@@ -16,7 +16,7 @@ from tlt.policy import TINY_POLICY
 from tlt.reinforce import refuse_long_prompts
 from tlt.text import Tokenizer
 from tlt.types import Prompt
-from tlt.watch.events import CheckpointSaved, RunFailed, RunResumed, read_run
+from tlt.watch.events import CheckpointSaved, RunFailed, RunResumed, ShapesChosen, read_run
 from tlt.watch.history import events_of, steps_of
 
 
@@ -83,3 +83,9 @@ def test_in_float32_too_curves_are_the_same_bit_by_bit(tmp_path: Path) -> None:
     assert len(weights) == 1
     off = [[step.mismatch_mean for step in steps_of(run)] for run in runs.values()]
     assert off[0] != off[1]  # there was something to settle
+    assert events_of(runs["plain"], ShapesChosen) == ()
+    told = events_of(runs["suffix"], ShapesChosen)
+    assert [event.step for event in told] == [0, 1]
+    for event in told:
+        assert {requests for requests, _, _ in event.ticks} <= {1, 2, 4, 8}
+        assert sum(ticks for _, _, ticks in event.ticks) > 0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.kernels.trees import walk
-from tlt.spec.shape import Draft, depths, merge
+from tlt.spec.shape import OFF, Draft, Shape, by_batch, depths, merge
 from tlt.spec.tree import Trees
 
 
@@ -78,3 +78,13 @@ def test_the_walk_follows_the_drawn_tokens(draft: Draft, drawn: list[int], steps
     count = int(steps_R)
     assert node_RS[0, :count].tolist() == expected
     assert node_RS[0, count:].tolist() == [node] * (steps - count)
+
+
+def test_ticks_are_counted_by_number_of_requests_and_shape() -> None:
+    chain = Shape(("eagle",), 3, 1, 4)
+    ticks = {(1, OFF): 1, (5, OFF): 2, (8, OFF): 3, (9, OFF): 4, (6, chain): 5, (16, chain): 6}
+    once = by_batch(ticks.items())
+    assert once == ((1, "off", 1), (8, "eagle 3x1/4", 5), (8, "off", 5), (16, "eagle 3x1/4", 6), (16, "off", 4))
+    twice = by_batch(((requests, shape), count) for requests, shape, count in once + once)
+    assert twice == tuple((requests, shape, 2 * count) for requests, shape, count in once)
+    assert by_batch(()) == ()

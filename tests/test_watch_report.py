@@ -17,6 +17,7 @@ from tlt.watch.events import (
     ReplayCompared,
     RunFailed,
     RunResumed,
+    ShapesChosen,
     read_run,
 )
 from tlt.watch.figures import Figure, figures_of, survival
@@ -115,6 +116,27 @@ def test_what_workers_did_is_drawn_to_scale(tmp_path: Path) -> None:
     for rect in rects:
         bottom = float(rect.get("y") or "") + float(rect.get("height") or "")
         assert TOP <= float(rect.get("y") or "") < bottom <= HEIGHT - BOTTOM
+
+
+def test_shapes_are_shown_by_number_of_requests(tmp_path: Path) -> None:
+    """Of all steps; what is rarely used is one of the others, and hovering names it."""
+    rare = tuple((8, f"suffix {depth}x1/8", 2) for depth in range(1, 5))
+    chosen = [
+        ShapesChosen(0, ((8, "eagle 7x1/8", 30), (256, "off", 10))),
+        ShapesChosen(1, ((8, "eagle 7x1/8", 30), (8, "off", 12), *rare, (256, "eagle 2x1/4~2", 30))),
+    ]
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 2), *chosen])
+    shown = figure(directory, "Shapes")
+    labels = [entry.label for entry in shown.legend]
+    assert labels == ["eagle 7x1/8", "eagle 2x1/4~2", "suffix 1x1/8", "suffix 2x1/8", "others", "off"]
+    svg = ElementTree.fromstring(shown.svg)
+    told = titles(svg)
+    assert told[0].startswith("up to 8 requests, 80 passes\neagle 7x1/8 75.0%\noff 15.0%\nsuffix 1x1/8 2.5%")
+    assert told[1] == "up to 256 requests, 40 passes\neagle 2x1/4~2 75.0%\noff 25.0%"
+    heights = [[float(bar.get("height") or "") for bar in group.findall("rect")] for group in svg.iter("g")]
+    whole = HEIGHT - TOP - BOTTOM
+    assert [height / whole for height in heights[0]] == pytest.approx([0.75, 0.025, 0.025, 0.05, 0.15], abs=0.002)
+    assert [height / whole for height in heights[1]] == pytest.approx([0.75, 0.25], abs=0.002)
 
 
 def test_of_many_workers_some_are_shown(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tlt.policy import open_policy
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
 from tlt.spec.learned import LearnedDrafting
+from tlt.spec.shape import by_batch
 from tlt.spec.speculation import SpeculationReport
 from tlt.telling import acceptance_collapsed, drafter_trained
 from tlt.train.checkpoint import HostCopy, load_state, save_state
@@ -248,7 +249,8 @@ class LocalFleet:
         if after is None:
             return RolloutReport()
         spent = after.since(self._before) if self._before else after
-        return RolloutReport(spent.verifies, spent.accepted, spent.tuner.saved_s if spent.tuner else 0.0)
+        saved_s = spent.tuner.saved_s if spent.tuner else 0.0
+        return RolloutReport(spent.verifies, spent.accepted, saved_s, by_batch(spent.ticks.items()))
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         result = self.worker.draft(until)

@@ -41,6 +41,7 @@ from tlt.watch.events import (
     Run,
     RunFinished,
     RunResumed,
+    ShapesChosen,
     read_run,
 )
 from tlt.watch.log import EventLog
@@ -124,6 +125,8 @@ class _Run:
             self._log.emit(failure)
         self._log.emit(rollout_finished(step.number, step.rollouts, step.times.rollout))
         self._log.emit(answer_shown(step.number, step.rollouts[0]))
+        if step.report.chosen:
+            self._log.emit(ShapesChosen(step.number, step.report.chosen))
 
     # ---- checkpoints
 

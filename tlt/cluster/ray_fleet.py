@@ -31,6 +31,7 @@ from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, ClusterError, ConfigError, StateLost
 from tlt.loop import Emit, RolloutReport
+from tlt.spec.shape import by_batch
 from tlt.telling import drafter_trained
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
@@ -94,6 +95,7 @@ class RayFleet:
             verifies=sum(report.verifies for report in reports),
             accepted=sum(report.accepted for report in reports),
             saved_s=last.saved_s if last else 0.0,  # the others' savings were saved from waiting
+            chosen=by_batch(((size, shape), ticks) for report in reports for size, shape, ticks in report.chosen),
         )
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:

@@ -132,6 +132,14 @@ class StepFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ShapesChosen(Event):
+    """How a step's rollout speculated, all workers together."""
+
+    step: int
+    ticks: tuple[tuple[int, str, int], ...]  # requests that ran, up to that power of two; shape, or off; ticks
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterTrained(Event):
     """The drafter learned from the rollouts."""
 
@@ -266,6 +274,7 @@ _KINDS: dict[str, type[Event]] = {
         RolloutFinished,
         AnswerShown,
         StepFinished,
+        ShapesChosen,
         DrafterTrained,
         DrafterSwapped,
         CheckpointSaved,

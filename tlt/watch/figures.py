@@ -4,11 +4,12 @@ Pure: a run in, figures out. Every number drawn stands in an event, or is the me
 figure's own words name. Steps are numbered from 1 here, as on the console.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, StepFinished
+from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
 from tlt.watch.history import events_of, steps_of
 from tlt.watch.lanes import Lane, LaneSpan, lane_chart
 from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
@@ -23,6 +24,8 @@ _BINS = 30  # bars of a histogram
 _MOST_NAMES = 16  # named places on an axis
 _LEAST_PAIRS = 4  # pairs of bars that the axis has room for, however few there are
 _MOST_LANES = 24  # workers in one figure
+_OFF, _OTHERS = "off", "others"
+_SHAPE_COLOURS = ("c1", "c3", "c4", "c2")  # of the shapes most used
 _DOING = {"rolling": "c1", "drafting": "c4", "updating": "c3", "publishing": "c2", "idle": "c6"}
 _PHASE_COLOURS = {"rollout": "c1", "reward": "c2", "update": "c3", "drafting": "c4", "checkpoint": "c5", "other": "c6"}
 
@@ -56,6 +59,8 @@ def figures_of(run: Run) -> list[Figure]:
         drawn += [_accept_length(steps, events_of(run, DrafterSwapped)), _saved(steps)]
     if replays := events_of(run, ReplayCompared):
         drawn.append(_replays(replays))
+    if chosen := events_of(run, ShapesChosen):
+        drawn.append(_shapes(chosen))
     if spans := events_of(run, WorkerSpans):
         drawn.append(_workers(spans))
     return drawn
@@ -186,6 +191,35 @@ def _replays(replays: Sequence[ReplayCompared]) -> Figure:
     identical = sum(replay.identical for replay in replays)
     words = f"Same rollout, same seeds, written both ways; {identical} of {len(replays)} identical token for token."
     return Figure("Measured against plain decoding", words, (Entry("plain", "c5"), Entry("with TLT", "c3")), svg)
+
+
+def _shapes(chosen: Sequence[ShapesChosen]) -> Figure:
+    """Shares of the ticks of all steps, by number of requests; of many shapes the most used, and the rest together."""
+    ticks: dict[int, Counter[str]] = {}
+    for one in chosen:
+        for requests, shape, count in one.ticks:
+            ticks.setdefault(requests, Counter())[shape] += count
+    used = sum(ticks.values(), Counter[str]())
+    first = [shape for shape, _ in used.most_common() if shape != _OFF][: len(_SHAPE_COLOURS)]
+    colours = dict(zip([*first, _OTHERS, _OFF], [*_SHAPE_COLOURS[: len(first)], "c5", "c6"], strict=True))
+    names = {shape: shape if shape in colours else _OTHERS for shape in used}
+    bars = []
+    for place, requests in enumerate(sorted(ticks)):
+        here = ticks[requests]
+        whole = here.total()
+        parts = [sum(here[shape] for shape in here if names[shape] == name) / whole for name in colours]
+        said = "\n".join(f"{shape} {count / whole:.1%}" for shape, count in here.most_common(8))
+        bars.append(Bar(place - 0.4, 0.8, parts, f"{_requests(requests)}, {whole} passes\n{said}"))
+    sizes = tuple((float(place), str(requests)) for place, requests in enumerate(sorted(ticks)))
+    x = Axis("requests being written, up to", (-0.5, max(len(ticks), _LEAST_PAIRS) - 0.5), names=sizes)
+    svg = bar_chart(bars, list(colours.values()), x, Axis("share of passes", (0.0, 1.0), percent=True))
+    words = "How each pass speculated, by how many requests it served: drafters, depth x width / nodes verified."
+    entries = tuple(Entry(name, colour) for name, colour in colours.items() if name in names.values())
+    return Figure("Shapes", words, entries, svg)
+
+
+def _requests(most: int) -> str:
+    return "1 request" if most == 1 else f"up to {most} requests"
 
 
 def _workers(told: Sequence[WorkerSpans]) -> Figure:
