@@ -137,9 +137,8 @@ class Rows:
         return self._ints, self._floats, self._pages, self._count
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        origin = moving.origins(moves)
-        to, come_from = self._send(list(origin), torch.int64), self._send(list(origin.values()), torch.int64)
-        moving.move_rows((self._ints, self._floats, self._pages, self._ends), come_from, to)
+        source, target = self._send(list(zip(*moves, strict=True)), torch.int64)
+        moving.move_rows((self._ints, self._floats, self._pages, self._ends), source, target)
 
     def _enter(self, plan: Plan) -> None:
         entries = plan.entries

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-def origins(moves: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Row → where what it ends up with came from. Moves (from, to) happen one after another: it may have come by way of
-    others."""
-    origin: dict[int, int] = {}
-    for source, target in moves:
-        origin[target] = origin.get(source, source)
-    return origin
-
-
 def move_rows(tensors: Sequence[Tensor], source_E: Tensor, target_E: Tensor) -> None:
-    """x[target] = x[source] of every tensor [R, …], all at once: a row that is written over may be read as well."""
+    """x[target] = x[source] of every tensor [R, …]. No row is both; whoever calls sees to that."""
     for x in tensors:
         x[target_E] = x[source_E]

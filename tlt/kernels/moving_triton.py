@@ -1,8 +1,5 @@
-"""`moving.move_rows` in Triton: a launch for each tensor, nothing in between.
-
-Always holds: no row is both a source and a target; whoever calls sees to that. Rows are copied as words, whatever they
-hold.
-"""
+"""`moving.move_rows` in Triton: a launch for each tensor, nothing in between. Rows are copied as words, whatever they
+hold."""
 # R rows, E rows that move, N words of a row
 
 from collections.abc import Sequence

@@ -123,7 +123,7 @@ class Keeper(Protocol):
         """States of positions start … of a prefix that requests will enter with; they may come in several pieces."""
 
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
-        """Rows moved one after the other (from, to), then requests entered."""
+        """Rows moved (from, to), none of them in two moves; then requests entered."""
 
     def computed(self, steps: int, each: float) -> None:
         """A tick was launched that gives a row at most `steps` tokens, and all of them at most `each` on average."""

@@ -196,15 +196,12 @@ class LearnedDrafting:
         self._backlog.wrote(steps, each)
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        origin = moving.origins(moves)
-        target_E, source_E = upload_columns([np.array(list(origin)), np.array(list(origin.values()))], self._row.device)
+        source_E, target_E = upload_columns([*np.array(moves).T], self._row.device)
         ring = self._soil.ring
         rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._soil.g_RD]
         if self._planted is not None and self._planted.tick == self._ticks:
             rows += self._staged().trees(self._planted.shape.verify).parts
-        apart = origin.keys().isdisjoint(origin.values())  # none is read and written at once, as the fast one asks
-        mover = twin(moving, self._row.device) if apart else moving
-        mover.move_rows(rows, source_E, target_E)
+        twin(moving, self._row.device).move_rows(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
