@@ -24,6 +24,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.memory import GIB
 from tlt.engine.request import Request
 from tlt.loop import Emit, RolloutReport
+from tlt.model.device import free_bytes
 from tlt.model.transformer import Transformer
 from tlt.model.weights import hf_tensors, load_tensors, read_tensors, write_policy
 from tlt.policy import open_policy
@@ -93,9 +94,7 @@ class Worker:
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
         device = model.embed.device
-        free, _ = torch.cuda.mem_get_info(device)
-        if taken:
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = free_bytes(device) if taken else torch.cuda.mem_get_info(device)[0]
         moments = 0 if taken else _TRAINER_BYTES * sum(weight.numel() for weight in model.parameters())
         kv_gib = max(_LEAST_KV_GIB, _ENGINE_SHARE * (free - moments) / GIB)
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))

@@ -4,6 +4,7 @@ import torch
 
 from tlt.config import EngineSettings
 from tlt.errors import ConfigError
+from tlt.model.device import free_bytes
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 
@@ -38,9 +39,8 @@ def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes
 def _free_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> float:
     if not model.embed.is_cuda:
         return CPU_GIB * GIB
-    free, total = torch.cuda.mem_get_info(model.embed.device)
-    cached = torch.cuda.memory_reserved(model.embed.device) - torch.cuda.memory_allocated(model.embed.device)
-    return free + cached - RESERVE_SHARE * total - RESERVE_GIB * GIB - _forward_bytes(model, settings, nodes)
+    total = torch.cuda.mem_get_info(model.embed.device)[1]
+    return free_bytes(model.embed.device) - RESERVE_SHARE * total - RESERVE_GIB * GIB - _forward_bytes(model, settings, nodes)
 
 
 def _forward_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> int:

@@ -20,6 +20,12 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
     return _pinned(x).to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, what nobody has and what torch only keeps for later."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def upload_columns(columns: "Sequence[np.ndarray[Any, Any]]", device: torch.device) -> list[Tensor]:
     """Host numbers as int64 on a device, in one copy."""
     together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))

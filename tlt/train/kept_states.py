@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.model.device import upload
+from tlt.model.device import free_bytes, upload
 from tlt.model.transformer import Transformer
 from tlt.spec.align import align
 from tlt.train.drafter import DrafterBatch, stream_states
@@ -41,8 +41,7 @@ def free_room(device: torch.device) -> int:
     """Bytes that states may take."""
     if device.type != "cuda":
         return _CPU_ROOM
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached))
+    return int(_GPU_SHARE * free_bytes(device))
 
 
 def _position_bytes(model: Transformer, taps: Sequence[int]) -> int:
