@@ -16,6 +16,7 @@ from tlt.engine.graphs import GraphPool, buckets
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
 from tlt.spec.shape import Shape
+from tlt.spec.shape import by_batch as ticks_by_batch
 from tlt.spec.tuner import Outcome
 
 _GIB = 1024**3
@@ -186,8 +187,8 @@ def by_batch(written: Sequence[Written]) -> dict[str, dict[str, dict[str, float]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for done in written:
         counts: dict[int, Counter[str]] = defaultdict(Counter)
-        for (batch, shape), ticks in done.speculation.ticks.items() if done.speculation else ():
-            counts[1 << (batch - 1).bit_length()][str(shape)] += ticks
+        for size, shape, ticks in ticks_by_batch(done.speculation.ticks.items()) if done.speculation else ():
+            counts[size][shape] += ticks
         if counts:
             found[done.variant.name] = {
                 f"≤ {size}": {shape: ticks / counted.total() for shape, ticks in counted.most_common(8)}

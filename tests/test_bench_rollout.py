@@ -204,10 +204,6 @@ def test_a_token_that_differs_is_told() -> None:
     assert not bench.verdict([plain, *others, other], 0.0).all_identical
 
 
-def test_batches_fall_into_powers_of_two() -> None:
-    assert [bench._bucket(batch) for batch in (1, 2, 3, 4, 5, 8, 9, 256, 257)] == [1, 2, 4, 4, 8, 8, 16, 256, 512]
-
-
 # ---- all of it
 
 

@@ -80,6 +80,11 @@ def test_the_walk_follows_the_drawn_tokens(draft: Draft, drawn: list[int], steps
     assert node_RS[0, count:].tolist() == [node] * (steps - count)
 
 
+def test_batches_fall_into_powers_of_two() -> None:
+    batches = (1, 2, 3, 4, 5, 8, 9, 256, 257)
+    assert [by_batch([((batch, OFF), 1)])[0][0] for batch in batches] == [1, 2, 4, 4, 8, 8, 16, 256, 512]
+
+
 def test_ticks_are_counted_by_number_of_requests_and_shape() -> None:
     chain = Shape(("eagle",), 3, 1, 4)
     ticks = {(1, OFF): 1, (5, OFF): 2, (8, OFF): 3, (9, OFF): 4, (6, chain): 5, (16, chain): 6}

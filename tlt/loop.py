@@ -14,7 +14,7 @@ from typing import Protocol
 from tlt.config import GrpoSettings, RunConfig
 from tlt.engine.request import Request
 from tlt.errors import TaskError
-from tlt.spec.shape import Chosen
+from tlt.spec.shape import TicksByBatch
 from tlt.tasks.judge import Judge
 from tlt.tasks.judging import Judged, Judging
 from tlt.tasks.task import Task
@@ -35,7 +35,7 @@ class RolloutReport:
     verifies: int = 0  # of single requests
     accepted: int = 0  # draft tokens
     saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs
-    chosen: Chosen = ()  # in which shapes
+    chosen: TicksByBatch = ()  # in which shapes
 
     @property
     def accept_length(self) -> float:

@@ -18,7 +18,7 @@ from tlt.bench.report import Clock, Report, Subject
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
 from tlt.config import RunConfig
 from tlt.policy import open_policy
-from tlt.spec.shape import Shape
+from tlt.spec.shape import by_batch
 from tlt.telling import Lengths
 
 _TAIL_SHARE = 0.125  # of the requests: when no more are left, the tail begins
@@ -254,12 +254,12 @@ def chosen(written: Sequence[Written]) -> Iterator[Chosen]:
     """Of those that choose."""
     for name in (BANDIT, TUNER, WARM):
         found = _middle(_of(written, name)).speculation
-        by_bucket: dict[int, Counter[Shape]] = {}
-        for (batch, shape), ticks in found.ticks.items() if found else ():
-            by_bucket.setdefault(_bucket(batch), Counter())[shape] += ticks
+        by_bucket: dict[int, Counter[str]] = {}
+        for largest, shape, ticks in by_batch(found.ticks.items()) if found else ():
+            by_bucket.setdefault(largest, Counter())[shape] += ticks
         for largest, counts in sorted(by_bucket.items(), reverse=True):
             total = counts.total()
-            shares = tuple(Share(str(shape), ticks / total) for shape, ticks in counts.most_common())
+            shares = tuple(Share(shape, ticks / total) for shape, ticks in counts.most_common())
             yield Chosen(name, f"{largest // 2 + 1}–{largest}" if largest > 2 else str(largest), total, shares)
 
 
@@ -312,8 +312,3 @@ def _tail_s(done: Written) -> float:
 
 def _last_s(done: Written) -> float | None:
     return done.tail_s(_LAST) if len(done.completions) >= _LAST else None
-
-
-def _bucket(batch: int) -> int:
-    """The power of two at or above it."""
-    return 1 << (batch - 1).bit_length()

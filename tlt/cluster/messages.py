@@ -11,7 +11,7 @@ from tlt.drafting.idle import HandOut, Report
 from tlt.drafting.trainer import DraftingResult
 from tlt.engine.request import Request
 from tlt.spec.alarm import Alarm
-from tlt.spec.shape import Chosen
+from tlt.spec.shape import TicksByBatch
 from tlt.types import Completion
 
 
@@ -73,7 +73,7 @@ class RollReport:
     verifies: int
     accepted: int
     saved_s: float
-    chosen: Chosen
+    chosen: TicksByBatch
     drafted: tuple[DraftingResult, ...]  # the sessions that this worker led
     joins: int  # sessions that this worker joined
     join_s: float  # seconds from asking to the first micro-step, all joins together

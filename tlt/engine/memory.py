@@ -40,7 +40,8 @@ def _free_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> flo
     if not model.embed.is_cuda:
         return CPU_GIB * GIB
     total = torch.cuda.mem_get_info(model.embed.device)[1]
-    return free_bytes(model.embed.device) - RESERVE_SHARE * total - RESERVE_GIB * GIB - _forward_bytes(model, settings, nodes)
+    reserve = RESERVE_SHARE * total + RESERVE_GIB * GIB
+    return free_bytes(model.embed.device) - reserve - _forward_bytes(model, settings, nodes)
 
 
 def _forward_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> int:

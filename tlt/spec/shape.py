@@ -48,10 +48,10 @@ FAVOUR, MOST_HELD_BACK = 16.0, 2.0
 MOST_NODES = 128  # of a tree, the root included: what masks, cache and positions leave room for
 
 
-Chosen = tuple[tuple[int, str, int], ...]  # requests, up to that power of two; shape; ticks
+TicksByBatch = tuple[tuple[int, str, int], ...]  # requests, up to that power of two; shape; ticks
 
 
-def by_batch(ticks: Iterable[tuple[tuple[int, "Shape | str"], int]]) -> Chosen:
+def by_batch(ticks: Iterable[tuple[tuple[int, "Shape | str"], int]]) -> TicksByBatch:
     """Ticks by number of requests and shape, few numbers of requests."""
     found: dict[tuple[int, str], int] = {}
     for (requests, shape), count in ticks:
