@@ -180,8 +180,13 @@ def train_drafter(config: RunConfig, wanted: Wanted) -> dict[str, Any]:
     prompts = workloads.drafting(workload, config, wanted.data or wanted.prompts, measured, wanted.place.directory)
     config = replace(config, draft=replace(config.draft, seconds=wanted.draft_budget_s))
     started = time.perf_counter()
-    draft_train(config, prompts, str(wanted.place.drafter()), policy)
-    return {"settings": asdict(config.draft), "seconds": time.perf_counter() - started, "prompts": prompts}
+    steps = draft_train(config, prompts, str(wanted.place.drafter()), policy)
+    return {
+        "settings": asdict(config.draft),
+        "steps": steps,
+        "seconds": time.perf_counter() - started,
+        "prompts": prompts,
+    }
 
 
 def timed(calls: list[Callable[[], Any]], device: torch.device) -> float:

@@ -15,12 +15,11 @@ import torch
 
 from tlt.cli import main
 from tlt.config import DraftSettings
-from tlt.draft import _until
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.train import pacing
 from tlt.train.drafter import policy_states
 from tlt.train.kept_states import KeptStates
-from tlt.train.pacing import affordable, steps_until
+from tlt.train.pacing import affordable, steps_until, until
 from tlt.train.packing import Example, pack
 
 SETTINGS = DraftSettings(steps=1000, single_steps=100)
@@ -88,11 +87,11 @@ def test_the_command_takes_fewer_steps_where_time_is_short(tmp_path: Path, capsy
 def test_training_ends_when_time_is_up_and_nothing_launched_is_lost() -> None:
     """Whatever was planned: one batch is learned from, and then as many as come in time."""
     deadline_s = time.perf_counter() + 0.2
-    taken = list(_until(deadline_s, slowly(range(100), 0.05)))  # type: ignore[arg-type]
+    taken = list(until(deadline_s, slowly(range(100), 0.05)))  # type: ignore[arg-type]
     assert taken == list(range(len(taken)))
     assert 1 <= len(taken) < 20
-    assert list(_until(deadline_s, iter("abc"))) == ["a"]  # type: ignore[arg-type]
-    assert list(_until(math.inf, iter("abc"))) == ["a", "b", "c"]  # type: ignore[arg-type]
+    assert list(until(deadline_s, iter("abc"))) == ["a"]  # type: ignore[arg-type]
+    assert list(until(math.inf, iter("abc"))) == ["a", "b", "c"]  # type: ignore[arg-type]
 
 
 def slowly(things: Iterable[int], seconds: float) -> Iterator[int]:
@@ -157,7 +156,7 @@ def test_states_are_kept_if_there_is_time_to_compute_them(
         original(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(KeptStates, "__init__", noticed)
-    monkeypatch.setattr("tlt.draft._filling_s", lambda *_: filling_s)
+    monkeypatch.setattr("tlt.draft.filling_s", lambda *_: filling_s)
     small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
     train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.steps=30", "--draft.seconds=600"]
     assert main([*train, "--out", str(tmp_path / "drafter")]) == 0

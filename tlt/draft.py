@@ -36,22 +36,21 @@ from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
-from tlt.train.kept_states import states_for
-from tlt.train.pacing import steps_until
+from tlt.train.kept_states import filling_s, states_for
+from tlt.train.pacing import steps_until, until
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
 
-_PLANNED = 0.95  # of the time left for training: batches differ, and somebody has to save the drafter
-_FILLING = 0.25  # of it may pass before the first step
+_FILLING = 0.25  # of the time left for training may pass before the first step
 
 _Lessons = Callable[[int], Iterator[DrafterBatch]]  # of so many steps
 
 
-def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> None:
+def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> int:
     """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it.
 
-    `policy` is `config.model`, for whoever has it open already.
+    Says how many steps it took. `policy` is `config.model`, for whoever has it open already.
     """
     console = Console(highlight=False)
     spent = _Spent()
@@ -69,7 +68,7 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         deadline_s = spent.began_s + config.draft.seconds - measuring_s if config.draft.seconds else inf
         lessons, steps = _planned(config, policy, drafter, learned, deadline_s)
         paced = replace(config, draft=replace(config.draft, steps=steps))
-        tokens = _train(paced, policy, drafter, _until(deadline_s, lessons(steps)), console)
+        tokens = _train(paced, policy, drafter, until(deadline_s, lessons(steps)), console)
         seconds = spent.on("training")
         after = _measure(drafter, policy, held)
         spent.on("measuring")
@@ -88,6 +87,7 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
     console.print(f"time: {spent}", soft_wrap=True)
     console.print(f"saved {out}", soft_wrap=True)
+    return len(tokens)
 
 
 def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str | None) -> None:
@@ -261,28 +261,13 @@ def _planned(
     policy's states are kept only if computing them all takes a small part of the time."""
     if deadline_s == inf:
         return _lessons(config, policy, drafter, learned), config.draft.steps
-    in_time = _filling_s(config, policy, drafter, learned) < _FILLING * (deadline_s - time.perf_counter())
-    lessons = _lessons(config, policy, drafter, learned, room=None if in_time else 0)
-    return lessons, _fitting(config, policy, drafter, lessons, deadline_s)
-
-
-def _filling_s(config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer]) -> float:
-    """Seconds in which the policy computes its states of all answers, by those of a batch."""
+    model, draft = policy.model, config.draft
     examples = [answer.example for answer in learned]
-    batch = next(batches(examples, config.draft.tokens_per_batch))
-    all_of_them, some = (sum(len(example.tokens) for example in these) for these in (examples, batch))
-    (row,) = pack(batch, some)
-    started = time.perf_counter()
-    float(policy_states(policy.model, row, drafter.config.taps).hidden_TD[-1, -1])  # which waits for it
-    return (time.perf_counter() - started) * all_of_them / some
-
-
-def _fitting(config: RunConfig, policy: Policy, drafter: Eagle, lessons: _Lessons, deadline_s: float) -> int:
-    model, now_s = policy.model, time.perf_counter()
-    if deadline_s <= now_s:
-        return 1
-    planned_s, every = now_s + _PLANNED * (deadline_s - now_s), partial(lessons, config.draft.steps)
-    return steps_until(planned_s, drafter, model.head_weight, model.embed, config.draft, every)
+    filled_s = filling_s(model, examples, drafter.config.taps, draft.tokens_per_batch)
+    in_time = filled_s < _FILLING * (deadline_s - time.perf_counter())
+    lessons = _lessons(config, policy, drafter, learned, room=None if in_time else 0)
+    every = partial(lessons, draft.steps)
+    return lessons, steps_until(deadline_s, drafter, model.head_weight, model.embed, draft, every)
 
 
 def _train(
@@ -297,14 +282,6 @@ def _train(
             tokens.append(result.tokens)
             progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
     return tokens
-
-
-def _until(deadline_s: float, lessons: Iterable[DrafterBatch]) -> Iterator[DrafterBatch]:
-    """One at least."""
-    for lesson in lessons:
-        yield lesson
-        if time.perf_counter() > deadline_s:
-            return
 
 
 def _held(config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[_Answer]) -> list[Drawn]:
