@@ -102,8 +102,8 @@ def test_a_tick_is_the_sum_of_its_runs() -> None:
     found = TickCosts(table(), pad, [LEARNED])
     known = table()
     summed = (
-        (known.estimate(POLICY, pad(6 * 16)) or 0)
-        + (known.estimate(EXTEND, pad(6 * 5)) or 0)  # a walk of depth 4 emits 5 tokens at most
+        (known.estimate(POLICY, 8 * 16) or 0)  # of 6 requests, padded to 8 rows, and to nothing more
+        + (known.estimate(EXTEND, 8 * 5) or 0)  # a walk of depth 4 emits 5 tokens at most
         + 3 * (known.estimate(DRAFT, 8 * 4) or 0)
     )
     assert found.seconds(learned(4, 4, 16), 6) == pytest.approx(summed)
@@ -117,7 +117,7 @@ def test_without_a_table_plain_ticks_tell_and_unknown_drafting_is_dear() -> None
     assert found.seconds(OFF, 4) is None
     found.observe(OFF, 4, 2.0)
     assert found.seconds(OFF, 4) == 2.0
-    assert found.seconds(learned(2, 1, 3), 4) == pytest.approx(2.0 * 16 / 4 + 2.0 * 16 / 4 + 2.0, rel=1e-4)
+    assert found.seconds(learned(2, 1, 3), 4) == pytest.approx(2.0 * 12 / 4 + 2.0 * 12 / 4 + 2.0, rel=1e-4)
 
 
 def test_what_the_table_leaves_out_of_drafting_is_learned_from_ticks() -> None:
@@ -370,11 +370,13 @@ def test_candidates_are_sensible() -> None:
 @pytest.mark.parametrize("first", [0.3, 0.6, 0.8])
 def test_a_steady_drafter_is_used_nearly_as_well_as_in_hindsight(first: float, batch: int) -> None:
     """Loss against the best of all shapes, drafting costs and acceptance known: ≤ 3 % of the time after warm-up."""
-    here, policy = world(first), tuner()
-    steady(policy, here, batch, 500)
-    loss = steady(policy, here, batch, 500, lambda: best_rate(here, batch))
-    assert loss <= 0.03
-    assert policy.report().switches <= 8
+    losses = []
+    for seed in range(4):
+        here, policy = world(first, seed=seed), tuner()
+        steady(policy, here, batch, 500)
+        losses.append(steady(policy, here, batch, 500, lambda h=here: best_rate(h, batch)))
+        assert policy.report().switches <= 8
+    assert mean(losses) <= 0.03
     assert steady(Fixed(learned(8, 1, 9)), world(first), batch, 5, lambda: best_rate(here, batch)) > 0.03
 
 
@@ -425,7 +427,8 @@ def test_verifying_that_is_too_dear_stays_off() -> None:
 @pytest.mark.parametrize("first", [0.0, 0.3, 0.6])
 def test_a_cost_table_that_lies_is_found_out(first: float) -> None:
     """Drafting costs five times what capture said."""
-    assert against_plain(tuner(), world(first, 0.0, drafting=5.0), 16, 1000) <= 1.01
+    found = [against_plain(tuner(), world(first, 0.0, drafting=5.0, seed=seed), 16, 1000) for seed in range(4)]
+    assert mean(found) <= 1.01
 
 
 class Stalling(World):

@@ -39,7 +39,7 @@ def drafting_s(shape: Shape, batch: int) -> float:
 
 
 def tick_s(shape: Shape, batch: int, drafting: float = 1.0) -> float:
-    return policy_s(pad(batch * shape.verify)) + drafting * drafting_s(shape, pad(batch))
+    return policy_s(shape.tokens(pad(batch))) + drafting * drafting_s(shape, pad(batch))
 
 
 def table() -> CostTable:

@@ -13,8 +13,8 @@ from statistics import median
 
 from tlt.spec.shape import Shape
 
-POLICY = "policy"  # one run of the policy; size = padded tokens
-EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = padded tokens
+POLICY = "policy"  # one run of the policy; size = tokens, those of rows that no request has too
+EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = such tokens
 DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
 CATCH_UP = "catch up"  # a learned drafter left out takes in a position of every request; size = padded requests
 CAPTURE = "capture"  # of a graph, compiling included; size = 1
@@ -119,7 +119,7 @@ class TickCosts:
         context_read_once: bool = False,
     ) -> None:
         self._table = table
-        self.pad = pad  # of tokens, and of requests: the size of the graph that would run
+        self.pad = pad  # of requests: the rows of the graph that would run
         self._learned = frozenset(learned)  # drafters that run on the device; the others only cost the host a lookup
         self._read_once = context_read_once
         self._drift = 1.0  # what all shapes share: a factor …
@@ -212,13 +212,13 @@ class TickCosts:
 
     def _foreseen(self, shape: Shape, batch: int) -> float | None:
         """By the table alone."""
-        total = self._table.estimate(POLICY, self.pad(shape.tokens(batch)))
+        requests = self.pad(batch)  # rows that no request has are computed too, and nothing beyond them
+        total = self._table.estimate(POLICY, shape.tokens(requests))
         if total is None:
             return None
-        requests = self.pad(batch)
         for drafter in shape.drafters:
             if drafter in self._learned:
-                taken_in = self.pad(ceil(batch * shape.most_tokens))
+                taken_in = ceil(requests * shape.most_tokens)
                 total += self._run(EXTEND, taken_in) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
             else:
                 total += self._table.estimate(LOOKUP, requests) or 0.0
