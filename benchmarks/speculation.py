@@ -57,8 +57,8 @@ _SMALL = 8  # requests up to which a batch is small
 _CAPTURED = 0.005  # a warm rollout that still spent this share of its time on new graphs is not the last …
 _MOST_RUNS = 8  # … unless there were so many already
 _CASE_S, _MOST_TURNS = (
-    4.0,
-    12,
+    8.0,
+    24,
 )  # of plain decoding in a case in which speculation might lose: short ones take many turns
 _WARM_TOKENS = 64  # of an answer, in the rollout that only warms plain decoding up
 _GROUPS, _GROUP_SIZE = 32, 8
