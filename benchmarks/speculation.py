@@ -21,6 +21,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -503,7 +504,7 @@ def never(options: argparse.Namespace, config: RunConfig) -> None:
         for name in cases:
             found[name] = _case(stage, setting, CASES[name])
             results.add("never_slower", found, show=False)
-            shown = {key: value for key, value in found[name].items() if key not in ("seconds", "first_s", "errors")}
+            shown = {key: value for key, value in found[name].items() if not isinstance(value, dict)}
             tell([{"case": name, **shown}])
         del stage
         release()
@@ -550,6 +551,9 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "tokens": reports[PLAIN].tokens,
         "seconds": seconds,
         "first_s": {name: first[name] for name in (TUNER, WARM)},  # graphs captured on the way, kernels compiled
+        "cpu_s": {name: [done.cpu_s for done in written] for name, written in runs.items()},
+        "capture_s": {name: [done.capture_s for done in runs[name]] for name in (TUNER, WARM)},
+        "shapes": {name: [_used(done) for done in runs[name]] for name in (TUNER, WARM)},
         "tuner": median(seconds[PLAIN]) / median(seconds[TUNER]),
         "tuner_fastest": min(seconds[PLAIN]) / min(seconds[TUNER]),
         "warm_tuner": median(seconds[PLAIN]) / median(seconds[WARM]),
@@ -561,6 +565,14 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "once_ms": 1e3 * tuner.once_s,
         "identical_share": divergence(reports[PLAIN], reports[TUNER])["identical_share"],
     }
+
+
+def _used(done: Written) -> dict[str, int]:
+    """Ticks by shape, most first."""
+    ticks: Counter[str] = Counter()
+    for (_, shape), count in done.speculation.ticks.items() if done.speculation else ():
+        ticks[str(shape)] += count
+    return dict(ticks.most_common())
 
 
 def _in_turns(stage: Recording, repeats: int, least_s: float) -> dict[str, list[Written]]:

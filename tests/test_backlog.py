@@ -28,10 +28,21 @@ def test_one_who_comes_costs_room_for_one() -> None:
     backlog.wrote(2, 1.5)
     backlog.came(1, 100)
     assert backlog.passes == 2
-    assert backlog.room(256, MOST) == 2.0
+    assert backlog.rooms(256) == [2.0, 1.0]
     assert (backlog.late(256), backlog.before(256)) == (False, 0)
     backlog.came(255, 100)
     assert (backlog.late(256), backlog.before(256)) == (True, 2 * MOST)
+
+
+def test_those_who_come_together_have_room_pass_by_pass() -> None:
+    """Sixteen prompts of a hundred are 6.25 positions of each of 256 rows: four in the first pass, beside what was
+    written, the rest in the second, and not as much as for the first again."""
+    backlog = Backlog(512, at_once=16)
+    backlog.wrote(2, 1.5)
+    backlog.came(16, 100)
+    assert backlog.rooms(256) == [6.0, 4.0]
+    assert backlog.newly(256) == 6.25
+    assert not backlog.late(256)
 
 
 def test_no_more_than_the_window_counts() -> None:
@@ -60,8 +71,8 @@ def test_there_is_room_for_whatever_was_written(seed: int) -> None:
         backlog.wrote(most, sum(wrote) / len(rows))
     rows = [min(row, window) for row in rows]
     assert max(rows) <= backlog.most
-    for _ in range(backlog.passes):
+    for room in backlog.rooms(len(rows)):
         taken = [min(row, MOST) for row in rows]
-        assert sum(taken) <= backlog.room(len(rows), MOST) * len(rows) + 1e-6
+        assert sum(taken) <= room * len(rows) + 1e-6
         rows = [row - new for row, new in zip(rows, taken, strict=True)]
     assert max(rows) == 0

@@ -94,6 +94,7 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
 
     class Learned(Slow):
         left_out, capture_s, version, planted, arrived, waited = True, 0.0, 0, 0, 0, False
+        asynchronous = True
 
         def late(self, rows: int) -> bool:
             return self.left_out
@@ -109,8 +110,8 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
         def plant(self, keys: Sequence[Key], shape: Shape) -> None:
             self.planted += 1
 
-        def took_in(self) -> bool:
-            return False
+        def took_in(self) -> float | None:
+            return None
 
         def wait(self) -> None:
             slow.now += 7.0  # of whatever came before
@@ -129,6 +130,34 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
     planted = learned.planted
     speculating.prepare([Key(0, 0)], CHAIN)
     assert learned.planted == planted + 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_newcomers_brought_is_in_the_time_of_the_tick_that_took_it_in(asynchronous: bool) -> None:
+    """Unless it was done before the tick before was read. That one, read behind it, says nothing in any case."""
+
+    class Learned(NoDrafter):
+        name = "x"
+        capture_s, version, arrived = 0.0, 0, 0
+        taken: float | None = None
+
+        def behind(self, rows: int) -> int:
+            return 0
+
+        def took_in(self) -> float | None:
+            return self.taken
+
+    learned, tuner = Learned(), Recording(CHAIN)
+    learned.asynchronous = asynchronous  # type: ignore[attr-defined]
+    speculating = Speculating([learned], tuner, learned=cast(Any, learned))
+    for taken in (None, 6.25, None):
+        learned.taken = taken
+        speculating.propose([Key(0, 0)], [[1]], CHAIN)
+    for seconds in (6.0, 9.0, 5.0):
+        speculating.verified(CHAIN, [[7]], seconds=seconds)
+    speculating.report()
+    told = [(round(outcome.seconds or 0.0, 2), outcome.taken_in) for outcome in tuner.outcomes]
+    assert told == [(0.0, 0.0), (9.0, 6.25) if asynchronous else (0.0, 0.0), (5.0, 0.0)]
 
 
 def test_ticks_are_counted_by_batch_and_shape() -> None:

@@ -1,5 +1,6 @@
 """A tuner that has seen little: what it is told beforehand, and what it may invest before anything was earned."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -287,5 +288,35 @@ def test_a_try_that_compiles_does_not_end_all_tries() -> None:
 def test_costs_of_shapes_that_draft_nothing_learned_know_no_newcomers() -> None:
     found = costs()
     found.know(Measured(CATCH_UP, 16, 0.0005))
-    assert found.taking_in(Shape(("suffix",), 2, 1, 3), 16, 10.0) == 0.0 == found.taking_in(OFF, 16, 10.0)
-    assert found.taking_in(learned(2, 1, 3), 16, 10.0) == pytest.approx(0.005)
+    assert found.entering(Shape(("suffix",), 2, 1, 3), 16, 10.0) == 0.0 == found.entering(OFF, 16, 10.0)
+    assert found.entering(learned(2, 1, 3), 16, 10.0) == pytest.approx(0.005)
+
+
+def test_what_newcomers_cost_is_learned_from_the_ticks_that_took_them_in() -> None:
+    found, shape = costs(), learned(2, 1, 3)
+    found.know(Measured(CATCH_UP, 16, 0.0001))
+    tick_s = found.seconds(shape, 16) or 0.0
+    for late_s in (0.0, 0.002, -0.002, 0.0, 0.5):  # one that is read late, the next one early; the machine stands still
+        found.entered(shape, 16, 5.0, tick_s + 0.010 + late_s)
+    assert found.entering(shape, 16, 2.0) == pytest.approx(2.0 * 0.002)
+    assert found.catching_up(shape, OFF, 16, 10) == pytest.approx(0.001), "all at once is another matter"
+    assert found.seconds(shape, 16) == pytest.approx(tick_s), "and so is a tick without them"
+
+
+def test_a_drafter_whose_newcomers_cost_more_than_it_saves_is_left_again() -> None:
+    """Every eighth tick somebody comes; taking that in takes as long as two ticks, forty times what was measured of
+    catching up. Whoever believed that would lose a tenth."""
+    policy, here = tuner(), world(0.6)
+    policy.know([Measured(CATCH_UP, 64, 0.00001)])
+    plain_s, spent, tokens, used = tick_s(OFF, 64), 0.0, 0.0, Counter[bool]()
+    for number in range(1200):
+        shape, comes = policy.choose(64), number % 8 == 0
+        extra_s = 2 * plain_s if comes and LEARNED in shape.drafters else 0.0
+        walks = [] if shape.off else [here.walk(shape, here.kept_cached(shape)) for _ in range(64)]
+        taken_in = 10.0 if extra_s else 0.0
+        seconds = tick_s(shape, 64) + extra_s
+        policy.observe(Outcome(shape, 64, walks, seconds, taken_in=taken_in, arrived=640 if comes else 0))
+        spent, tokens = spent + seconds, tokens + here.length(shape)
+        used[number >= 200 and LEARNED in shape.drafters] += 1
+    assert spent <= 1.015 * tokens * plain_s
+    assert used[True] <= 50

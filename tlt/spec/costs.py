@@ -17,6 +17,7 @@ POLICY = "policy"  # one run of the policy; size = tokens, those of rows that no
 EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = such tokens
 DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
 CATCH_UP = "catch up"  # a learned drafter left out takes in a position of every request; size = padded requests
+ENTER = "enter"  # it takes in what newcomers bring, by the position of every request on average; size = padded requests
 CAPTURE = "capture"  # of a graph, compiling included; size = 1
 LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
 
@@ -148,12 +149,22 @@ class TickCosts:
 
     def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
-        return 0.0 if self._kind(before) else self.taking_in(shape, batch, behind)
+        return 0.0 if self._kind(before) else self._taking_in(shape, batch, behind)
 
-    def taking_in(self, shape: Shape, batch: int, positions: float) -> float:
-        """Seconds that learned drafters need for so many positions of every request."""
+    def entering(self, shape: Shape, batch: int, positions: float) -> float:
+        """Seconds that learned drafters need for what newcomers bring: so many positions of a request, on average."""
+        seen = self._table.estimate(ENTER, self.pad(batch))
+        return self._taking_in(shape, batch, positions) if seen is None else self._kind(shape) * positions * seen
+
+    def _taking_in(self, shape: Shape, batch: int, positions: float) -> float:
+        """The same if all requests have as many."""
         idle = _IDLE if self._read_once and not self._caught_up else 1.0
         return self._kind(shape) * positions * idle * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
+
+    def entered(self, shape: Shape, batch: int, positions: float, seconds: float) -> None:
+        """A tick in which newcomers' positions were taken in took so long: what is beyond the tick is theirs."""
+        beyond = max(0.0, seconds - (self.seconds(shape, batch) or seconds))
+        self._table.record(ENTER, self.pad(batch), beyond / positions)
 
     def caught_up(self, batch: int, behind: int, seconds: float) -> None:
         """So long it took, all rows and so many positions: what was measured over idle rows counts no more."""

@@ -63,7 +63,7 @@ class LearnedDrafting:
         self._stage: Stage | None = None
         self._view: RowView | None = None
         self._backlog = Backlog(window, at_once=deepest + 1)
-        self._took_in = False  # many at once, since somebody asked
+        self._took_in: float | None = None  # many at once, since somebody asked
         self._ticks = 0
         self._planted: GrownTrees | None = None
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
@@ -150,10 +150,17 @@ class LearnedDrafting:
         if self._row.is_cuda:
             torch.cuda.current_stream(self._row.device).synchronize()
 
-    def took_in(self) -> bool:
-        """Whether it caught up since this was last asked: a tick in between says nothing of what ticks cost."""
-        took, self._took_in = self._took_in, False
+    def took_in(self) -> float | None:
+        """What newcomers had brought each row on average, if much was taken in at once since this was last asked: a
+        tick with it says nothing of what others cost."""
+        took, self._took_in = self._took_in, None
         return took
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether what is launched behind a verification is done while that is read: then it is in the next one's time,
+        and otherwise in its own."""
+        return self._row.is_cuda
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         trees = self.plant(keys, shape)
@@ -299,10 +306,10 @@ class LearnedDrafting:
     def _take_in(self, count: int) -> None:
         """All rows, many positions at a time, as far back as the window reaches."""
         stage, rows, most = self._staged(), self._staged().padded(count), TAKEN_IN[-1]
-        for _ in range(self._backlog.passes):
-            stage.play([self._taking_in(rows, most, self._backlog.room(count, most))])
+        for room in self._backlog.rooms(count):
+            stage.play([self._taking_in(rows, most, room)])
+        self._took_in = self._backlog.newly(count)
         self._backlog.clear()
-        self._took_in = True
 
     def _taking_in(self, rows: int, most: int, room: float) -> Part:
         """At most so many positions of a row, and `room` on average. Where these are many, no row must be idle."""

@@ -12,16 +12,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tlt.spec.acceptance import Walked, track
 from tlt.spec.alarm import Alarm
-from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Planted
+from tlt.spec.drafter import Drafter, Keeper, NoKeeper
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.ledger import TunerReport
-from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
+from tlt.spec.lessons import Lesson, Proposed, looked_into
+from tlt.spec.shape import OFF, Draft, Shape, merge, share_out
 from tlt.spec.tuner import Outcome, TunerPolicy, forever
 from tlt.types import Key, SamplingParams
-
-_LOOKED_INTO = 8  # rows of a tick whose walks are compared with what each drafter named
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +198,10 @@ class Speculating:
         self._learned = learned
         self.keeper: Keeper = learned or NoKeeper()
         self.deepest, self.widest = deepest, widest
-        self._proposed: deque[_Proposed] = deque()  # of the ticks under way, oldest first
+        self._proposed: deque[Proposed] = deque()  # of the ticks under way, oldest first
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
-        self._lesson: _Lesson | None = None  # of the tick before, until somebody asks what was learned
+        self._lesson: Lesson | None = None  # of the tick before, until somebody asks what was learned
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
         self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
         self._last: Shape | None = None  # shape of the tick before, if there was one
@@ -273,10 +271,10 @@ class Speculating:
         caught_up = self._catch_up(drafters, keys, answers, shape)
         started = time.perf_counter()
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
-        odd = self._learned is not None and self._learned.took_in()
+        odd = self._learned.took_in() if self._learned is not None else None
         if planted is not None:
             took_s = [time.perf_counter() - started]
-            self._proposed.append(_Proposed(keys, took_s, caught_up, odd, self._version, planted=planted))
+            self._proposed.append(Proposed(keys, took_s, caught_up, odd, self._version, planted=planted))
             return None
         columns, drafts_s = [], []
         for drafter in drafters:
@@ -284,7 +282,7 @@ class Speculating:
             columns.append(drafter.propose(keys, answers, shape))
             drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
-        self._proposed.append(_Proposed(keys, drafts_s, caught_up, odd, self._version, parts))
+        self._proposed.append(Proposed(keys, drafts_s, caught_up, odd, self._version, parts))
         drafts = [_joined(row, shape.verify - 1) for row in parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
 
@@ -321,43 +319,42 @@ class Speculating:
     ) -> None:
         self._learn()
         proposed = self._proposed.popleft()
-        if any(later.odd for later in self._proposed):  # this one was read behind another's catching up
+        if any(later.odd is not None for later in self._proposed):  # this one was read behind another's catching up
             seconds = None
-        stride = -(-len(emitted) // _LOOKED_INTO)
-        rows = range(self._verifies % stride, len(emitted), stride)
+        rows = looked_into(len(emitted), self._verifies)
         answers = {row: self._answers.get(proposed.keys[row]) for row in rows}  # now: later they may have ended
-        self._lesson = _Lesson(shape, proposed, emitted, answers, seconds, once_s)
+        self._lesson = Lesson(shape, proposed, emitted, answers, seconds, once_s)
 
     def _learn(self) -> None:
         """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
         lesson, self._lesson = self._lesson, None
         if lesson is None:
             return
-        walks, proposed = self._walks(lesson), lesson.proposed
+        walks, proposed = lesson.walks(), lesson.proposed
         caught_up_s, behind = proposed.caught_up
-        seconds = None if proposed.odd or lesson.seconds is None else lesson.seconds - caught_up_s
+        newly, seconds = self._newly_taken_in(proposed), None
+        if lesson.seconds is not None and (proposed.odd is None or newly):
+            seconds = lesson.seconds - caught_up_s
         once_s = lesson.once_s + caught_up_s
         self._verifies += len(walks)
         self._accepted += sum(map(len, lesson.emitted)) - len(walks)
         self._drafting_s += sum(proposed.drafts_s)
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
-        spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind)
+        spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind, newly)
         outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come)
         self._alarms += self._tuner.observe(outcome)
-
-    @staticmethod
-    def _walks(lesson: "_Lesson") -> list[Walked]:
-        """All rows' accepted tokens; a sample of them is looked into, for that takes the host a while."""
-        walks = [_UNSEEN[len(tokens)] for tokens in lesson.emitted]
-        for row in lesson.answers:
-            walks[row] = _looked_into(lesson, row)
-        return [walked for walked in walks if walked.accepted >= 0]
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
         arrived = self._newly_arrived()
         self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come))
+
+    def _newly_taken_in(self, proposed: Proposed) -> float:
+        """Positions of each request on average that newcomers brought, and that are in this tick's time."""
+        _, behind = proposed.caught_up
+        told = self._learned is not None and self._learned.asynchronous and not behind
+        return (proposed.odd or 0.0) if told else 0.0
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0
@@ -375,44 +372,6 @@ class Speculating:
             alarms=tuple(self._alarms),
             tuner=self._tuner.report(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposed:
-    """The drafts of a tick, row by row, one per drafter."""
-
-    keys: Sequence[Key]
-    drafts_s: list[float]  # what each drafter took on the host …
-    caught_up: tuple[float, int]  # … and what they spent catching up before: seconds, positions
-    odd: bool  # whether some of the tick's time on the device was catching up
-    version: int  # of the learned drafter
-    parts: Sequence[tuple[Draft, ...]] = ()
-    planted: Planted | None = None  # instead of the parts: one drafter's, on the device
-
-    def of(self, row: int) -> tuple[Draft, ...]:
-        return (self.planted.draft(self.keys[row]),) if self.planted else self.parts[row]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lesson:
-    """A verified tick that nobody has looked into yet: tokens, and seconds if it did nothing else."""
-
-    shape: Shape
-    proposed: _Proposed
-    emitted: Sequence[Sequence[int]]
-    answers: Mapping[int, int | None]  # row to look into → its answer's number; None: nobody said when it began
-    seconds: float | None
-    once_s: float
-
-
-def _looked_into(lesson: _Lesson, row: int) -> Walked:
-    tokens = lesson.emitted[row]
-    tracks = tuple(track(draft, tokens, lesson.shape) for draft in lesson.proposed.of(row))
-    return Walked(len(tokens) - 1, tracks, lesson.answers[row])
-
-
-# what is said of a walk nobody looks into, by its tokens: there are hundreds in a tick; without any it was none
-_UNSEEN = tuple(Walked(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:
