@@ -259,6 +259,7 @@ class Tuner:
         """The best of those that are better beyond doubt and worth the change; else the one in use."""
         worth = {shape: rate * self._readiness(shape, size) for shape, rate in known.items()}
         near_s = sum(other.spent for near, other in self._stands.items() if size <= 2 * near <= 4 * size)
+        to_come_s: float | None = None  # asked for once, if at all: who answers looks at every request
         for best in sorted(worth, key=worth.__getitem__, reverse=True):
             if best == used or worth[best] <= known[used]:
                 break
@@ -267,8 +268,9 @@ class Tuner:
                 continue
             caught_up_s, gain = self._costs.catching_up(best, used, size, behind), 1.0 - known[used] / known[best]
             first_s = self._first_s(best, size)
+            to_come_s = self._to_come() * self._ledger.tick_s if to_come_s is None else to_come_s
             if (
-                caught_up_s <= gain * self._to_come() * self._ledger.tick_s  # in this rollout …
+                caught_up_s <= gain * to_come_s  # in this rollout …
                 and first_s <= gain * near_s  # … while a graph may pay in others, if there often are so many requests
                 and self._ledger.affords(caught_up_s + first_s, gain)
             ):
