@@ -162,6 +162,8 @@ def test_nearest_key_finds_a_key_without_its_section() -> None:
 def any_value(knob: Knob) -> st.SearchStrategy[Any]:
     if knob.type == tuple[int, ...]:
         return st.lists(st.integers(2, 128), min_size=1, max_size=3).map(tuple)
+    if knob.type == tuple[float, ...]:
+        return st.lists(st.floats(1.0, 128.0, exclude_min=True), max_size=3).map(tuple)
     if get_origin(knob.type) is tuple:
         return st.lists(st.text(min_size=1), max_size=3).map(tuple)
     if get_origin(knob.type) is Literal:

@@ -197,13 +197,15 @@ def test_speculation_keeps_the_tokens_up_to_rounding() -> None:
     assert speculation.accept_length > 1.3
 
 
-def learned_engine(model: Transformer, shapes: Callable[[], Shape], graphs: bool) -> tuple[Engine, LearnedDrafting]:
+def learned_engine(
+    model: Transformer, shapes: Callable[[], Shape], graphs: bool, light: bool = False
+) -> tuple[Engine, LearnedDrafting]:
     from tests.test_learned import Always
     from tlt.spec.speculation import Speculating
 
     drafter = Eagle(EagleConfig.of_policy(model.config, window=64), dtype=torch.bfloat16, device="cuda")
     drafter.init_weights(3)
-    learned = LearnedDrafting(drafter, model, rows=24)
+    learned = LearnedDrafting(drafter, model, rows=24, light=light)
     always = Always(lambda running: shapes() if running else Shape())
     speculation = Speculating([learned], always, learned=learned, deepest=8)
     return Engine(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
@@ -247,3 +249,35 @@ def test_trees_grown_in_graphs_are_those_grown_without(share: float) -> None:
 def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens(share: float) -> None:
     engine, _ = learned_engine(gpu_policy(), lambda: Shape(("eagle",), 4, 2, 7, share), graphs=True)
     assert_waits_once(engine, max_tokens=400)
+
+
+def test_drafts_in_8_bits_are_nearly_those_in_16() -> None:
+    """And follow the drafter's and the policy's tensors when these change; tokens stay, up to rounding."""
+    model = gpu_policy()
+    plain = {key: completion.tokens for key, completion in answers(model, rows=24).items()}
+    grown: list[dict[tuple[Key, int], tuple[int, ...]]] = []
+    for light in (False, True):
+        engine, learned = learned_engine(model, lambda: Shape(("eagle",), 4, 1, 5), graphs=True, light=light)
+        assert bool(learned.drafter._light) == light
+        other = Eagle(learned.drafter.config, dtype=torch.bfloat16, device="cuda")
+        other.init_weights(4)
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.mul_(2.0)
+        learned.load(dict(other.named_parameters()), version=1)
+        propose, seen = engine._speculation.propose, dict[tuple[Key, int], tuple[int, ...]]()
+
+        def spy(keys, answers, shape):  # type: ignore[no-untyped-def]
+            drafts = propose(keys, answers, shape)  # noqa: B023
+            for key, answer in zip(keys, answers, strict=True):
+                seen[key, len(answer)] = learned.plant(keys, shape).draft(key).tokens[:1]  # noqa: B023
+            return drafts
+
+        engine._speculation.propose = spy  # type: ignore[method-assign]
+        engine.submit(batch(24))
+        done = {completion.key: completion.tokens for completion in engine.drain()}
+        assert sum(done[key] == expected for key, expected in plain.items()) > 12
+        grown.append(seen)
+    common = [place for place in grown[0] if place in grown[1]]
+    assert len(common) > 100
+    assert sum(grown[0][place] == grown[1][place] for place in common) > 0.8 * len(common)

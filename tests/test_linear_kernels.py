@@ -11,7 +11,7 @@ from tiny import policy
 from torch import Tensor
 
 from tlt.kernels import elementwise_triton, linear_triton
-from tlt.kernels.linear import Weighed, weigh, weighed_linear
+from tlt.kernels.linear import Light, Weighed, weigh, weighed_linear
 from tlt.kernels.linear import linear as torch_linear
 from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
 from tlt.kernels.linear_triton import room_for, skinny_linear
@@ -115,6 +115,44 @@ def test_a_row_does_not_depend_on_its_neighbours(config: Config) -> None:
     together = skinny_linear(x, weight, config, norm_eps=EPS, **extras)
     alone = skinny_linear(x[4:5], weight, config, norm_eps=EPS, **extras)
     assert torch.equal(together[4:5], alone)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("fusion", [(True,) * 4, (False, False, True, False)])
+def test_a_matrix_in_8_bits_is_multiplied_as_it_is(config: Config, fusion: tuple[bool, bool, bool, bool]) -> None:
+    norm, bias, residual, gated = fusion
+    x, weight, extras = layer(5, 72, 192, norm=norm, bias=bias, residual=residual, gated=gated)
+    weight[3] *= 1000.0  # each row has a scale of its own
+    light = Light.of(weight)
+    out = skinny_linear(x, light, config, norm_eps=EPS, **extras)
+    read = light.light_NK.double() * light.scale_N.double()[:, None]
+    assert error(out, fp64_linear(x, read, **extras)) < TOLERANCE
+    assert error(out, fp64_linear(x, weight, **extras)) > 5e-3, "that is no matrix in 8 bits"
+
+
+def test_8_bits_are_near_and_renewed_in_place() -> None:
+    weight = tensor(24, 64)
+    weight[5] = 0.0
+    light = Light.of(weight)
+    places = light.light_NK.data_ptr(), light.scale_N.data_ptr()
+    for _ in range(2):
+        read = light.light_NK.float() * light.scale_N[:, None]
+        assert torch.isfinite(read).all()
+        assert (read - weight.float()).abs().max(1).values.le(weight.float().abs().amax(1) / 16 + 1e-30).all()
+        assert error(read, weight.double()) < 0.04
+        weight.copy_(1e-3 * tensor(24, 64, seed=9))
+        light.renew()
+    assert places == (light.light_NK.data_ptr(), light.scale_N.data_ptr())
+
+
+def test_the_library_and_other_devices_read_the_fine_matrix() -> None:
+    x, weight, _ = layer(300, 32, 64)
+    light = Light.of(weight)
+    assert torch.equal(linear_triton.linear(x, light), linear_triton.linear(x, weight)), (
+        "so many rows are the library's"
+    )
+    if not ON_GPU:
+        assert torch.equal(model_linear.linear(x[:3], light), model_linear.linear(x[:3], weight))
 
 
 def test_split_k_repeats_bit_for_bit_and_leaves_its_counters_at_zero() -> None:

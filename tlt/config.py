@@ -162,6 +162,7 @@ class SpecSettings:
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
     shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # or, on a GPU, so many on average: the likeliest of all
+    light: bool = False  # on a GPU, compute drafts with matrices in 8 bits, half as much to read: what it gains is open
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:

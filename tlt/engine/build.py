@@ -134,7 +134,8 @@ def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | Non
     """The learned drafter that is configured, at work for this policy; None if none is."""
     if config.spec.drafter not in ("eagle", "both"):
         return None
-    return LearnedDrafting(open_drafter(policy, config), policy.model, config.engine.rows, max(config.spec.depths))
+    drafter, deepest = open_drafter(policy, config), max(config.spec.depths)
+    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=config.spec.light)
 
 
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:

@@ -42,6 +42,40 @@ def linear(
     return product_MN if out is None else out.copy_(product_MN)
 
 
+_LARGEST = 448.0  # of an e4m3 number
+
+
+@dataclass(frozen=True, slots=True)
+class Light:
+    """A matrix, and the same in 8 bits, each row in a scale of its own: half as much to read. What it computes is a
+    little off: for drafts alone, which the policy verifies."""
+
+    fine_NK: Tensor
+    light_NK: Tensor  # float8_e4m3fn
+    scale_N: Tensor  # float32: fine ≈ light · scale
+
+    @classmethod
+    def of(cls, fine_NK: Tensor) -> "Light":
+        scale_N = torch.empty(len(fine_NK), dtype=torch.float32, device=fine_NK.device)
+        light = cls(fine_NK, torch.empty_like(fine_NK, dtype=torch.float8_e4m3fn), scale_N)
+        light.renew()
+        return light
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """The matrix has changed. Written over what was there, where graphs look for it."""
+        wide_NK = self.fine_NK.float()
+        self.scale_N.copy_((wide_NK.abs().amax(1) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
+        self.light_NK.copy_((wide_NK / self.scale_N[:, None]).clamp(-_LARGEST, _LARGEST))
+
+
+Matrix = Tensor | Light
+
+
+def fine(matrix: Matrix) -> Tensor:
+    return matrix.fine_NK if isinstance(matrix, Light) else matrix
+
+
 @dataclass(frozen=True, slots=True)
 class Weighed:
     """Rows ready for the norm that reads them next, but for its scale: norm(x) = weighed · rsqrt(mean(x²) + eps)."""

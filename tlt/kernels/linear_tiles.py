@@ -6,6 +6,7 @@ What always holds
 - The result is a function of the inputs and the configuration: split-K partial sums are added in a fixed order by
   whichever program arrives last, so runs agree bit for bit, and a row does not depend on the other rows.
 - The counters of a workspace are all zero between kernels.
+- A matrix in 8 bits (`light`: a scale for each of its rows) is multiplied as it is, and the sums are scaled at the end.
 - A norm's scale is one number per row, so it commutes with the product: what is multiplied is x · norm weight, and the
   sums are scaled at the end. Either this kernel weighs x as it reads it and adds up its squares; or x comes weighed,
   its squares in parts (`carried`), from the kernel that wrote it, which leaves the loop to the matrix units alone.
@@ -97,6 +98,7 @@ def _weight_tile(w_ptr, w_desc, row_in_tile_N, row, w_stride, k, k_K, K, EVEN_K:
 
 @triton.jit
 def _product(acc, y_MK, w_NK, SWAP: tl.constexpr):
+    w_NK = w_NK.to(y_MK.dtype)  # from 8 bits, and exactly
     if SWAP:
         acc = tl.dot(w_NK, tl.trans(y_MK), acc, input_precision="ieee")
     else:
@@ -112,10 +114,14 @@ def _carried_squares(carried_ptr, m_M, M, PARTS: tl.constexpr, BLOCK_P: tl.const
 
 
 @triton.jit
-def _finish(acc_MN, up_MN, squares_M, bias_ptr, residual_ptr, out_ptr, next_norm_ptr, weighed_ptr, next_squares_ptr,
-            m_M, n_N, part, parts, M, N, K, residual_stride, out_stride, eps,
-            SCALED: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Norm scale, bias, gate, residual, store; then what the next norm wants, of the rows as they were stored."""
+def _finish(acc_MN, up_MN, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
+            next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+            M, N, K, residual_stride, out_stride, eps, SCALED: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """Scales, bias, gate, residual, store; then what the next norm wants, of the rows as they were stored."""
+    if light_ptr is not None:
+        acc_MN *= tl.load(light_ptr + n_N, mask=n_N < N, other=0.0)[None, :]
+        if GATED:
+            up_MN *= tl.load(light_ptr + N + n_N, mask=n_N < N, other=0.0)[None, :]
     if SCALED:
         scale_M = tl.rsqrt(squares_M / K + eps)
         acc_MN *= scale_M[:, None]
@@ -174,7 +180,7 @@ def _add_slot(slot_ptr, acc_MN, up_MN, squares_M, m_M, M, HAS_NORM: tl.constexpr
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_linear_kernel(
-    x_ptr, x_desc, w_ptr, w_desc, norm_ptr, carried_ptr, bias_ptr, residual_ptr, out_ptr,
+    x_ptr, x_desc, w_ptr, w_desc, light_ptr, norm_ptr, carried_ptr, bias_ptr, residual_ptr, out_ptr,
     next_norm_ptr, weighed_ptr, next_squares_ptr, partial_ptr, counter_ptr,
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -249,8 +255,9 @@ def skinny_linear_kernel(
     if SPLIT_K == 1:
         if CARRIED:
             squares_M = tl.sum(carried_MP, axis=1)
-        _finish(acc, up, squares_M, bias_ptr, residual_ptr, out_ptr, next_norm_ptr, weighed_ptr, next_squares_ptr,
-                m_M, n_N, part, parts, M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
+        _finish(acc, up, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
+                next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+                M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
     else:
         SLOT: tl.constexpr = BLOCK_M * BLOCK_N * (2 if GATED else 1) + BLOCK_M
         slots_ptr = partial_ptr + tile.to(tl.int64) * SPLIT_K * SLOT
@@ -265,13 +272,14 @@ def skinny_linear_kernel(
                 squares_M = tl.sum(_carried_squares(carried_ptr, m_M, M, PARTS, BLOCK_P), axis=1)
             for slot in tl.static_range(SPLIT_K):  # in order, own slot included: the sum must not depend on who is last
                 acc, up, squares_M = _add_slot(slots_ptr + slot * SLOT, acc, up, squares_M, m_M, M, HAS_NORM, GATED)
-            _finish(acc, up, squares_M, bias_ptr, residual_ptr, out_ptr, next_norm_ptr, weighed_ptr, next_squares_ptr,
-                    m_M, n_N, part, parts, M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
+            _finish(acc, up, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
+                    next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+                    M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
 def wide_linear_kernel(
-    x_ptr, w_ptr, norm_ptr, carried_ptr, bias_ptr, residual_ptr, out_ptr,
+    x_ptr, w_ptr, light_ptr, norm_ptr, carried_ptr, bias_ptr, residual_ptr, out_ptr,
     next_norm_ptr, weighed_ptr, next_squares_ptr,
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
@@ -312,13 +320,16 @@ def wide_linear_kernel(
         y_SMK = (wide_SMK * norm_S1K.to(tl.float32)).to(y_SMK.dtype)
     if PDL and LATE:
         gdc_launch_dependents()
-    acc_MN = tl.sum(tl.dot(y_SMK, tl.permute(w_SNK, (0, 2, 1)), input_precision="ieee"), axis=0)
+    w_SKN = tl.permute(w_SNK.to(y_SMK.dtype), (0, 2, 1))
+    acc_MN = tl.sum(tl.dot(y_SMK, w_SKN, input_precision="ieee"), axis=0)
     up_MN = acc_MN
     if GATED:
-        up_MN = tl.sum(tl.dot(y_SMK, tl.permute(up_SNK, (0, 2, 1)), input_precision="ieee"), axis=0)
+        up_SKN = tl.permute(up_SNK.to(y_SMK.dtype), (0, 2, 1))
+        up_MN = tl.sum(tl.dot(y_SMK, up_SKN, input_precision="ieee"), axis=0)
     part, parts = first_n // BLOCK_N, tl.cdiv(N, BLOCK_N)
-    _finish(acc_MN, up_MN, squares_M, bias_ptr, residual_ptr, out_ptr, next_norm_ptr, weighed_ptr, next_squares_ptr,
-            m_M, n_N, part, parts, M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
+    _finish(acc_MN, up_MN, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
+            next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+            M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
 
 
 @triton.jit

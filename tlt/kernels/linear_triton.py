@@ -22,7 +22,7 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt.kernels import elementwise_triton
-from tlt.kernels.linear import Weighed
+from tlt.kernels.linear import Light, Matrix, Weighed, fine
 from tlt.kernels.linear_table import Config, bucket_of, choose, choose_exact
 from tlt.kernels.linear_tiles import copy_rows_kernel, skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
 from tlt.kernels.workspace import Workspace, shared_workspace
@@ -33,7 +33,7 @@ INTERPRETED = not isinstance(skinny_linear_kernel, triton.JITFunction)
 
 def linear(
     x: Tensor | Weighed,
-    weight_NK: Tensor,
+    weight: Matrix,
     *,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -46,6 +46,7 @@ def linear(
     exact: bool = False,
 ) -> Tensor:
     """residual + act(norm(x)·Wᵀ + bias) as `tlt.kernels.linear.linear` defines it, by the measured best route."""
+    weight_NK = fine(weight)
     x_MK = x if isinstance(x, Tensor) else x.x_MD
     shape = (x_MK.shape[0], weight_NK.shape[0] // (2 if gated else 1), x_MK.shape[1], gated)
     fused: dict[str, Any] = {"bias": bias, "norm_weight": norm_weight, "norm_eps": norm_eps, "residual": residual}
@@ -55,7 +56,7 @@ def linear(
     config = choose(*shape)
     if config is None:
         return composed_linear(x_MK, weight_NK, **fused)
-    return skinny_linear(x, weight_NK, config, workspace=workspace, **fused)
+    return skinny_linear(x, weight, config, workspace=workspace, **fused)
 
 
 def add_linear(
@@ -132,7 +133,7 @@ def room_for(x_MD: Tensor, norm_D: Tensor, part: int) -> Weighed:
 
 def skinny_linear(
     x: Tensor | Weighed,
-    weight_NK: Tensor,
+    weight: Matrix,
     config: Config,
     *,
     bias: Tensor | None = None,
@@ -150,6 +151,7 @@ def skinny_linear(
     `leave`: buffers to fill with the result as the next norm wants it; its x is `out`.
     """
     pdl = pdl and not INTERPRETED
+    weight_NK, scale_N = (weight.light_NK, weight.scale_N) if isinstance(weight, Light) else (weight, None)
     carried = None
     if isinstance(x, Weighed):
         x_MK, carried, norm_weight = x.weighed_MD, x.squares_MP, None
@@ -164,7 +166,7 @@ def skinny_linear(
         out = torch.empty((m, n), dtype=x_MK.dtype, device=x_MK.device)
     parts = 1 if carried is None else carried.shape[1]
     leaving = (None, None, None) if leave is None else (leave.norm_D, leave.weighed_MD, leave.squares_MP)
-    around = (norm_weight, carried, bias, residual, out, *leaving)
+    around = (scale_N, norm_weight, carried, bias, residual, out, *leaving)
     strides = (x_MK.stride(0), weight_NK.stride(0), 0 if residual is None else residual.stride(0), out.stride(0))
     options: dict[str, Any] = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,

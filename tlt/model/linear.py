@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import linear as torch_linear
-from tlt.kernels.linear import Weighed
+from tlt.kernels.linear import Matrix, Weighed, fine
 
 Stream = Tensor | Weighed
 """The residual stream: rows, or in GPU rollout rows and what their next norm needs of them."""
@@ -21,7 +21,7 @@ Stream = Tensor | Weighed
 
 def linear(
     x: Stream,
-    weight_NK: Tensor,
+    weight: Matrix,
     *,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -32,7 +32,8 @@ def linear(
 ) -> Tensor:
     """`residual + activation(norm(x) @ weightᵀ + bias)`; gated: weight holds gate rows, then up rows.
 
-    In GPU rollout the sum is written over `residual`: whoever wants to keep that must copy it before.
+    In GPU rollout the sum is written over `residual`: whoever wants to keep that must copy it before. And there alone a
+    `Light` weight is read in 8 bits, where our kernels read it.
     """
     if isinstance(x, Weighed) and x.norm_D is not norm_weight:
         raise ValueError("x was weighed for another norm than the one given; hand that norm to whoever made x")
@@ -45,13 +46,13 @@ def linear(
         "gated": gated,
     }
     if in_gpu_training(x_TK):
-        return _trained_linear(x_TK, weight_NK, **options)
+        return _trained_linear(x_TK, fine(weight), **options)
     if not in_gpu_rollout(x_TK):
-        return torch_linear.linear(x_TK, weight_NK, **options)
+        return torch_linear.linear(x_TK, fine(weight), **options)
     from tlt.kernels.linear_triton import linear as fused  # Triton is installed only where there is a GPU
 
     # pdl: each kernel may start while the one before it ends (see linear_triton)
-    return fused(x, weight_NK, **options, out=residual, pdl=True, exact=exact)
+    return fused(x, weight, **options, out=residual, pdl=True, exact=exact)
 
 
 def add_linear(

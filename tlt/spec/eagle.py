@@ -20,6 +20,7 @@ from tlt.errors import ModelError
 from tlt.kernels import drafter as torch_kernels
 from tlt.kernels import training as training_kernels
 from tlt.kernels.drafter import New
+from tlt.kernels.linear import Light, Matrix
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
@@ -30,6 +31,7 @@ from tlt.spec.window import Band, Nodes, Ring, attend_ring
 from tlt.spec.window_flash import FlashBand
 
 TAPS = 3
+_MATRICES = ("fc", "qkv", "o", "gate_up", "down")
 
 
 def taps(policy: ModelConfig) -> tuple[int, int, int]:
@@ -127,6 +129,7 @@ class Eagle(nn.Module):
         cos_PR, sin_PR = rotary_tables(layer)
         self.register_buffer("cos_PR", cos_PR.to(device), persistent=False)
         self.register_buffer("sin_PR", sin_PR.to(device), persistent=False)
+        self._light: dict[str, Light] = {}  # matrices that rollout reads in 8 bits on a GPU
 
     # ---- values
 
@@ -140,6 +143,18 @@ class Eagle(nn.Module):
                 weight.fill_(1.0)
             else:
                 weight.normal_(0.0, 0.02, generator=generator)
+
+    def lighten(self) -> None:
+        """From now on a GPU's rollout reads its matrices in 8 bits, where few rows do; again whenever they changed."""
+        for name in _MATRICES:
+            if name in self._light:
+                self._light[name].renew()
+            else:
+                self._light[name] = Light.of(getattr(self, name).detach())
+
+    def _matrix(self, name: str) -> Matrix:
+        matrix: Tensor = getattr(self, name)
+        return self._light.get(name, matrix)
 
     @torch.no_grad()
     def set_vocabulary(self, token_of_draft_v: Tensor | None) -> None:
@@ -182,10 +197,10 @@ class Eagle(nn.Module):
         """The policy's residual stream after each tapped layer, side by side, as one state."""
         return linear(features_TF, self.fc)
 
-    def logits(self, g_TD: Tensor, head_vD: Tensor) -> Tensor:
+    def logits(self, g_TD: Tensor, head: Matrix) -> Tensor:
         if in_gpu_rollout(g_TD):
-            return linear(g_TD, head_vD, norm_weight=self.norm, norm_eps=self.config.layer.norm_eps)
-        return linear(self.final_norm(g_TD), head_vD)
+            return linear(g_TD, head, norm_weight=self.norm, norm_eps=self.config.layer.norm_eps)
+        return linear(self.final_norm(g_TD), head)
 
     def final_norm(self, g_TD: Tensor) -> Tensor:
         return rms_norm(g_TD, self.norm, self.config.layer.norm_eps)
@@ -274,14 +289,14 @@ class Eagle(nn.Module):
         `features` are the policy's states there, `next` the tokens drawn from them. A row without new positions is left
         as it is and its g means nothing.
         """
-        state_TD = self.fuse(features_TF)
+        state_TD = linear(features_TF, self._matrix("fc"))
         kernels, entry = drafter_kernels(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_RD = kernels.embed_and_norm(
             next_T[:, None], state_TD[:, None], *entry, self.config.layer.norm_eps, new, pdl=True
         )
         # keys and values need no attention of their own, so only the last query of a row asks, and it sees them all
         q_R1Hd, last_R1 = kernels.rope_into_ring(
-            *(linear(both, self.qkv), new, self.cos_PR, self.sin_PR),
+            *(linear(both, self._matrix("qkv")), new, self.cos_PR, self.sin_PR),
             *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
             pdl=True,
         )
@@ -308,7 +323,8 @@ class Eagle(nn.Module):
         kernels, entry = drafter_kernels(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_TD = kernels.embed_and_norm(token_RQ, parent_RQD, *entry, self.config.layer.norm_eps, pdl=True)
         q_RQHd = kernels.rope_into_nodes(
-            *(linear(both, self.qkv), position_RQ, slot_RQ, self.cos_PR, self.sin_PR, nodes.k_RKNd, nodes.v_RKNd),
+            *(linear(both, self._matrix("qkv")), position_RQ, slot_RQ, self.cos_PR, self.sin_PR),
+            *(nodes.k_RKNd, nodes.v_RKNd),
             pdl=True,
         )
         attended = attend_ring(q_RQHd, ring, position_RQ, nodes, seen_RQN)
@@ -316,11 +332,10 @@ class Eagle(nn.Module):
 
     def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor) -> Tensor:
         """`_finish` with fewer launches: a GPU writes g over the residual."""
-        x_TD = linear(attended_TN, self.o, residual=residual_TD)
-        gated_TM = linear(
-            x_TD, self.gate_up, norm_weight=self.mlp_norm, norm_eps=self.config.layer.norm_eps, gated=True
-        )
-        return linear(gated_TM, self.down, residual=x_TD)
+        x_TD = linear(attended_TN, self._matrix("o"), residual=residual_TD)
+        norm: dict[str, Any] = {"norm_weight": self.mlp_norm, "norm_eps": self.config.layer.norm_eps}
+        gated_TM = linear(x_TD, self._matrix("gate_up"), **norm, gated=True)
+        return linear(gated_TM, self._matrix("down"), residual=x_TD)
 
 
 def drafter_kernels(state: Tensor) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlt.kernels import growth, pruning
 from tlt.kernels.growth import Growing
+from tlt.kernels.linear import Matrix
 from tlt.kernels.pruning import Pruned, Shared
 from tlt.kernels.twin import twin
 from tlt.spec.candidates import DrawKeys, candidates
@@ -31,10 +32,10 @@ class Soil:
     ring: Ring
     g_RD: Tensor
     embed_VD: Tensor
-    head_vD: Tensor
+    head: Matrix  # of the draft tokens
 
     def first(self, rows: int) -> "Soil":
-        return Soil(self.drafter, self.ring.first(rows), self.g_RD[:rows], self.embed_VD, self.head_vD)
+        return Soil(self.drafter, self.ring.first(rows), self.g_RD[:rows], self.embed_VD, self.head)
 
 
 class Grove:
@@ -52,7 +53,7 @@ class Grove:
     def roots(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
         """Starts trees for the first rows. `draws` are the keys of the roots' successors."""
         soil = self._soil.first(rows)
-        logits_Rv = soil.drafter.logits(soil.g_RD, soil.head_vD)
+        logits_Rv = soil.drafter.logits(soil.g_RD, soil.head)
         self.root_logits_Rv[:rows] = logits_Rv
         named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v)
         kernels = twin(growth, soil.g_RD.device)
@@ -66,7 +67,7 @@ class Grove:
             *(soil.ring, self._nodes.first(rows), grown.token_Rw, grown.state_RwD),
             *(entry_Rw, grown.slot_Rw, grown.seen_RwL, soil.embed_VD),
         )
-        logits_Nv = soil.drafter.logits(g_RwD.flatten(0, 1), soil.head_vD)
+        logits_Nv = soil.drafter.logits(g_RwD.flatten(0, 1), soil.head)
         named = candidates(
             *(logits_Nv, draws, beta, self.width, soil.drafter.token_of_draft_v),
             repeat=self.width,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import entering, moving, states
+from tlt.kernels.linear import Light
 from tlt.kernels.pruning import Shared
 from tlt.kernels.states import Kept
 from tlt.kernels.twin import twin
@@ -38,7 +39,10 @@ class LearnedDrafting:
 
     name = "eagle"
 
-    def __init__(self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8) -> None:
+    def __init__(
+        self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8, *, light: bool = False
+    ) -> None:
+        """`light`: what drafts are computed with is read in 8 bits, on a GPU."""
         device, dtype, hidden = drafter.fc.device, drafter.fc.dtype, drafter.config.layer.hidden
         self.drafter = drafter
         self.taps: tuple[int, ...] = drafter.config.taps
@@ -48,12 +52,16 @@ class LearnedDrafting:
         self._window = window = drafter.config.window
         self._beta = torch.ones((), dtype=torch.float32, device=device)
         self._head_vD = drafter.head_rows(policy.head_weight)
+        light = light and device.type == "cuda" and dtype == torch.bfloat16
+        self._light_head = Light.of(self._head_vD.detach()) if light else None
+        if light:
+            drafter.lighten()
         self._soil = Soil(
             drafter,
             drafter.new_ring(rows),
             torch.zeros((rows, hidden), dtype=dtype, device=device),
             policy.embed.detach(),
-            self._head_vD.detach(),
+            self._light_head or self._head_vD.detach(),
         )
         self._memory = entering.Memory.empty(self._soil.ring.position_RW, len(self.taps) * hidden, dtype)
         self._groves: dict[int, Grove] = {}  # by width
@@ -105,6 +113,8 @@ class LearnedDrafting:
         """What names a reduced vocabulary is copied afresh, where graphs look for it."""
         if self._head_vD is not self._policy.head_weight and self.drafter.own_head_vD is None:
             self.drafter.head_rows(self._policy.head_weight, out=self._head_vD)
+        if self._light_head is not None:
+            self._light_head.renew()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -123,6 +133,8 @@ class LearnedDrafting:
                 raise ValueError(f"drafter tensor {name} has shape {found}; expected {expected}")
         for name, value in weights.items():
             own[name].copy_(value)
+        if self._light_head is not None:
+            self.drafter.lighten()
         self.version = version
         self._memory.taken_R.copy_(self._memory.held_R)
         self._memory.ready_R.zero_()
