@@ -268,6 +268,32 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
     assert found[0][2] > 0.3 * found[0][1]
 
 
+def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of more than a pass takes in, while others draft: so many positions of each row, on average, and once."""
+    take_in, told = LearnedDrafting._take_in, list[tuple[float, bool]]()
+
+    def look(learned: LearnedDrafting, count: int) -> None:
+        late = learned.late(count)
+        take_in(learned, count)
+        taken = learned.took_in()
+        assert taken is not None
+        assert learned.took_in() is None
+        told.append((taken * count, late))
+
+    monkeypatch.setattr(LearnedDrafting, "_take_in", look)
+    engine = engine_with(drafting(window=128), lambda running: shape_of(2, 1, 3), rows=16)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine.submit([Request(Key(0, i), (5, 6, 7 + i), params, f"short {i}") for i in range(15)])
+    for _ in range(5):
+        engine.tick()
+    prompt = tuple(3 + i % 17 for i in range(90))
+    engine.submit([Request(Key(1, 0), prompt, params, "long")])
+    before = len(told)
+    engine.drain()
+    brought = [positions for positions, late in told[before:] if not late]
+    assert brought == pytest.approx([89.0]), "all but the newest token"
+
+
 def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts would follow from an older token: they cost what the others share, and never come true."""
     batch = requests(10, group=2, seed=3, params=[SamplingParams(max_tokens=40, ignore_eos=True)])

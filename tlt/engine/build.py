@@ -125,8 +125,8 @@ def _chooser(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> TunerP
                 f"a range of batches of its own, and there are {_LAST_BUCKET.bit_length()}: name fewer"
             )
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
-    sizes = buckets(rows * max(spec.verifies))
-    pad = cache(lambda tokens: bucket(tokens, sizes) or sizes[-1])  # asked several times a tick
+    sizes = buckets(rows)
+    pad = cache(lambda requests: bucket(requests, sizes) or sizes[-1])  # asked several times a tick
     return Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",), context_read_once=on_gpu))
 
 

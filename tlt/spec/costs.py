@@ -17,7 +17,6 @@ POLICY = "policy"  # one run of the policy; size = tokens, those of rows that no
 EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = such tokens
 DRAFT = "draft"  # one level more of a learned drafter's tree; size = padded requests · width
 CATCH_UP = "catch up"  # a learned drafter left out takes in a position of every request; size = padded requests
-ENTER = "enter"  # it takes in what newcomers bring, by the position of every request on average; size = padded requests
 CAPTURE = "capture"  # of a graph, compiling included; size = 1
 LOOKUP = "lookup"  # a model-free drafter's proposals for the batch, on the host; size = padded requests
 
@@ -95,6 +94,7 @@ _DRIFT = 1 / 16  # weight of a tick in what all shapes share …
 _COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
 _LEAST = 0.1  # of what the table says a tick costs, whatever the corrections
 _IDLE = 8.0  # times as long as over idle rows a GPU may need for live ones when it catches up: 6 were seen
+_DEAREST = 32.0  # times as dear as many a newcomer's position may be: beyond that the machine stood still
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 
 
@@ -128,6 +128,7 @@ class TickCosts:
         self._own = _Corrections()
         self._idle = CostTable()  # of catching up, measured beforehand
         self._caught_up = False  # ever
+        self._newcomers = _Newcomers()
         self._last: Shape | None = None
         self._since = 0  # ticks since the shape changed …
         self._ticks = 0  # … and ever
@@ -153,21 +154,29 @@ class TickCosts:
 
     def entering(self, shape: Shape, batch: int, positions: float) -> float:
         """Seconds that learned drafters need for what newcomers bring: so many positions of a request, on average."""
-        seen = self._table.estimate(ENTER, self.pad(batch))
-        return self._taking_in(shape, batch, positions) if seen is None else self._kind(shape) * positions * seen
+        times = self._newcomers.times(self._idle_times, self._position_s)
+        return self._kind(shape) * positions * times * self._position_s(self.pad(batch))
 
     def _taking_in(self, shape: Shape, batch: int, positions: float) -> float:
         """The same if all requests have as many."""
-        idle = _IDLE if self._read_once and not self._caught_up else 1.0
-        return self._kind(shape) * positions * idle * (self._table.estimate(CATCH_UP, self.pad(batch)) or 0.0)
+        return self._kind(shape) * positions * self._idle_times * self._position_s(self.pad(batch))
+
+    @property
+    def _idle_times(self) -> float:
+        return _IDLE if self._read_once and not self._caught_up else 1.0
+
+    def _position_s(self, size: int) -> float:
+        """Of every row, when all of them take in many."""
+        return self._table.estimate(CATCH_UP, size) or 0.0
 
     def entered(self, shape: Shape, batch: int, positions: float, seconds: float) -> None:
         """A tick in which newcomers' positions were taken in took so long: what is beyond the tick is theirs."""
         beyond = max(0.0, seconds - (self.seconds(shape, batch) or seconds))
-        self._table.record(ENTER, self.pad(batch), beyond / positions)
+        self._newcomers.see(beyond, positions, self.pad(batch))
 
     def caught_up(self, batch: int, behind: int, seconds: float) -> None:
         """So long it took, all rows and so many positions: what was measured over idle rows counts no more."""
+        self._newcomers.compared = None
         if not self._caught_up:
             self._table.forget(CATCH_UP)
         self._caught_up = True
@@ -182,6 +191,7 @@ class TickCosts:
         self._ticks += 1
         if self._ticks % _FADE == 0:
             self._own.fade(shape)
+            self._newcomers.fade()
         if not shape.off:
             for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
                 if drafter not in self._learned:
@@ -223,7 +233,7 @@ class TickCosts:
 
     def _foreseen(self, shape: Shape, batch: int) -> float | None:
         """By the table alone."""
-        requests = self.pad(batch)  # rows that no request has are computed too, and nothing beyond them
+        requests = self.pad(batch)  # graphs compute rows that no request has too, and nothing beyond them
         total = self._table.estimate(POLICY, shape.tokens(requests))
         if total is None:
             return None
@@ -239,6 +249,43 @@ class TickCosts:
         """A drafter's run nobody has measured is taken to cost what the policy's would: the safe side."""
         known = self._table.estimate(role, size)
         return known if known is not None else self._table.estimate(POLICY, size) or 0.0
+
+
+class _Newcomers:
+    """How many times as dear as a position that all rows take in at once is one that newcomers bring.
+
+    They come few at a time, and passes have room in steps: by the position it is dearest where the fewest come. So
+    what some arrivals took together is compared with what was foreseen of them together, without the strangest ones.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW)  # seconds, positions of a row, rows
+        self.compared: float | None = None  # kept until something changes: it is asked for of every shape
+
+    def see(self, seconds: float, positions: float, rows: int) -> None:
+        self._seen.append((seconds, positions, rows))
+        self.compared = None
+
+    def fade(self) -> None:
+        """What was seen long ago, perhaps in a bad moment, is forgotten in the end: or nobody would look again."""
+        if self._seen:
+            self._seen.popleft()
+            self.compared = None
+
+    def times(self, believed: float, position_s: Callable[[int], float]) -> float:
+        """`believed`: before anything was seen, and less and less of it until enough was."""
+        known = min(len(self._seen), _TRUSTED)
+        if known and self.compared is None:
+            self.compared = self._compare(position_s)
+        return ((self.compared or 0.0) * known + believed * (_TRUSTED - known)) / _TRUSTED
+
+    def _compare(self, position_s: Callable[[int], float]) -> float:
+        foreseen = [(seconds, positions * position_s(rows)) for seconds, positions, rows in self._seen]
+        pairs = [(min(took, _DEAREST * usual), usual) for took, usual in foreseen if usual > 0.0]
+        pairs.sort(key=lambda pair: pair[0] / pair[1])
+        cut = len(pairs) // 4
+        middle = pairs[cut : len(pairs) - cut]
+        return sum(took for took, _ in middle) / sum(usual for _, usual in middle) if middle else 0.0
 
 
 def _clipped(value: float, most: float) -> float:

@@ -260,6 +260,7 @@ class Speculating:
             return
         if shape.off:
             self._plain[running] += 1
+            self._odd()  # trees that nobody will verify: those whom they were grown for have ended
         else:
             self._ticks[running, shape] += 1
         if shape is not self._last:
@@ -271,10 +272,9 @@ class Speculating:
         caught_up = self._catch_up(drafters, keys, answers, shape)
         started = time.perf_counter()
         planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
-        odd = self._learned.took_in() if self._learned is not None else None
         if planted is not None:
             took_s = [time.perf_counter() - started]
-            self._proposed.append(Proposed(keys, took_s, caught_up, odd, self._version, planted=planted))
+            self._proposed.append(Proposed(keys, took_s, caught_up, self._odd(), self._version, planted=planted))
             return None
         columns, drafts_s = [], []
         for drafter in drafters:
@@ -282,9 +282,13 @@ class Speculating:
             columns.append(drafter.propose(keys, answers, shape))
             drafts_s.append(time.perf_counter() - started)
         parts = list(zip(*columns, strict=True))
-        self._proposed.append(Proposed(keys, drafts_s, caught_up, odd, self._version, parts))
+        self._proposed.append(Proposed(keys, drafts_s, caught_up, self._odd(), self._version, parts))
         drafts = [_joined(row, shape.verify - 1) for row in parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
+
+    def _odd(self) -> float | None:
+        """What newcomers had brought a row, if much was taken in for the trees that have just been grown."""
+        return self._learned.took_in() if self._learned is not None else None
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         for name in shape.drafters:
@@ -319,7 +323,7 @@ class Speculating:
     ) -> None:
         self._learn()
         proposed = self._proposed.popleft()
-        if any(later.odd is not None for later in self._proposed):  # this one was read behind another's catching up
+        if any(self._read_behind(later) for later in self._proposed):
             seconds = None
         rows = looked_into(len(emitted), self._verifies)
         answers = {row: self._answers.get(proposed.keys[row]) for row in rows}  # now: later they may have ended
@@ -332,8 +336,9 @@ class Speculating:
             return
         walks, proposed = lesson.walks(), lesson.proposed
         caught_up_s, behind = proposed.caught_up
-        newly, seconds = self._newly_taken_in(proposed), None
-        if lesson.seconds is not None and (proposed.odd is None or newly):
+        newly = 0.0 if behind else proposed.odd or 0.0
+        seconds = None
+        if lesson.seconds is not None and (proposed.odd is None or (newly and self._asynchronous)):
             seconds = lesson.seconds - caught_up_s
         once_s = lesson.once_s + caught_up_s
         self._verifies += len(walks)
@@ -350,11 +355,15 @@ class Speculating:
         arrived = self._newly_arrived()
         self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come))
 
-    def _newly_taken_in(self, proposed: Proposed) -> float:
-        """Positions of each request on average that newcomers brought, and that are in this tick's time."""
-        _, behind = proposed.caught_up
-        told = self._learned is not None and self._learned.asynchronous and not behind
-        return (proposed.odd or 0.0) if told else 0.0
+    @property
+    def _asynchronous(self) -> bool:
+        return self._learned is not None and self._learned.asynchronous
+
+    def _read_behind(self, later: Proposed) -> bool:
+        """Whether a tick that is read now was waited for behind another's taking in, so that it seems to have taken as
+        long as both. What newcomers bring is launched behind it where the device works on by itself."""
+        _, behind = later.caught_up
+        return later.odd is not None and (behind > 0 or not self._asynchronous)
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0

@@ -37,7 +37,7 @@ class Outcome:
     drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
     caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
     behind: int = 0  # … and the positions that it took in
-    taken_in: float = 0.0  # positions of a request on average that newcomers brought: taking them in is in the seconds
+    taken_in: float = 0.0  # positions of a request on average that newcomers brought and that were taken in meanwhile
     arrived: int = 0  # positions that requests which have just come bring a learned drafter
     to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked
 
@@ -135,10 +135,8 @@ class Tuner:
         size = self._costs.pad(outcome.batch)
         seconds = outcome.seconds
         if seconds is None:
-            newcomers = 0.0 if outcome.behind else outcome.arrived / outcome.batch
-            seconds = (self._costs.seconds(outcome.shape, size) or 0.0) + self._costs.entering(
-                outcome.shape, size, newcomers
-            )
+            newcomers_s = self._costs.entering(outcome.shape, size, outcome.taken_in)
+            seconds = (self._costs.seconds(outcome.shape, size) or 0.0) + newcomers_s
         elif outcome.taken_in:
             self._costs.entered(outcome.shape, size, outcome.taken_in, seconds)
         else:
