@@ -45,6 +45,21 @@ def test_those_who_come_together_have_room_pass_by_pass() -> None:
     assert not backlog.late(256)
 
 
+def test_what_newcomers_wrote_is_taken_in_behind_their_prompts() -> None:
+    """By the pass in which the prompt ends, or by the next; and by any, where much was written."""
+    backlog = Backlog(512, at_once=16)
+    backlog.came(1, 128)
+    backlog.came(10, 64)
+    backlog.wrote(2, 2.0)
+    assert backlog.rooms(11)[1] * 11 >= 64 + 10 * 2
+    assert backlog.rooms(11)[2] * 11 >= 2
+    backlog.clear()
+    backlog.came(1, 200)
+    backlog.came(200, 3)
+    backlog.wrote(130, 130.0)
+    assert backlog.rooms(201)[2] * 201 >= 64 + 200 * 5
+
+
 def test_no_more_than_the_window_counts() -> None:
     backlog = Backlog(128, at_once=4)
     backlog.wrote(1000, 1000.0)

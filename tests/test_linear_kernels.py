@@ -148,6 +148,8 @@ def test_8_bits_are_near_and_renewed_in_place() -> None:
 def test_the_library_and_other_devices_read_the_fine_matrix() -> None:
     x, weight, _ = layer(300, 32, 64)
     light = Light.of(weight)
+    read = light.light_NK.double() * light.scale_N.double()[:, None]
+    assert error(linear_triton.linear(x[:3], light), fp64_linear(x[:3], read)) < TOLERANCE, "so few are not"
     assert torch.equal(linear_triton.linear(x, light), linear_triton.linear(x, weight)), (
         "so many rows are the library's"
     )

@@ -315,13 +315,16 @@ def test_what_newcomers_cost_is_learned_from_the_ticks_that_took_them_in() -> No
     tick_s = found.seconds(shape, 16) or 0.0
     for late_s in (0.5, 0.0, 0.002, -0.002, 0.0):  # the machine stands still; one is read late, the next one early
         found.entered(shape, 16, 5.0, tick_s + 0.010 + late_s)
+        assert found.entering(shape, 16, 2.0) < 3 * 0.004, "a moment says nothing"
     assert found.entering(shape, 16, 2.0) == pytest.approx(2.0 * 0.002, rel=0.1)
     assert found.entering(shape, 1, 2.0) == pytest.approx(2.0 * 0.002 / 16, rel=0.1), "of one row, what one row costs"
     assert found.catching_up(shape, OFF, 16, 10) == pytest.approx(0.001), "all at once is another matter"
     assert found.seconds(shape, 16) == pytest.approx(tick_s), "and so is a tick without them"
+    found.caught_up(16, 64, 64 * 0.0002)
+    assert found.entering(shape, 16, 2.0) == pytest.approx(2.0 * 0.002, rel=0.1), "whatever catching up turns out to be"
     for _ in range(6 * 512):
         found.observe(OFF, 16, tick_s)
-    assert found.entering(shape, 16, 2.0) == pytest.approx(2.0 * 0.0001), "forgotten"
+    assert found.entering(shape, 16, 2.0) == pytest.approx(2.0 * 0.0002), "forgotten"
 
 
 def test_few_who_come_at_a_time_do_not_stand_for_many() -> None:
