@@ -141,7 +141,7 @@ def tune(
     same_s = next((seconds for seconds, config in timed if config == known), None)
     best = timed[0] if timed else (float("inf"), None)
     print(
-        f"{layer.name:11} N={layer.n:5} K={layer.k:5} M<={bucket:3}  16 bits {fine_s * 1e6:6.1f} us  8 bits, the same tiles"
+        f"{layer.name:11} N={layer.n:5} K={layer.k:5} M<={bucket:3}  16 bits {fine_s * 1e6:6.1f} us  8 bits, same tiles"
         f" {(same_s or float('nan')) * 1e6:6.1f}  best {best[0] * 1e6:6.1f}  {brief(best[1]) if best[1] else '-'}",
         flush=True,
     )
