@@ -54,6 +54,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 PLAIN = {
     *FLOORS["words"],
     "tlt.engine.admission",
+    "tlt.engine.chunks",
     "tlt.engine.request",
     "tlt.engine.scheduler",
     "tlt.engine.thrift",

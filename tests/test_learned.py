@@ -36,6 +36,7 @@ from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, Draft, Shape
 from tlt.spec.speculation import Speculating
+from tlt.spec.tree import Trees
 from tlt.spec.tuner import Outcome
 from tlt.types import Completion, Key, SamplingParams
 
@@ -266,6 +267,30 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
         assert (min(sizes) < 0) == room
     assert found[0] == found[1]
     assert found[0][2] > 0.3 * found[0][1]
+
+
+def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are graphs, so that whatever compiles does so then; and nothing is left of it."""
+    forward, seen = Runner._forward_trees, set[tuple[int, int]]()
+
+    def spy(runner: Runner, trees: Trees, tokens: int, steps: int, filtered: bool) -> Any:
+        rows, nodes = trees.token_RQ.shape
+        assert tokens == rows * nodes
+        assert steps == min(4, nodes)
+        seen.add((rows, nodes))
+        return forward(runner, trees, tokens, steps, filtered)
+
+    engine = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_forward_trees", spy)
+        engine._runner._compile_trees(9, 4)
+        assert not seen, "a CPU compiles nothing"
+        patch.setattr(engine._runner, "_pool", object())
+        engine._runner._compile_trees(9, 4)
+    assert seen == {(rows, nodes) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8)}
+    batch = requests(12, group=3, seed=4)
+    engine.submit(batch)
+    assert tokens_of({one.key: one for one in engine.drain()}) == plain(batch)
 
 
 def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:

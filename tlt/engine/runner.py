@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt.engine.chunks import Packed
 from tlt.engine.exact import head_chain
 from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
 from tlt.engine.landing import Landing, Pending
@@ -221,7 +223,21 @@ class Runner:
             found.append((self._max_rows * nodes, self.time(Part(role, self._max_rows, work))))
             nodes *= 2
         self._noted(dict(found))
+        self._compile_trees(widest, steps)
         return found
+
+    @torch.no_grad()
+    def _compile_trees(self, widest: int, steps: int) -> None:
+        """Verifies idle trees of all sizes, many and few of them: or rollouts would wait for a compiler, a second and
+        more, whenever a size first comes up."""
+        if self._pool is None:
+            return
+        live, nodes = self._rows.set_count(0), [2**power for power in range(1, widest.bit_length())]
+        for each, halved in product(nodes, range(self._max_rows.bit_length())):
+            rows = self.padded(self._max_rows >> halved)
+            if rows * each <= _DEAREST[self._device.type]:
+                self._verification(Shape(verify=each), min(steps, each), filtered=False)[1](rows)
+        self._rows.set_count(live)
 
     @torch.no_grad()
     def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:
@@ -358,35 +374,23 @@ class Runner:
         """Keys and values of the chunks' tokens; nothing is sampled from them."""
         if self._pool is not None:
             self._pool.count_eager()  # sizes hardly repeat: a graph of each would be used once
-        size = self._page_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for chunk in chunks:
-            span = range(chunk.start, chunk.start + len(chunk.tokens))
-            tokens += chunk.tokens
-            positions += span
-            slots += [chunk.pages[position // size] * size + position % size for position in span]
-            starts.append(len(tokens))
-        width = max(len(chunk.pages) for chunk in chunks)
-        tables = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
-        context_R = self._send([chunk.start + len(chunk.tokens) for chunk in chunks], torch.int32)
+        packed = Packed.of(chunks, self._page_size)
+        context_R = self._send(packed.contexts, torch.int32)
         most = max(len(chunk.tokens) for chunk in chunks)
         layout = PagedLayout(
             cache=self._cache,
-            positions_T=self._send(positions, torch.int64),
-            slots_T=self._send(slots, torch.int32),
-            query_start_R1=self._send(starts, torch.int32),
+            positions_T=self._send(packed.positions, torch.int64),
+            slots_T=self._send(packed.slots, torch.int32),
+            query_start_R1=self._send(packed.starts, torch.int32),
             context_R=context_R,
-            pages_RP=self._send(tables, torch.int32),
+            pages_RP=self._send(packed.pages, torch.int32),
             max_query=most,
             exact=self._exact,
             shares_S=self._shares(context_R, most),
         )
-        out = self._model(self._send(tokens, torch.int64), layout, self._keeper.taps)
+        out = self._model(self._send(packed.tokens, torch.int64), layout, self._keeper.taps)
         if out.taps:
-            for chunk, first, last in zip(chunks, starts, starts[1:], strict=False):
+            for chunk, (first, last) in zip(chunks, pairwise(packed.starts), strict=True):
                 self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in out.taps])
 
     def _copy(self, copies: Sequence[Copy]) -> None:

@@ -1,0 +1,37 @@
+"""Pieces of prompts, one behind the other, as a forward takes them: plain lists, made on the host.
+
+What always holds: token i stands at position i and in slot i of the cache; a piece's page table is as wide as the
+widest. Knows no tensors and no requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt.engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    starts: list[int]  # of each piece among the tokens, and the end
+    contexts: list[int]  # positions that each piece's last token sees
+    pages: list[list[int]]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], page_size: int) -> "Packed":
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for chunk in chunks:
+            span = range(chunk.start, chunk.start + len(chunk.tokens))
+            tokens += chunk.tokens
+            positions += span
+            slots += [chunk.pages[position // page_size] * page_size + position % page_size for position in span]
+            starts.append(len(tokens))
+        width = max(len(chunk.pages) for chunk in chunks)
+        pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
+        contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        return cls(tokens, positions, slots, starts, contexts, pages)
