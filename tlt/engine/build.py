@@ -134,8 +134,20 @@ def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | Non
     """The learned drafter that is configured, at work for this policy; None if none is."""
     if config.spec.drafter not in ("eagle", "both"):
         return None
+    device = policy.model.embed.device
+    if config.spec.light and device.type == "cuda":
+        check_light(*torch.cuda.get_device_capability(device))
     drafter, deepest = open_drafter(policy, config), max(config.spec.depths)
     return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=config.spec.light)
+
+
+def check_light(major: int, minor: int) -> None:
+    """Whether a GPU of this compute capability reads the 8 bits of `spec.light`."""
+    if (major, minor) < (8, 9):
+        raise ConfigError(
+            f"spec.light is true, and this GPU has compute capability {major}.{minor}; expected 8.9 or newer, which "
+            "read e4m3 numbers: leave it off"
+        )
 
 
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
