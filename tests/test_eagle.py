@@ -1,5 +1,6 @@
 """The learned drafter: one attention in three forms, one alignment, the sampler's own noise, and a fitted sharpness."""
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -461,3 +462,21 @@ def test_beta_hits_agree_with_the_candidates() -> None:
         for place, beta in enumerate(BETAS):
             named = candidates(logits[:, ids], keys_of(80), beta, k, ids).token_Nk
             assert torch.equal(hits[:, place], (named == drawn[:, None]).any(1))
+
+
+def test_copies_have_no_matrices_in_8_bits() -> None:
+    """Theirs are others, and they are trained; whoever has such matrices renews them in place, and can leave them."""
+    model = drafter(8)
+    model.lighten()
+    light = model._light["qkv"]
+    copied = copy.deepcopy(model)
+    assert not copied._light
+    assert copied.state_dict().keys() == model.state_dict().keys()
+    with torch.no_grad():
+        model.qkv.mul_(3.0)
+    model.lighten()
+    assert model._light["qkv"] is light
+    read = light.light_NK.double() * light.scale_N[:, None]
+    assert (read - model.qkv.detach()).norm() < 0.04 * model.qkv.norm()
+    model.lighten(False)
+    assert model._matrix("qkv") is model.qkv

@@ -252,7 +252,7 @@ def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens(share: float) -> 
 
 
 def test_drafts_in_8_bits_are_nearly_those_in_16() -> None:
-    """And follow the drafter's and the policy's tensors when these change; tokens stay, up to rounding."""
+    """And follow the drafter's tensors when these change; tokens stay, up to rounding."""
     model = gpu_policy()
     plain = {key: completion.tokens for key, completion in answers(model, rows=24).items()}
     grown: list[dict[tuple[Key, int], tuple[int, ...]]] = []

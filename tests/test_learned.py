@@ -271,13 +271,13 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
 
 def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are graphs, so that whatever compiles does so then; and nothing is left of it."""
-    forward, seen = Runner._forward_trees, set[tuple[int, int]]()
+    forward, seen = Runner._forward_trees, set[tuple[int, int, bool]]()
 
     def spy(runner: Runner, trees: Trees, tokens: int, steps: int, filtered: bool) -> Any:
         rows, nodes = trees.token_RQ.shape
-        assert tokens == rows * nodes
+        assert tokens == rows * nodes or (nodes == 2 and tokens == math.ceil(1.5 * rows))
         assert steps == min(4, nodes)
-        seen.add((rows, nodes))
+        seen.add((rows, nodes, tokens < rows * nodes))
         return forward(runner, trees, tokens, steps, filtered)
 
     engine = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12)
@@ -287,7 +287,8 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         assert not seen, "a CPU compiles nothing"
         patch.setattr(engine._runner, "_pool", object())
         engine._runner._compile_trees(9, 4)
-    assert seen == {(rows, nodes) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8)}
+    alone = {(rows, nodes, False) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
+    assert seen == alone | {(rows, 2, True) for rows in (12, 8, 4)}, "and where requests share"
     batch = requests(12, group=3, seed=4)
     engine.submit(batch)
     assert tokens_of({one.key: one for one in engine.drain()}) == plain(batch)
@@ -317,6 +318,12 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
     engine.drain()
     brought = [positions for positions, late in told[before:] if not late]
     assert brought == pytest.approx([89.0]), "all but the newest token"
+    learned = drafting()
+    learned._took_in = learned._ticks, 3.0
+    assert learned.took_in_early
+    learned._ticks += 1  # a tick went by in which nobody asked: all for whom it was taken in had ended
+    assert not learned.took_in_early
+    assert learned.took_in() is None
 
 
 def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:

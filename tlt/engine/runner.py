@@ -232,11 +232,12 @@ class Runner:
         more, whenever a size first comes up."""
         if self._pool is None:
             return
-        live, nodes = self._rows.set_count(0), [2**power for power in range(1, widest.bit_length())]
-        for each, halved in product(nodes, range(self._max_rows.bit_length())):
+        live, powers = self._rows.set_count(0), range(1, 1 + (widest - 1).bit_length())
+        trees = [Shape(verify=2, share=1.5), *(Shape(verify=2**power) for power in powers)]
+        for shape, halved in product(trees, range(self._max_rows.bit_length())):
             rows = self.padded(self._max_rows >> halved)
-            if rows * each <= _DEAREST[self._device.type]:
-                self._verification(Shape(verify=each), min(steps, each), filtered=False)[1](rows)
+            if shape.tokens(rows) <= _DEAREST[self._device.type]:
+                self._verification(shape, min(steps, shape.verify), filtered=False)[1](rows)
         self._rows.set_count(live)
 
     @torch.no_grad()

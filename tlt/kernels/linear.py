@@ -43,6 +43,7 @@ def linear(
 
 
 _LARGEST = 448.0  # of an e4m3 number
+_ROWS = 8192  # of a matrix rounded to such numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,11 @@ class Light:
     @torch.no_grad()
     def renew(self) -> None:
         """The matrix has changed. Written over what was there, where graphs look for it."""
-        wide_NK = self.fine_NK.float()
-        self.scale_N.copy_((wide_NK.abs().amax(1) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
-        self.light_NK.copy_((wide_NK / self.scale_N[:, None]).clamp(-_LARGEST, _LARGEST))
+        for first in range(0, len(self.fine_NK), _ROWS):  # or a head would need several times its memory for a moment
+            rows = slice(first, first + _ROWS)
+            wide_NK, scale_N = self.fine_NK[rows].float(), self.scale_N[rows]
+            scale_N.copy_((wide_NK.abs().amax(1) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
+            self.light_NK[rows].copy_((wide_NK / scale_N[:, None]).clamp_(-_LARGEST, _LARGEST))
 
 
 Matrix = Tensor | Light

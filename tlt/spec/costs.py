@@ -138,6 +138,7 @@ class TickCosts:
         """Measured beforehand."""
         self._table.record(measured.role, measured.size, measured.seconds)
         if measured.role == CATCH_UP:
+            self._newcomers.compared = None
             self._idle.record(CATCH_UP, measured.size, measured.seconds)
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
@@ -171,7 +172,7 @@ class TickCosts:
 
     def entered(self, shape: Shape, batch: int, positions: float, seconds: float) -> None:
         """A tick in which newcomers' positions were taken in took so long: what is beyond the tick is theirs."""
-        beyond = max(0.0, seconds - (self.seconds(shape, batch) or seconds))
+        beyond = seconds - (self.seconds(shape, batch) or seconds)  # less than nothing, if the one before was read late
         self._newcomers.see(beyond, positions, self.pad(batch))
 
     def caught_up(self, batch: int, behind: int, seconds: float) -> None:
@@ -285,7 +286,7 @@ class _Newcomers:
         pairs.sort(key=lambda pair: pair[0] / pair[1])
         cut = len(pairs) // 4
         middle = pairs[cut : len(pairs) - cut]
-        return sum(took for took, _ in middle) / sum(usual for _, usual in middle) if middle else 0.0
+        return max(0.0, sum(took for took, _ in middle)) / sum(usual for _, usual in middle) if middle else 0.0
 
 
 def _clipped(value: float, most: float) -> float:

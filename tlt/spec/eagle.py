@@ -144,13 +144,21 @@ class Eagle(nn.Module):
             else:
                 weight.normal_(0.0, 0.02, generator=generator)
 
-    def lighten(self) -> None:
+    def lighten(self, light: bool = True) -> None:
         """From now on a GPU's rollout reads its matrices in 8 bits, where few rows do; again whenever they changed."""
-        for name in _MATRICES:
-            if name in self._light:
-                self._light[name].renew()
+        for name in _MATRICES if light else ():
+            matrix: Tensor = getattr(self, name).detach()
+            known = self._light.get(name)
+            if known is not None and known.fine_NK.data_ptr() == matrix.data_ptr():
+                known.renew()
             else:
-                self._light[name] = Light.of(getattr(self, name).detach())
+                self._light[name] = Light.of(matrix)
+        if not light:
+            self._light = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have matrices of their own, and whoever makes them mostly wants to train."""
+        return self.__dict__ | {"_light": {}}
 
     def _matrix(self, name: str) -> Matrix:
         matrix: Tensor = getattr(self, name)

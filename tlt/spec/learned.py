@@ -54,8 +54,7 @@ class LearnedDrafting:
         self._head_vD = drafter.head_rows(policy.head_weight)
         light = light and device.type == "cuda" and dtype == torch.bfloat16
         self._light_head = Light.of(self._head_vD.detach()) if light else None
-        if light:
-            drafter.lighten()
+        drafter.lighten(light)
         self._soil = Soil(
             drafter,
             drafter.new_ring(rows),
@@ -71,7 +70,7 @@ class LearnedDrafting:
         self._stage: Stage | None = None
         self._view: RowView | None = None
         self._backlog = Backlog(window, at_once=deepest + 1)
-        self._took_in: float | None = None  # many at once, since somebody asked
+        self._took_in: tuple[int, float] | None = None  # much at once, since somebody asked: in which tick, newcomers'
         self._ticks = 0
         self._planted: GrownTrees | None = None
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
@@ -166,7 +165,12 @@ class LearnedDrafting:
         """What newcomers had brought each row on average, if much was taken in at once since this was last asked: a
         tick with it says nothing of what others cost."""
         took, self._took_in = self._took_in, None
-        return took
+        return took[1] if took is not None and took[0] == self._ticks else None
+
+    @property
+    def took_in_early(self) -> bool:
+        """Whether much was taken in for trees that nobody has asked for yet."""
+        return self._took_in is not None and self._took_in[0] == self._ticks
 
     @property
     def asynchronous(self) -> bool:
@@ -320,7 +324,7 @@ class LearnedDrafting:
         stage, rows, most = self._staged(), self._staged().padded(count), TAKEN_IN[-1]
         for room in self._backlog.rooms(count):
             stage.play([self._taking_in(rows, most, room)])
-        self._took_in = self._backlog.newly(count)
+        self._took_in = self._ticks, self._backlog.newly(count)
         self._backlog.clear()
 
     def _taking_in(self, rows: int, most: int, room: float) -> Part:

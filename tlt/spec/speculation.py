@@ -260,7 +260,6 @@ class Speculating:
             return
         if shape.off:
             self._plain[running] += 1
-            self._odd()  # trees that nobody will verify: those whom they were grown for have ended
         else:
             self._ticks[running, shape] += 1
         if shape is not self._last:
@@ -323,7 +322,7 @@ class Speculating:
     ) -> None:
         self._learn()
         proposed = self._proposed.popleft()
-        if any(self._read_behind(later) for later in self._proposed):
+        if self._took_in_early or any(self._read_behind(later) for later in self._proposed):
             seconds = None
         rows = looked_into(len(emitted), self._verifies)
         answers = {row: self._answers.get(proposed.keys[row]) for row in rows}  # now: later they may have ended
@@ -358,6 +357,11 @@ class Speculating:
     @property
     def _asynchronous(self) -> bool:
         return self._learned is not None and self._learned.asynchronous
+
+    @property
+    def _took_in_early(self) -> bool:
+        """Where nothing is done meanwhile, the tick that is read now waited for it."""
+        return self._learned is not None and not self._learned.asynchronous and self._learned.took_in_early
 
     def _read_behind(self, later: Proposed) -> bool:
         """Whether a tick that is read now was waited for behind another's taking in, so that it seems to have taken as
