@@ -211,32 +211,39 @@ def learned_engine(
     return Engine(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
 
 
+Guesses = dict[tuple[Key, int], tuple[int, ...]]  # by request and tokens written
+
+
+def guesses(engine: Engine, learned: LearnedDrafting, most: int) -> Guesses:
+    """What will be drafted from now on, so many tokens of each tree."""
+    propose, seen = engine._speculation.propose, Guesses()
+
+    def spy(keys, answers, shape):  # type: ignore[no-untyped-def]
+        drafts = propose(keys, answers, shape)
+        for key, answer in zip(keys, answers, strict=True):
+            seen[key, len(answer)] = learned.plant(keys, shape).draft(key).tokens[:most]
+        return drafts
+
+    engine._speculation.propose = spy  # type: ignore[method-assign]
+    return seen
+
+
 @pytest.mark.parametrize("share", [0.0, 2.5])
 def test_trees_grown_in_graphs_are_those_grown_without(share: float) -> None:
     """And whatever is grown, the tokens stay, up to rounding."""
     model = gpu_policy()
-    grown: list[dict[tuple[Key, int], tuple[int, ...]]] = []
+    grown: list[Guesses] = []
     done: list[dict[Key, tuple[int, ...]]] = []
     for graphs in (False, True):
         ticks = iter(range(10**6))
-        seen: dict[tuple[Key, int], tuple[int, ...]] = {}
         engine, learned = learned_engine(
             model,
             lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7, share),  # noqa: B023
             graphs,
         )
-        propose = engine._speculation.propose
-
-        def spy(keys, answers, shape):  # type: ignore[no-untyped-def]
-            drafts = propose(keys, answers, shape)  # noqa: B023
-            for key, answer in zip(keys, answers, strict=True):
-                seen[key, len(answer)] = learned.plant(keys, shape).draft(key).tokens[:2]  # noqa: B023
-            return drafts
-
-        engine._speculation.propose = spy  # type: ignore[method-assign]
+        grown.append(guesses(engine, learned, 2))
         engine.submit(batch(24))
         done.append({completion.key: completion.tokens for completion in engine.drain()})
-        grown.append(seen)
     common = [place for place in grown[0] if place in grown[1]]
     assert len(common) > 100
     assert sum(grown[0][place] == grown[1][place] for place in common) > 0.9 * len(common)
@@ -255,7 +262,7 @@ def test_drafts_in_8_bits_are_nearly_those_in_16() -> None:
     """And follow the drafter's tensors when these change; tokens stay, up to rounding."""
     model = gpu_policy()
     plain = {key: completion.tokens for key, completion in answers(model, rows=24).items()}
-    grown: list[dict[tuple[Key, int], tuple[int, ...]]] = []
+    grown: list[Guesses] = []
     for light in (False, True):
         engine, learned = learned_engine(model, lambda: Shape(("eagle",), 4, 1, 5), graphs=True, light=light)
         assert bool(learned.drafter._light) == light
@@ -265,19 +272,10 @@ def test_drafts_in_8_bits_are_nearly_those_in_16() -> None:
             for weight in other.parameters():
                 weight.mul_(2.0)
         learned.load(dict(other.named_parameters()), version=1)
-        propose, seen = engine._speculation.propose, dict[tuple[Key, int], tuple[int, ...]]()
-
-        def spy(keys, answers, shape):  # type: ignore[no-untyped-def]
-            drafts = propose(keys, answers, shape)  # noqa: B023
-            for key, answer in zip(keys, answers, strict=True):
-                seen[key, len(answer)] = learned.plant(keys, shape).draft(key).tokens[:1]  # noqa: B023
-            return drafts
-
-        engine._speculation.propose = spy  # type: ignore[method-assign]
+        grown.append(guesses(engine, learned, 1))
         engine.submit(batch(24))
         done = {completion.key: completion.tokens for completion in engine.drain()}
         assert sum(done[key] == expected for key, expected in plain.items()) > 12
-        grown.append(seen)
     common = [place for place in grown[0] if place in grown[1]]
     assert len(common) > 100
     assert sum(grown[0][place] == grown[1][place] for place in common) > 0.8 * len(common)
