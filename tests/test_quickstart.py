@@ -27,3 +27,18 @@ def test_reward_and_accept_length_rise_and_tokens_stay(tmp_path: Path, capsys: p
     drafted = [step.accept_length for step in steps if step.verifies]
     assert sum(drafted[-5:]) > sum(drafted[:5])
     assert (tmp_path / "quickstart" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_the_same_recipe_on_two_workers_earns_the_same_rewards(tmp_path: Path) -> None:
+    """One flag more on the command line: Ray, two processes, and the tokens of one."""
+    pytest.importorskip("ray", reason="several workers need Ray: install tlt[ray]")
+    rewards = []
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        more = [f"--run.out={out}", f"--cluster.workers={workers}", "--run.steps=2", "--run.replay_every=0"]
+        assert main(["train", str(RECIPE), *more]) == 0
+        events = [recorded.event for recorded in read_run(out / "quickstart").events]
+        rewards.append([event.mean_reward for event in events if isinstance(event, StepFinished)])
+    assert len(rewards[0]) == 2
+    assert rewards[0] == rewards[1]
