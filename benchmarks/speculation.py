@@ -57,10 +57,8 @@ from tlt.types import Completion, Key, Prompt
 _SMALL = 8  # requests up to which a batch is small
 _CAPTURED = 0.005  # a warm rollout that still spent this share of its time on new graphs is not the last …
 _MOST_RUNS = 8  # … unless there were so many already
-_CASE_S, _MOST_TURNS = (
-    8.0,
-    24,
-)  # of plain decoding in a case in which speculation might lose: short ones take many turns
+_CASE_S = 8.0  # of plain decoding in a case in which speculation might lose: short ones take many turns …
+_MOST_TURNS = 24  # … but no more than these
 _WARM_TOKENS = 64  # of an answer, in the rollout that only warms plain decoding up
 _GROUPS, _GROUP_SIZE = 32, 8
 
@@ -551,7 +549,6 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "tokens": reports[PLAIN].tokens,
         "seconds": seconds,
         "first_s": {name: first[name] for name in (TUNER, WARM)},  # graphs captured on the way, kernels compiled
-        "cpu_s": {name: [done.cpu_s for done in written] for name, written in runs.items()},
         "capture_s": {name: [done.capture_s for done in runs[name]] for name in (TUNER, WARM)},
         "shapes": {name: [_used(done) for done in runs[name]] for name in (TUNER, WARM)},
         "tuner": median(seconds[PLAIN]) / median(seconds[TUNER]),

@@ -283,10 +283,10 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
     engine = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12)
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_forward_trees", spy)
-        engine._runner._compile_trees(9, 4)
+        engine._runner.compile_trees(9, 4)
         assert not seen, "a CPU compiles nothing"
         patch.setattr(engine._runner, "_pool", object())
-        engine._runner._compile_trees(9, 4)
+        engine._runner.compile_trees(9, 4)
     alone = {(rows, nodes, False) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
     assert seen == alone | {(rows, 2, True) for rows in (12, 8, 4)}, "and where requests share"
     batch = requests(12, group=3, seed=4)

@@ -292,6 +292,7 @@ class Engine:
         if self._speculation.widest > 1:
             steps = self._speculation.deepest + 1
             policy += [Measured(POLICY, *pair) for pair in self._runner.time_trees(self._speculation.widest, steps)]
+            self._runner.compile_trees(self._speculation.widest, steps)
         measured = policy + self._speculation.keeper.measure(sizes)
         graphs = self._runner.report()
         return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])

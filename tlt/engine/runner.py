@@ -223,11 +223,10 @@ class Runner:
             found.append((self._max_rows * nodes, self.time(Part(role, self._max_rows, work))))
             nodes *= 2
         self._noted(dict(found))
-        self._compile_trees(widest, steps)
         return found
 
     @torch.no_grad()
-    def _compile_trees(self, widest: int, steps: int) -> None:
+    def compile_trees(self, widest: int, steps: int) -> None:
         """Verifies idle trees of all sizes, many and few of them: or rollouts would wait for a compiler, a second and
         more, whenever a size first comes up."""
         if self._pool is None:

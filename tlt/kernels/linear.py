@@ -4,6 +4,7 @@ What always holds: `linear` here defines what the fused kernels in `linear_trito
 Hugging Face model rounds (the normed row, each product and the activation are cast back to the dtype of `x`).
 On a GPU the rows of the residual stream travel `Weighed` for the norm that reads them next; `weigh` and
 `weighed_linear` define that: the sums are scaled where `linear` scales the rows, so bfloat16 rounds once less.
+A matrix may have a `Light` copy in 8 bits beside it, which only kernels for few rows read.
 Knows nothing of devices, tiles, or which layer of a model it serves.
 """
 

@@ -26,7 +26,7 @@ class Backlog:
         self._each, self._wrote = 0.0, 0  # what ticks wrote: of all rows on average, of any at most …
         self._new = 0  # … and beside that, of all who have come in since: together, …
         self._new_by_pass: list[int] = []  # … by the pass of the largest kind that takes it in …
-        self._coming = [0]  # … and how many of them still have something before each
+        self._coming = [0]  # … and how many they are, and how many of them have something in each pass
 
     def fill(self) -> None:
         """Nothing is taken in."""
@@ -76,7 +76,7 @@ class Backlog:
         return math.ceil(sum(self.rooms(rows))) if self.late(rows) else 0
 
     def newly(self, rows: int) -> float:
-        """Of them, and of all that is taken in otherwise, what newcomers brought."""
+        """Positions of each of so many rows, on average, that newcomers brought since all was taken in."""
         return self._new / rows
 
     def _at_most(self, rows: int, number: int) -> float:

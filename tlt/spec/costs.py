@@ -138,7 +138,7 @@ class TickCosts:
         """Measured beforehand."""
         self._table.record(measured.role, measured.size, measured.seconds)
         if measured.role == CATCH_UP:
-            self._newcomers.compared = None
+            self._newcomers.changed()
             self._idle.record(CATCH_UP, measured.size, measured.seconds)
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
@@ -177,7 +177,7 @@ class TickCosts:
 
     def caught_up(self, batch: int, behind: int, seconds: float) -> None:
         """So long it took, all rows and so many positions: what was measured over idle rows counts no more."""
-        self._newcomers.compared = None
+        self._newcomers.changed()
         if not self._caught_up:
             self._table.forget(CATCH_UP)
         self._caught_up = True
@@ -261,24 +261,28 @@ class _Newcomers:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW)  # seconds, positions of a row, rows
-        self.compared: float | None = None  # kept until something changes: it is asked for of every shape
+        self._compared: float | None = None  # kept until something changes: it is asked for of every shape
+
+    def changed(self) -> None:
+        """What a position costs otherwise is another number now."""
+        self._compared = None
 
     def see(self, seconds: float, positions: float, rows: int) -> None:
         self._seen.append((seconds, positions, rows))
-        self.compared = None
+        self._compared = None
 
     def fade(self) -> None:
         """What was seen long ago, perhaps in a bad moment, is forgotten in the end: or nobody would look again."""
         if self._seen:
             self._seen.popleft()
-            self.compared = None
+            self._compared = None
 
     def times(self, believed: float, position_s: Callable[[int], float]) -> float:
         """`believed`: before anything was seen, and less and less of it until enough was."""
         known = min(len(self._seen), _TRUSTED)
-        if known and self.compared is None:
-            self.compared = self._compare(position_s)
-        return ((self.compared or 0.0) * known + believed * (_TRUSTED - known)) / _TRUSTED
+        if known and self._compared is None:
+            self._compared = self._compare(position_s)
+        return ((self._compared or 0.0) * known + believed * (_TRUSTED - known)) / _TRUSTED
 
     def _compare(self, position_s: Callable[[int], float]) -> float:
         foreseen = [(seconds, positions * position_s(rows)) for seconds, positions, rows in self._seen]

@@ -146,15 +146,16 @@ class Eagle(nn.Module):
 
     def lighten(self, light: bool = True) -> None:
         """From now on a GPU's rollout reads its matrices in 8 bits, where few rows do; again whenever they changed."""
-        for name in _MATRICES if light else ():
+        if not light:
+            self._light = {}
+            return
+        for name in _MATRICES:
             matrix: Tensor = getattr(self, name).detach()
             known = self._light.get(name)
             if known is not None and known.fine_NK.data_ptr() == matrix.data_ptr():
                 known.renew()
             else:
                 self._light[name] = Light.of(matrix)
-        if not light:
-            self._light = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have matrices of their own, and whoever makes them mostly wants to train."""
@@ -203,7 +204,7 @@ class Eagle(nn.Module):
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         """The policy's residual stream after each tapped layer, side by side, as one state."""
-        return linear(features_TF, self.fc)
+        return linear(features_TF, self._matrix("fc"))
 
     def logits(self, g_TD: Tensor, head: Matrix) -> Tensor:
         if in_gpu_rollout(g_TD):
@@ -297,7 +298,7 @@ class Eagle(nn.Module):
         `features` are the policy's states there, `next` the tokens drawn from them. A row without new positions is left
         as it is and its g means nothing.
         """
-        state_TD = linear(features_TF, self._matrix("fc"))
+        state_TD = self.fuse(features_TF)
         kernels, entry = drafter_kernels(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_RD = kernels.embed_and_norm(
             next_T[:, None], state_TD[:, None], *entry, self.config.layer.norm_eps, new, pdl=True
