@@ -36,13 +36,14 @@ from tlt.kernels import (
     ring_attention_triton,
 )
 from tlt.model.config import ModelConfig
+from tlt.model.linear import rows_of
 from tlt.spec import candidates as naming
 from tlt.spec import eagle, window
 from tlt.spec.eagle import Eagle, EagleConfig
 
 # R rows, w width of the tree, D hidden, v vocabulary
 
-SIZES = {576: (9, 3, 1536), 3840: (48, 16, 15360)}  # hidden: query heads, key heads, MLP
+SIZES = {576: (9, 3, 1536), 1920: (24, 8, 6912), 3840: (48, 16, 15360)}  # hidden: query heads, key heads, MLP
 ROWS, WIDTHS = (1, 8, 32, 64), (1, 4, 8)
 VOCAB, WINDOW, DEPTH, HEAD = 49_152, 512, 8, 64
 
@@ -119,10 +120,11 @@ class Bench:
             g = self.model.step(
                 *(self.ring, self.nodes, self.token, self.parent, self.position, self.slot, self.seen, self.embed)
             )
-            logits = self.model.logits(g.flatten(0, 1), self.head)
+            logits = self.model.logits(g, self.head)
             found = naming.candidates(logits, self.keys, self.beta, self.width, repeat=self.width)
-            grow(self.trees, found.token_Nk, found.score_Nk, g, pdl=True)
-        return g, found.token_Nk, found.score_Nk
+            g_RwD = rows_of(g).view(self.parent.shape)
+            grow(self.trees, found.token_Nk, found.score_Nk, g_RwD, pdl=True)
+        return g_RwD, found.token_Nk, found.score_Nk
 
 
 @contextmanager

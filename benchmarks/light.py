@@ -2,13 +2,14 @@
 
     python benchmarks/light.py [--shapes 7b 1.5b] [--buckets 16 32 64] [--seconds 120] [--out light.json]
 
-A whole draft level of few requests in 16 and in 8 bits; then every product of it, and of taking in: as rollout runs it
-in 16 bits, in 8 bits with the same tiles, and with the best of many that are tried. Weights of products rotate over
+A whole draft level of few requests in 16 and in 8 bits; then every product of it, and of taking in, in 16 and in 8
+bits: as rollout runs it, and with the best of many tiles that are tried. Weights of products rotate over
 more memory than the second-level cache holds; every way is checked against the matrix it reads before it is timed.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import triton
 from drafter_kernels import Bench as Level
 from drafter_kernels import growth_triton, time_call
 from linear import (
+    MULTIPROCESSORS,
     SHAPES,
     SHARED_MEMORY,
     START,
@@ -31,26 +34,25 @@ from linear import (
     Layer,
     Shape,
     brief,
-    candidates,
     extras,
     graph_seconds,
     neighbours,
     read_bandwidth,
-    shared_bytes,
     table_text,
     versions,
 )
 from torch import Tensor
 
-from tlt.kernels.linear import Light, Matrix
+from tlt.kernels.linear import Light, Matrix, fine
 from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import Config, choose
+from tlt.kernels.linear_table import Config, choose, choose_light
 from tlt.kernels.linear_triton import linear, skinny_linear
 
 _ROTATING = 400e6  # bytes of weights that take turns
 _WRONG = 2e-2  # of the size of what is computed: more is an error
-_FIRST = 12  # of those to try all are, of the others a third
-_LEVEL_ROWS = (1, 8, 32)
+_TILE_ROWS, _TILE_COLUMNS = (32, 64, 128), (128, 256, 512)
+_MOST_SPLITS = 16
+_LEVEL_ROWS = (1, 8, 32, 64)
 
 
 def products(shape: Shape, vocabularies: list[int]) -> list[Layer]:
@@ -83,12 +85,12 @@ class Bench:
     def by(self, weight: Matrix, config: Config) -> Tensor:
         return skinny_linear(self.x, weight, config, pdl=True, **self.options)
 
-    def error(self, config: Config) -> float:
+    def error(self, config: Config, light: bool) -> float:
         weight = self.weights[0]
         wide = {key: value.float() if isinstance(value, Tensor) else value for key, value in self.options.items()}
-        read = weight.light_NK.float() * weight.scale_N[:, None]
+        read = weight.light_NK.float() * weight.scale_N[:, None] if light else weight.fine_NK.float()
         expected = torch_linear(self.x.float(), read, **wide)
-        return float((self.by(weight, config).float() - expected).norm() / expected.norm())
+        return float((self.by(weight if light else fine(weight), config).float() - expected).norm() / expected.norm())
 
     def seconds(self, run: Any) -> float:
         calls = max(16, len(self.weights))
@@ -100,23 +102,44 @@ class Bench:
         return graph_seconds(record) / calls
 
 
-def to_try(layer: Layer, bucket: int, known: Config | None) -> list[Config]:
-    """As for 16 bits, and with twice as much of K at a time: a tile of as many bytes."""
-    found = [*([known, *neighbours(known)] if known else []), *candidates(layer, bucket)]
-    found += [replace(config, block_k=2 * config.block_k) for config in found if not config.wide]
-    small = [config for config in found if shared_bytes(layer, config) // 2 <= SHARED_MEMORY and not config.wide]
-    few = list(dict.fromkeys(small))
-    return [config for number, config in enumerate(few) if number < _FIRST or number % 3 == 0]
+def to_try(layer: Layer, bucket: int, known: Config | None, size: int) -> list[Config]:
+    """Tiles and splits of K whose programs fill all multiprocessors once, with one to four on each; `size`: bytes of a
+    weight. Their pipelines are about as deep as fits."""
+    found = [known, *neighbours(known)] if known else []
+    for rows, block_k, each in itertools.product(_TILE_ROWS, _TILE_COLUMNS, (1, 2, 3, 4)):
+        block_n = rows // (2 if layer.gated else 1)
+        tiles = -(-layer.n // block_n)
+        split = MULTIPROCESSORS * each // tiles
+        most = min(_MOST_SPLITS, layer.k // (2 * block_k))
+        deepest = min(8, (SHARED_MEMORY - 2048) // each // (rows * block_k * size + bucket * block_k * 2))
+        if not 1 <= split <= most or deepest < 2 or tiles * split < 0.8 * MULTIPROCESSORS * each:
+            continue
+        tile = Config(bucket, block_n, block_k, split, 4, deepest, tma=True)
+        tile = replace(tile, swap=block_n >= 64, prefetch=min(512, 2 * block_k))
+        found += [replace(tile, stages=stages) for stages in range(max(2, deepest - 1), deepest + 2)]
+    return list(dict.fromkeys(config for config in found if not config.wide))
 
 
-def compile_one(layer: Layer, m: int, config: Config) -> bool:
+def around(config: Config) -> list[Config]:
+    """Small changes to the best."""
+    found = [
+        *(replace(config, prefetch=ahead) for ahead in (0, 256, 512, 1024)),
+        *(replace(config, late=True, prefetch=ahead) for ahead in (0, 512)),
+        replace(config, warps=12 - config.warps),
+        replace(config, tma=not config.tma),
+        replace(config, tma_x=True),
+        replace(config, stages=max(2, config.stages - 1)),
+        replace(config, stages=config.stages + 1),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def compile_one(layer: Layer, m: int, config: Config, light: bool) -> bool:
     """In a worker, which leaves the kernels in Triton's cache."""
     try:
-        weight = Light.of(torch.zeros(layer.rows, layer.k, dtype=torch.bfloat16, device="cuda"))
+        weight = torch.zeros(layer.rows, layer.k, dtype=torch.bfloat16, device="cuda")
         x = torch.zeros(m, layer.k, dtype=torch.bfloat16, device="cuda")
-        skinny_linear(x, weight, config, pdl=True, **extras(layer, m))
-        if shared_bytes(layer, config) <= SHARED_MEMORY:
-            skinny_linear(x, weight.fine_NK, config, pdl=True, **extras(layer, m))
+        skinny_linear(x, Light.of(weight) if light else weight, config, pdl=True, **extras(layer, m))
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  compilers' complaints have no common base, and must not end the run
         print(f"  {brief(config)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
@@ -124,65 +147,81 @@ def compile_one(layer: Layer, m: int, config: Config) -> bool:
     return True
 
 
-def compiled(workers: ProcessPoolExecutor, layer: Layer, m: int, configs: list[Config]) -> list[Config]:
+def compiled(workers: ProcessPoolExecutor, layer: Layer, m: int, configs: list[Config], light: bool) -> list[Config]:
     """Those that compile, by workers beside each other; all, if a compiler took a worker down: then here."""
     try:
-        jobs = [workers.submit(compile_one, layer, m, config) for config in configs]
+        jobs = [workers.submit(compile_one, layer, m, config, light) for config in configs]
         return [config for config, job in zip(configs, jobs, strict=True) if job.result()]
     except BrokenProcessPool:
         print("  a worker died while compiling", flush=True)
-        return [config for config in configs if compile_one(layer, m, config)]
+        return [config for config in configs if compile_one(layer, m, config, light)]
 
 
-def tune(
-    layer: Layer, bucket: int, workers: ProcessPoolExecutor, deadline: float
-) -> tuple[dict[str, Any], Config | None]:
+Timed = list[tuple[float, Config]]
+
+
+def search(bench: Bench, bucket: int, workers: ProcessPoolExecutor, known: Config | None, light: bool) -> Timed:
+    """What was tried, the fastest first: whole waves, then what lies around the best two."""
+    timed: Timed = []
+    configs = to_try(bench.layer, bucket, known, 1 if light else 2)
+    for _ in range(2):
+        tried = {config for _, config in timed}
+        new = [config for config in configs if config not in tried]
+        for config in compiled(workers, bench.layer, TUNED_AT[bucket], new, light):
+            if not (error := bench.error(config, light)) < _WRONG:
+                print(f"  WRONG {bench.layer.name} {brief(config)}: {error:.1e}", flush=True)
+                continue
+            by = partial(bench.by, config=config)
+            timed.append((bench.seconds(by if light else lambda weight, by=by: by(fine(weight))), config))
+        timed.sort(key=lambda pair: pair[0])
+        configs = [near for _, config in timed[:2] for near in around(config)]
+    return timed
+
+
+def tune(layer: Layer, bucket: int, workers: ProcessPoolExecutor) -> tuple[dict[str, Any], Config | None]:
     m = TUNED_AT[bucket]
-    bench, known = Bench(layer, m), choose(m, layer.n, layer.k, layer.gated)
-    fine_s = best_fine_s = bench.seconds(bench.fine)
-    timed: list[tuple[float, Config]] = []
-    for config in compiled(workers, layer, m, to_try(layer, bucket, known)):
-        if timed and time.monotonic() > deadline:
-            break
-        if not (error := bench.error(config)) < _WRONG:
-            print(f"  WRONG {layer.name} {brief(config)}: {error:.1e}", flush=True)
-            continue
-        timed.append((bench.seconds(lambda weight, c=config: bench.by(weight, c)), config))
-        if shared_bytes(layer, config) <= SHARED_MEMORY:  # the same search, or tuning would seem to be a gain of 8 bits
-            tuned_s = bench.seconds(lambda weight, c=config: bench.by(weight.fine_NK, c))
-            best_fine_s = min(best_fine_s, tuned_s)
-    timed.sort(key=lambda pair: pair[0])
-    same_s = next((seconds for seconds, config in timed if config == known), None)
-    best = timed[0] if timed else (float("inf"), None)
+    bench, shape = Bench(layer, m), (m, layer.n, layer.k, layer.gated)
+    fine_s = bench.seconds(bench.fine)
+    light_s = bench.seconds(lambda weight: linear(bench.x, weight, pdl=True, **bench.options))
+    tuned = search(bench, bucket, workers, choose(*shape), light=False)  # or tuning would seem a gain of 8 bits
+    timed = search(bench, bucket, workers, choose_light(*shape) or choose(*shape), light=True)
+    best_s, best = timed[0] if timed else (float("inf"), None)
     print(
         f"{layer.name:11} N={layer.n:5} K={layer.k:5} M<={bucket:3}  16 bits {fine_s * 1e6:6.1f} us, best"
-        f" {best_fine_s * 1e6:6.1f}  8 bits, same tiles {(same_s or float('nan')) * 1e6:6.1f}, best"
-        f" {best[0] * 1e6:6.1f}  {brief(best[1]) if best[1] else '-'}",
+        f" {tuned[0][0] * 1e6:6.1f} {brief(tuned[0][1])}  8 bits, as chosen {light_s * 1e6:6.1f}, best"
+        f" {best_s * 1e6:6.1f}  {brief(best) if best else '-'}",
         flush=True,
     )
     row = {
         "layer": dataclasses.asdict(layer),
         "bucket": bucket,
         "fine_us": fine_s * 1e6,
-        "best_fine_us": best_fine_s * 1e6,
-        "same_tiles_us": same_s and same_s * 1e6,
-        "light": [{"us": seconds * 1e6, **dataclasses.asdict(config)} for seconds, config in timed[:8]],
+        "light_us": light_s * 1e6,
+        "best_fine": [{"us": seconds * 1e6, **dataclasses.asdict(config)} for seconds, config in tuned[:4]],
+        "best_light": [{"us": seconds * 1e6, **dataclasses.asdict(config)} for seconds, config in timed[:8]],
     }
-    return row, best[1] if best[0] < fine_s else None
+    return row, best if best_s < tuned[0][0] else None
 
 
 @torch.no_grad()
-def levels(hidden: int) -> list[dict[str, Any]]:
+def levels(hidden: int, vocabulary: int) -> list[dict[str, Any]]:
     """A draft level of so many requests, one node each, by the package's own tiles."""
     found = []
     for rows in _LEVEL_ROWS:
         level = Level(hidden, rows, 1)
-        fine_us = time_call(lambda one=level: one.level(True, growth_triton.deepen))
+        level.head = level.head[:vocabulary].contiguous()
+        fine_us = time_call(lambda one=level: one.level(True, growth_triton.deepen), calls=14)
         level.model.lighten()
         level.head = Light.of(level.head)  # type: ignore[assignment]
-        light_us = time_call(lambda one=level: one.level(True, growth_triton.deepen))
-        print(f"a level of {rows:3} requests, hidden {hidden}: {fine_us:6.1f} us, light {light_us:6.1f}", flush=True)
-        found.append({"hidden": hidden, "rows": rows, "fine_us": fine_us, "light_us": light_us})
+        light_us = time_call(lambda one=level: one.level(True, growth_triton.deepen), calls=14)
+        print(
+            f"a level of {rows:3} requests, hidden {hidden}, {vocabulary} tokens: {fine_us:6.1f} us, light"
+            f" {light_us:6.1f}",
+            flush=True,
+        )
+        found.append(
+            {"hidden": hidden, "vocabulary": vocabulary, "rows": rows, "fine_us": fine_us, "light_us": light_us}
+        )
     return found
 
 
@@ -191,7 +230,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["7b"], choices=list(SHAPES))
     parser.add_argument("--buckets", nargs="*", type=int, default=[16, 32, 64])
     parser.add_argument("--vocabularies", nargs="*", type=int, default=[1024, 16384])
-    parser.add_argument("--seconds", type=float, default=120, help="stop tuning after this long")
+    parser.add_argument("--seconds", type=float, default=120, help="stop tuning after this long; 0: levels alone")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "light.json")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
@@ -207,7 +246,8 @@ def main() -> None:
     }
     print(f"{record['hardware']}: reads {bandwidth / 1e12:.2f} TB/s, Triton {triton.__version__}", flush=True)
     hiddens = [SHAPES[name].hidden for name in options.shapes]
-    record["levels"] = [row for hidden in hiddens if hidden in (576, 3840) for row in levels(hidden)]
+    cases = itertools.product(hiddens, options.vocabularies)
+    record["levels"] = [row for hidden, vocabulary in cases for row in levels(hidden, vocabulary)]
     best = {}
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as workers, torch.no_grad():
         for name in options.shapes:
@@ -215,7 +255,7 @@ def main() -> None:
                 for layer in products(SHAPES[name], options.vocabularies):
                     if time.monotonic() > START + options.seconds:
                         break
-                    row, config = tune(layer, bucket, workers, START + options.seconds)
+                    row, config = tune(layer, bucket, workers)
                     record["rows"].append(row)
                     best[layer.n, layer.k, layer.gated, bucket] = config
                     options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -10,7 +10,7 @@ from launches import Launches
 from tiny import policy
 from torch import Tensor
 
-from tlt.kernels import elementwise_triton, linear_triton
+from tlt.kernels import elementwise_triton, linear_table, linear_triton
 from tlt.kernels.linear import Light, Weighed, weigh, weighed_linear
 from tlt.kernels.linear import linear as torch_linear
 from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
@@ -145,14 +145,22 @@ def test_8_bits_are_near_and_renewed_in_place() -> None:
     assert places == (light.light_NK.data_ptr(), light.scale_N.data_ptr())
 
 
-def test_the_library_and_other_devices_read_the_fine_matrix() -> None:
-    x, weight, _ = layer(300, 32, 64)
-    light = Light.of(weight)
+def test_few_rows_read_a_large_matrix_in_8_bits_and_all_others_the_fine_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, extras = layer(300, 32, 64, residual=True)
+    light, residual = Light.of(weight), extras["residual"]
     read = light.light_NK.double() * light.scale_N.double()[:, None]
-    assert error(linear_triton.linear(x[:3], light), fp64_linear(x[:3], read)) < TOLERANCE, "so few are not"
-    assert torch.equal(linear_triton.linear(x, light), linear_triton.linear(x, weight)), (
-        "so many rows are the library's"
-    )
+    for rows in (3, 40, 300):
+        assert torch.equal(linear_triton.linear(x[:rows], light), linear_triton.linear(x[:rows], weight)), "small"
+    monkeypatch.setattr(linear_table, "LEAST_LIGHT", 0)
+    for rows in (3, 20):
+        expected = fp64_linear(x[:rows], read)
+        assert error(linear_triton.linear(x[:rows], light), expected) < TOLERANCE
+        added = linear_triton.add_linear(x[:rows], light, residual=residual[:rows].clone(), next_norm=None)
+        assert error(added, expected + residual[:rows].double()) < TOLERANCE
+    for rows in (40, 300):
+        assert torch.equal(linear_triton.linear(x[:rows], light), linear_triton.linear(x[:rows], weight)), "many rows"
+    exact = linear_triton.linear(x[:3], light, exact=True)
+    assert torch.equal(exact, linear_triton.linear(x[:3], weight, exact=True)), "exact products are those of 16 bits"
     if not ON_GPU:
         assert torch.equal(model_linear.linear(x[:3], light), model_linear.linear(x[:3], weight))
 

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt.kernels import elementwise_triton
 from tlt.kernels.linear import Light, Matrix, Weighed, fine
-from tlt.kernels.linear_table import Config, bucket_of, choose, choose_exact
+from tlt.kernels.linear_table import Config, bucket_of, choose, choose_exact, choose_light
 from tlt.kernels.linear_tiles import copy_rows_kernel, skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
 from tlt.kernels.workspace import Workspace, shared_workspace
 
@@ -53,15 +53,24 @@ def linear(
     fused |= {"gated": gated, "out": out, "pdl": pdl}
     if exact:
         return exact_linear(x, weight_NK, choose_exact(*shape), workspace=workspace, **fused)
-    config = choose(*shape)
+    weight, config = _route(weight, shape)
     if config is None:
         return composed_linear(x_MK, weight_NK, **fused)
     return skinny_linear(x, weight, config, workspace=workspace, **fused)
 
 
+def _route(weight: Matrix, shape: tuple[int, int, int, bool]) -> tuple[Matrix, Config | None]:
+    """In how many bits a matrix is read, and by which tiles; None: by the library."""
+    if isinstance(weight, Light):
+        light = choose_light(*shape)
+        if light is not None:
+            return weight, light
+    return fine(weight), choose(*shape)
+
+
 def add_linear(
     x_MK: Tensor,
-    weight_NK: Tensor,
+    weight: Matrix,
     *,
     bias: Tensor | None = None,
     residual: Tensor,
@@ -72,15 +81,15 @@ def add_linear(
 ) -> Tensor | Weighed:
     """`residual += x·Wᵀ + bias`, in place unless it is to be kept, and made ready for the norm that reads it next where
     that costs nothing. The sum has the same bits wherever it is written."""
-    shape = (x_MK.shape[0], weight_NK.shape[0], x_MK.shape[1], False)
-    config = choose_exact(*shape) if exact else choose(*shape)
+    shape = (x_MK.shape[0], len(fine(weight)), x_MK.shape[1], False)
+    weight, config = (fine(weight), choose_exact(*shape)) if exact else _route(weight, shape)
     if config is None:  # the library adds in place: it is given a copy to write over
         out = copy_rows(residual, pdl=pdl) if keep_residual else residual
-        return composed_linear(x_MK, weight_NK, bias=bias, residual=out, out=out, pdl=pdl)
+        return composed_linear(x_MK, fine(weight), bias=bias, residual=out, out=out, pdl=pdl)
     out = torch.empty_like(residual) if keep_residual else residual
     weighed = None if next_norm is None else room_for(out, next_norm, config.block_n)
-    run = exact_linear if exact else skinny_linear
-    out = run(x_MK, weight_NK, config, bias=bias, residual=residual, out=out, leave=weighed, pdl=pdl)
+    run: Any = exact_linear if exact else skinny_linear
+    out = run(x_MK, weight, config, bias=bias, residual=residual, out=out, leave=weighed, pdl=pdl)
     return weighed or out
 
 

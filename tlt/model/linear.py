@@ -57,9 +57,9 @@ def linear(
 
 def add_linear(
     x_TK: Tensor,
-    weight_NK: Tensor,
+    weight: Matrix,
     *,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     residual: Stream,
     next_norm: Tensor | None = None,
     keep_residual: bool = False,
@@ -68,11 +68,11 @@ def add_linear(
     """`residual + x @ weightᵀ + bias`, for `next_norm` to read. In GPU rollout written over `residual`, as above, but
     where that is to be kept."""
     if not in_gpu_rollout(x_TK):
-        return linear(x_TK, weight_NK, bias=bias, residual=rows_of(residual))
+        return linear(x_TK, weight, bias=bias, residual=rows_of(residual))
     from tlt.kernels.linear_triton import add_linear as fused
 
     how: dict[str, Any] = {"next_norm": next_norm, "keep_residual": keep_residual, "pdl": True, "exact": exact}
-    return fused(x_TK, weight_NK, bias=bias, residual=rows_of(residual), **how)
+    return fused(x_TK, weight, bias=bias, residual=rows_of(residual), **how)
 
 
 def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool = False) -> Stream:

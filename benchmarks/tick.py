@@ -1,0 +1,175 @@
+"""Where the time of a verify tick goes: a policy and a drafter of one shape, random, few requests, one tree shape.
+
+    python benchmarks/tick.py [--shape 7b] [--requests 8] [--tree 15x1/16] [--vocabulary 1024] [--out tick.json]
+
+In 16 and in 8 bits (`spec.light`): seconds of a tick beside those of a plain one, then every kernel of a few ticks, as
+the profiler saw them: how often in a tick, how long, and for how long no kernel ran. Random drafts are seldom right,
+which changes no kernel: all are padded to what the shape may accept.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from linear import SHAPES, versions
+from torch.profiler import ProfilerActivity, profile
+
+from tlt.config import EngineSettings
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.model.config import ModelConfig
+from tlt.model.transformer import Transformer
+from tlt.policy import TINY_POLICY
+from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.fixed import Fixed
+from tlt.spec.learned import LearnedDrafting
+from tlt.spec.shape import Shape
+from tlt.spec.speculation import Speculating
+from tlt.text import Tokenizer
+from tlt.types import Key, SamplingParams
+
+_WARM, _TIMED, _PROFILED, _PROMPT = 60, 60, 8, 200
+
+
+def policy_of(name: str) -> Transformer:
+    shape = SHAPES[name]
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": shape.vocab,
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.mlp,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": 64,
+            "max_position_embeddings": 4096,
+        }
+    )
+    model = Transformer(config, dtype=torch.bfloat16, device="cuda")
+    model.init_weights(0)
+    return model
+
+
+def engine_of(
+    model: Transformer, tokenizer: Tokenizer, rows: int, tree: Shape, vocabulary: int, light: bool
+) -> tuple[Engine, LearnedDrafting]:
+    config = EagleConfig.of_policy(model.config, window=512, draft_vocab=vocabulary)
+    drafter = Eagle(config, dtype=torch.bfloat16, device="cuda")
+    drafter.init_weights(0, torch.arange(config.draft_vocab) if config.reduced else None)
+    learned = LearnedDrafting(drafter, model, rows, tree.depth, light=light)
+    speculating = Speculating([learned], Fixed(tree), learned=learned, deepest=tree.depth, widest=tree.verify)
+    settings = EngineSettings(rows=rows, kv_gib=8)
+    return Engine(model, tokenizer, settings, taps=config.taps, speculation=speculating), learned
+
+
+def busy(engine: Engine, requests: int) -> None:
+    """Gives it answers to write that do not end."""
+    params = SamplingParams(max_tokens=3000, ignore_eos=True)
+    prompts = torch.randint(10, 900, (requests, _PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
+    engine.submit([Request(Key(0, i), tuple(prompt), params, str(i)) for i, prompt in enumerate(prompts)])
+    for _ in range(_WARM):
+        engine.tick()
+
+
+def tick_ms(engine: Engine) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(_TIMED):
+        engine.tick()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - started) / _TIMED
+
+
+def kernels(engine: Engine) -> dict[str, Any]:
+    """Microseconds and launches of each kernel in a tick."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        for _ in range(_PROFILED):
+            engine.tick()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in seen.events() or []
+        if str(event.device_type).endswith("CUDA")
+    )
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    idle, reached = 0.0, spans[0][0]
+    for begun, ended, name in spans:
+        part = total[re.sub(r"<.*|\(.*", "", name)[:60]]
+        idle += max(0.0, begun - reached)
+        part[0] += (ended - max(begun, reached)) if ended > reached else 0.0  # what overlaps counts for the first
+        part[1] += 1
+        reached = max(reached, ended)
+    rows = sorted(((us / _PROFILED, count / _PROFILED, name) for name, (us, count) in total.items()), reverse=True)
+    found = {"idle_us": idle / _PROFILED, "span_us": (reached - spans[0][0]) / _PROFILED}
+    return found | {"kernels": [{"name": name, "us": us, "launches": count} for us, count, name in rows]}
+
+
+@torch.no_grad()
+def levels_ms(learned: LearnedDrafting, rows: int, tree: Shape) -> dict[str, float]:
+    """All levels of a tree but the first: a graph for each, and one graph for all."""
+    _, level = learned._levels(rows, learned._grove(tree.width))
+    count, found = tree.depth - 1, {}
+    for each in (1, count):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(each):
+                level.work(rows)
+        times = []
+        for _ in range(20):
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            for _ in range(count // each):
+                graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(begun.elapsed_time(ended))
+        found[f"{count} levels, {each} in a graph"] = statistics.median(times)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b", choices=list(SHAPES))
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--tree", default="15x1/16", help="depth x width / nodes verified")
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--light", nargs="*", default=["false", "true"])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "tick.json")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    depth, width, nodes = map(int, re.split("[x/]", options.tree))
+    model, tokenizer = policy_of(options.shape), Tokenizer.load(TINY_POLICY)
+    plain = Engine(model, tokenizer, EngineSettings(rows=options.requests, kv_gib=8))
+    busy(plain, options.requests)
+    record: dict[str, Any] = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "commit": options.commit,
+        "options": {"shape": options.shape, "requests": options.requests, "tree": options.tree},
+        "plain_tick_ms": tick_ms(plain),
+    }
+    print(f"plain {record['plain_tick_ms']:.3f} ms", flush=True)
+    for light in options.light:
+        tree = Shape((LearnedDrafting.name,), depth, width, nodes)
+        engine, learned = engine_of(model, tokenizer, options.requests, tree, options.vocabulary, light == "true")
+        busy(engine, options.requests)
+        found = {"tick_ms": tick_ms(engine), **kernels(engine), **levels_ms(learned, options.requests, tree)}
+        record[f"light {light}"] = found
+        print(f"{options.tree}, light {light}: {found['tick_ms']:.3f} ms, idle {found['idle_us']:.0f} us", flush=True)
+        print("  " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if "graph" in name), flush=True)
+        for row in found["kernels"][:32]:
+            print(f"  {row['us']:8.1f} us  {row['launches']:6.1f} x  {row['name']}", flush=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        del engine, learned
+
+
+if __name__ == "__main__":
+    main()
