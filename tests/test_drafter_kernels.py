@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import drafter, ring_attention
-from tlt.kernels.drafter import New
+from tlt.kernels.drafter import New, Progress
 from tlt.kernels.workspace import shared_workspace
+from tlt.model.linear import rows_of
 from tlt.spec import eagle, window
 from tlt.spec.eagle import Eagle, EagleConfig
 
@@ -188,20 +189,46 @@ def on_device(new: New | None) -> New | None:
     return new and New(*(part.to(DEVICE) for part in (new.row_T, new.place_T, new.first_R, new.count_R)))
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 11, 12, 40])
+def progress_of(device: str, ready: list[bool]) -> Progress:
+    """Five rows, the last of which is idle; positions with gaps between them, as an engine's are."""
+    position = torch.tensor([[8, 0], [0, 0], [62, 0], [12, 0], [3, 0]])[:, 0].to(device)
+    taken = torch.tensor([5, 0, 60, 7, 2], device=device)
+    return Progress(position, torch.tensor(4, device=device), taken, torch.tensor(ready, device=device))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 9, 10, 40])
 @pytest.mark.parametrize("window", [3, 8])
-def test_new_positions_are_spread_row_after_row(tokens: int, window: int) -> None:
-    first, count = torch.tensor([5, 0, 60, 7, 2]), torch.tensor([3, 0, 2, 5, 1])
-    places = [(row, place) for row, many in enumerate(count.tolist()) for place in range(many)][:tokens]
+@pytest.mark.parametrize("most", [4, 9])
+def test_new_positions_are_spread_row_after_row(tokens: int, window: int, most: int) -> None:
+    first = [max(taken, at - window) for taken, at in zip((5, 0, 60, 7, 2), (8, 0, 62, 12, 3), strict=True)]
+    count = [min(at - begun, most) for at, begun in zip((8, 0, 62, 12), first, strict=False)] + [0]
+    places = [(row, place) for row, many in enumerate(count) for place in range(many)][:tokens]
     for spread, device in ((drafter.spread, "cpu"), (drafter_triton.spread, DEVICE)):
-        new, source = spread(first.to(device), count.to(device), tokens, window)
+        new, source = spread(progress_of(device, [False] * 5), most, tokens, window)
         assert list(zip(new.row_T.tolist(), new.place_T.tolist(), strict=True))[: len(places)] == places
         assert new.place_T[len(places) :].tolist() == [-1] * (tokens - len(places))
         assert new.row_T[len(places) :].tolist() == source[len(places) :].tolist() == [0] * (tokens - len(places))
-        expected = [row * window + (int(first[row]) + place) % window for row, place in places]
+        expected = [row * window + (first[row] + place) % window for row, place in places]
         assert source[: len(places)].tolist() == expected
         assert new.count_R.tolist() == [sum(row == whose for whose, _ in places) for row in range(5)]
-        assert new.first_R.tolist() == first.tolist()
+        assert new.first_R.tolist() == first
+
+
+@pytest.mark.parametrize("width", [5, 64])
+def test_what_was_taken_in_is_noted(width: int) -> None:
+    """Rows without any keep their state; one that had more than there was room for cannot guess, nor one that waits."""
+    empty = torch.zeros(1, dtype=torch.int64)
+    for module, device in ((drafter, "cpu"), (drafter_triton, DEVICE)):
+        progress = progress_of(device, [False, True, True, True, True])
+        new = New(empty, empty, progress.taken_R.clone(), torch.tensor([3, 0, 2, 1, 0], device=device))
+        newest, g = normal(5, width, seed=1).to(device), normal(8, width, seed=2).to(device)
+        before = g.clone()
+        module.settle(progress, new, newest, g[:5])
+        assert progress.taken_R.tolist() == [8, 0, 62, 8, 2]
+        assert progress.ready_R.tolist() == [True, True, True, False, True]  # the last one is idle
+        had = [0, 2, 3]
+        assert torch.equal(g[had], newest[had])
+        assert torch.equal(g[[1, 4, 5, 6, 7]], before[[1, 4, 5, 6, 7]])
 
 
 def tables(width: int, positions: int = 64) -> tuple[Tensor, Tensor]:
@@ -320,8 +347,8 @@ def drafted(model: Eagle, embed: Tensor, head: Tensor) -> list[Tensor]:
         before = parent.clone()
         g = model.step(ring, nodes, tokens, parent, position, slot, seen, embed)
         assert torch.equal(parent, before), "what named the nodes is not the layer's to write over"
-        parent, seen = g.flip(1), seen.flip(1)
-        out += [g, model.logits(g.flatten(0, 1), head)]
+        out += [rows_of(g), model.logits(g, head)]
+        parent, seen = rows_of(g).view(parent.shape).flip(1), seen.flip(1)
     return out
 
 

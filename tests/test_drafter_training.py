@@ -20,6 +20,7 @@ from tlt.engine.request import Request
 from tlt.errors import TltError
 from tlt.kernels import distribution
 from tlt.model.attention import PackedLayout
+from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
 from tlt.model.weights import read_config
 from tlt.policy import TINY_POLICY
@@ -404,7 +405,7 @@ def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[fl
         if depth:
             seen, slot = (torch.arange(DEPTH) < depth)[None, None], torch.tensor([[depth - 1]])
             token, position = aligned.next_T[None, entry + depth, None], (count - 1 + depth)[None]
-            g = model.step(ring, nodes, token, g[:, None], position, slot, seen, POLICY.embed)[:, 0]
+            g = rows_of(model.step(ring, nodes, token, g[:, None], position, slot, seen, POLICY.embed))
         logits = model.logits(g, model.head_rows(POLICY.head_weight))
         place = torch.tensor([entry + 2 + depth - first])  # of the token to be named
         keys = DrawKeys(held.seed_C[:1], held.request_C[sequence, None], place, torch.ones(1))

@@ -13,6 +13,7 @@ from tlt.engine import sampler
 from tlt.errors import ModelError, TltError
 from tlt.kernels.entering import UNUSED
 from tlt.model.config import ModelConfig
+from tlt.model.linear import rows_of
 from tlt.spec import candidates as candidates_module
 from tlt.spec.align import UNKNOWN, Aligned, align
 from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, Sharpness, beta_hits, candidates
@@ -295,7 +296,7 @@ def test_drafting_along_the_true_tokens_equals_the_unrolled_training(taken: int)
         seen = (torch.arange(depth) < step).expand(2, 1, -1)
         slot, position = torch.full((2, 1), step - 1), torch.full((2, 1), taken - 1 + step)
         token = aligned.next_T[entry + step][:, None]
-        g = model.step(ring, nodes, token, g[:, None], position, slot, seen, EMBED)[:, 0]
+        g = rows_of(model.step(ring, nodes, token, g[:, None], position, slot, seen, EMBED))
         torch.testing.assert_close(g, unrolled[step][entry], **EXACT)
 
 
@@ -322,7 +323,7 @@ def test_a_node_sees_its_ancestors_and_nobody_else() -> None:
             seen[None],
             EMBED,
         )
-        states.update(zip(frontier, g[0], strict=True))
+        states.update(zip(frontier, rows_of(g), strict=True))
     for branch, expected in zip(branches, alone, strict=True):
         for depth in range(1, 4):
             torch.testing.assert_close(states[branch[:depth]], expected[depth - 1], **EXACT)
@@ -334,7 +335,7 @@ def draft_branch(model: Eagle, aligned: Aligned, features: Tensor, taken: int, b
     for depth, token in enumerate(branch, start=1):
         seen = (torch.arange(len(branch)) < depth)[None, None]
         position, slot = torch.tensor([[taken - 1 + depth]]), torch.tensor([[depth - 1]])
-        g = model.step(ring, nodes, torch.tensor([[token]]), g[:, None], position, slot, seen, EMBED)[:, 0]
+        g = rows_of(model.step(ring, nodes, torch.tensor([[token]]), g[:, None], position, slot, seen, EMBED))
         found.append(g[0])
     return found
 

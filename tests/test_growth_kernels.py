@@ -69,7 +69,7 @@ def test_a_level_stands_where_its_step_wants_it() -> None:
     trees = grow(growth_triton, DEVICE, 2, 2, 4, 8, 1)
     assert trees.level_R[:2].tolist() == [2, 2]
     assert trees.slot_Rw[:2].tolist() == [[2, 3]] * 2
-    assert trees.entry_R[:2].tolist() == [1, 4]  # roots' successors at 1 and 4, theirs at 2 and 5
+    assert trees.entry_R[:2].tolist() == [2, 5]  # roots at 1 and 4, their successors' successors at 3 and 6
     for row in range(2):
         for n in range(2):
             seen = trees.seen_RwL[row, n].nonzero().flatten().tolist()

@@ -1,8 +1,9 @@
 """What surrounds the matrix products of a drafter's layer in rollout, in torch: the reference of `drafter_triton`.
 
 Before the qkv product: the next token's embedding and the state, each normed, side by side. After it: rotation, and
-keys and values to where the attention finds them: a draft tree's nodes, or the ring of newest positions. Knows slots
-and positions; knows nothing of trees, requests or weights.
+keys and values to where the attention finds them: a draft tree's nodes, or the ring of newest positions. And around a
+layer that takes such positions in: which they are, and that it was done. Knows slots and positions; knows nothing of
+trees, requests or weights.
 """
 # R rows, Q tokens of a row, T tokens of all rows, D hidden, V vocabulary, N nodes' slots, W ring slots that count, and
 # one more that is never read; H query heads, K key heads, d head width, h half of it, E = (H + 2K) · d, P positions in
@@ -26,9 +27,24 @@ class New:
     count_R: Tensor  # int64
 
 
-def spread(first_R: Tensor, count_R: Tensor, tokens: int, window: int) -> tuple[New, Tensor]:
-    """Row after row; the last ones for which there is no room are left out. And where each token's position lies in
-    rings of `window` slots, one row's behind the other's, int64 [T]."""
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far each row is, and how much of that the drafter has taken in. The engine's tensors, and the drafter's."""
+
+    position_R: Tensor  # int64, of the newest token: those before are certain
+    live: Tensor  # int64, one number: rows from here on are idle
+    taken_R: Tensor  # int64, positions before are in the ring
+    ready_R: Tensor  # bool, whether all are
+
+
+def spread(progress: Progress, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
+    """What each row has yet to take in, at most so many and not beyond the window, row after row; the last ones for
+    which there is no room are left out. And where each token's position lies in rings of `window` slots, one row's
+    behind the other's, int64 [T]."""
+    position_R, rows = progress.position_R, len(progress.position_R)
+    first_R = torch.maximum(progress.taken_R, position_R - window)
+    live_R = torch.arange(rows, device=position_R.device) < progress.live
+    count_R = (position_R - first_R).clamp(min=0, max=most) * live_R
     end_R = count_R.cumsum(0).clamp(max=tokens)
     start_R = torch.cat((end_R.new_zeros(1), end_R[:-1]))
     at_T = torch.arange(tokens, device=count_R.device)
@@ -37,6 +53,17 @@ def spread(first_R: Tensor, count_R: Tensor, tokens: int, window: int) -> tuple[
     place_T = torch.where(owned_T, at_T - start_R[row_T], -1)
     source_T = (row_T * window + (first_R[row_T] + place_T) % window) * owned_T
     return New(row_T, place_T, first_R, end_R - start_R), source_T
+
+
+def settle(progress: Progress, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
+    """They have been taken in: notes it, and the state of those rows that had any."""
+    rows = len(progress.position_R)
+    new_R = new.count_R > 0
+    g_RD.copy_(torch.where(new_R[:, None], newest_RD, g_RD))
+    progress.taken_R.copy_(torch.where(new_R, new.first_R + new.count_R, progress.taken_R))
+    live_R = torch.arange(rows, device=new_R.device) < progress.live
+    left_behind_R = live_R & (progress.taken_R < progress.position_R)
+    progress.ready_R.copy_((progress.ready_R | new_R) & ~left_behind_R)
 
 
 def embed_and_norm(

@@ -14,45 +14,92 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt.kernels.cache_triton import start
-from tlt.kernels.drafter import New
+from tlt.kernels.drafter import New, Progress
+
+
+@triton.jit
+def _due(taken_ptr, position_ptr, stride_position, live_ptr, row, rows, most, window):
+    """The first position that rows have yet to take in, and how many there are."""
+    there = row < rows
+    position = tl.load(position_ptr + row * stride_position, mask=there, other=0).to(tl.int64)
+    first = tl.maximum(tl.load(taken_ptr + row, mask=there, other=0), position - window)
+    live = there & (row < tl.load(live_ptr))
+    return first, tl.where(live, tl.minimum(tl.maximum(position - first, 0), most), 0)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "tokens", "window"],
+    do_not_specialize=["rows", "tokens", "most", "window", "stride_position"],
     do_not_specialize_on_alignment=["row_ptr", "place_ptr", "source_ptr"],  # one behind the other
 )
 def _spread_kernel(
-    first_ptr, count_ptr, row_ptr, place_ptr, fitting_ptr, source_ptr, rows, tokens, window,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    taken_ptr, position_ptr, stride_position, live_ptr, row_ptr, place_ptr, first_ptr, fitting_ptr, source_ptr,
+    rows, tokens, most, window, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program: some tokens of one row, or of what is left behind all rows."""
     row, part = tl.program_id(0), tl.program_id(1)
     other_R = tl.arange(0, ROWS)
-    counts_R = tl.load(count_ptr + other_R, mask=other_R < rows, other=0)
+    _, counts_R = _due(taken_ptr, position_ptr, stride_position, live_ptr, other_R, rows, most, window)
+    first, count = _due(taken_ptr, position_ptr, stride_position, live_ptr, row, rows, most, window)
     begin = tl.minimum(tl.sum(tl.where(other_R < row, counts_R, 0), axis=0), tokens)
     owned = row < rows
-    fitting = tl.minimum(tl.sum(tl.where(other_R == row, counts_R, 0), axis=0), tokens - begin)
+    fitting = tl.minimum(count, tokens - begin)
     place = part * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     inside = place < tl.where(owned, fitting, tokens - begin)
-    position = tl.load(first_ptr + row, mask=owned, other=0) + place
     at = begin + place
     tl.store(row_ptr + at, tl.where(owned, row, 0).to(tl.int64) + place * 0, mask=inside)
     tl.store(place_ptr + at, tl.where(owned, place, -1), mask=inside)
-    tl.store(source_ptr + at, tl.where(owned, row.to(tl.int64) * window + position % window, 0), mask=inside)
+    tl.store(source_ptr + at, tl.where(owned, row.to(tl.int64) * window + (first + place) % window, 0), mask=inside)
+    tl.store(first_ptr + row, first, mask=owned & (part == 0))
     tl.store(fitting_ptr + row, fitting, mask=owned & (part == 0))
 
 
-def spread(first_R: Tensor, count_R: Tensor, tokens: int, window: int) -> tuple[New, Tensor]:
+def spread(progress: Progress, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
     """As `drafter.spread`."""
-    rows, device = len(count_R), count_R.device
+    rows, device = len(progress.position_R), progress.position_R.device
     row_T, place_T, source_T = torch.empty((3, tokens), dtype=torch.int64, device=device)
-    fitting_R = torch.empty(rows, dtype=torch.int64, device=device)
+    first_R, fitting_R = torch.empty((2, rows), dtype=torch.int64, device=device)
     block = min(1024, triton.next_power_of_2(tokens))
     _spread_kernel[(rows + 1, triton.cdiv(tokens, block))](
-        first_R.contiguous(), count_R.contiguous(), row_T, place_T, fitting_R, source_T, rows, tokens, window,
+        *_where(progress), row_T, place_T, first_R, fitting_R, source_T, rows, tokens, most, window,
         ROWS=triton.next_power_of_2(rows), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return New(row_T, place_T, first_R, fitting_R), source_T
+
+
+def _where(progress: Progress) -> tuple[Tensor, Tensor, int, Tensor]:
+    return progress.taken_R, progress.position_R, progress.position_R.stride(0), progress.live
+
+
+@triton.jit(do_not_specialize=["stride_position"])
+def _settle_kernel(
+    taken_ptr, position_ptr, stride_position, live_ptr, ready_ptr, first_ptr, count_ptr, newest_ptr, g_ptr,
+    stride_newest, stride_g, width, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program: one row."""
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    count, taken = tl.load(count_ptr + row), tl.load(taken_ptr + row)
+    new = count > 0
+    taken = tl.where(new, tl.load(first_ptr + row) + count, taken)
+    left_behind = (row < tl.load(live_ptr)) & (taken < tl.load(position_ptr + row * stride_position))
+    ready = ((tl.load(ready_ptr + row) != 0) | new) & (left_behind == 0)
+    column = tl.arange(0, BLOCK)
+    ok = (column < width) & new
+    tl.store(g_ptr + row * stride_g + column, tl.load(newest_ptr + row * stride_newest + column, mask=ok), mask=ok)
+    tl.debug_barrier()  # every read before the first write of what it read
+    tl.store(taken_ptr + row, taken)
+    tl.store(ready_ptr + row, ready.to(tl.uint8))
+
+
+def settle(progress: Progress, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
+    """As `drafter.settle`."""
+    rows, width = g_RD.shape
+    block = triton.next_power_of_2(width)
+    _settle_kernel[(rows,)](
+        *_where(progress), progress.ready_R.view(torch.uint8), new.first_R, new.count_R, newest_RD, g_RD,
+        newest_RD.stride(0), g_RD.stride(0), width,
+        BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -53,11 +53,11 @@ class Growing:
 def plant(
     trees: Growing, token_Rw: Tensor, score_Rw: Tensor, state_RD: Tensor, position_R: Tensor, *, pdl: bool = False
 ) -> None:
-    """The first level: successors of each row's root, named from its state; `position` is theirs."""
+    """The first level: successors of each row's root, named from its state; `position` is the root's."""
     trees.state_RwD.copy_(state_RD[:, None].expand_as(trees.state_RwD))
     trees.seen_RwL.zero_()
     trees.level_R.zero_()
-    trees.entry_R.copy_(position_R - 2)
+    trees.entry_R.copy_(position_R - 1)
     _grown(trees, token_Rw, torch.full_like(token_Rw, -1), score_Rw)
 
 

@@ -43,7 +43,7 @@ def _grow_kernel(
     seen_ptrs = seen_ptr + row * W * nodes + column_L[None, :]
     if position_ptr is not None:
         level = row * 0
-        entry = tl.load(position_ptr + row * stride_position).to(tl.int64) - 2
+        entry = tl.load(position_ptr + row * stride_position).to(tl.int64) - 1
         best_P = tl.load(named_score_ptr + row * W + place_P, mask=ok_P)
         token_P = tl.load(named_token_ptr + row * W + place_P, mask=ok_P)
         above_P = place_P * 0

@@ -24,7 +24,7 @@ from tlt.kernels.linear import Light, Matrix
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
-from tlt.model.linear import in_gpu_rollout, in_gpu_training, linear, rms_norm
+from tlt.model.linear import Stream, add_linear, in_gpu_rollout, in_gpu_training, linear, rms_norm, rows_of
 from tlt.model.rope import rotary_tables
 from tlt.spec.align import Aligned
 from tlt.spec.window import Band, Nodes, Ring, attend_ring
@@ -206,9 +206,10 @@ class Eagle(nn.Module):
         """The policy's residual stream after each tapped layer, side by side, as one state."""
         return linear(features_TF, self._matrix("fc"))
 
-    def logits(self, g_TD: Tensor, head: Matrix) -> Tensor:
+    def logits(self, g: Stream, head: Matrix) -> Tensor:
+        g_TD = rows_of(g)
         if in_gpu_rollout(g_TD):
-            return linear(g_TD, head, norm_weight=self.norm, norm_eps=self.config.layer.norm_eps)
+            return linear(g, head, norm_weight=self.norm, norm_eps=self.config.layer.norm_eps)
         return linear(self.final_norm(g_TD), head)
 
     def final_norm(self, g_TD: Tensor) -> Tensor:
@@ -309,7 +310,7 @@ class Eagle(nn.Module):
             *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
             pdl=True,
         )
-        return self._finish_over(attend_ring(q_R1Hd, ring, last_R1).flatten(1), residual_RD)
+        return rows_of(self._finish_over(attend_ring(q_R1Hd, ring, last_R1).flatten(1), residual_RD))
 
     @torch.no_grad()
     def step(
@@ -322,8 +323,8 @@ class Eagle(nn.Module):
         slot_RQ: Tensor,
         seen_RQN: Tensor,
         embed_VD: Tensor,
-    ) -> Tensor:
-        """One draft step for a frontier of tree nodes: g of each, [R, Q, D], from which its children are named.
+    ) -> Stream:
+        """One draft step for a frontier of tree nodes: g of each, [R · Q, D], from which its children are named.
 
         `parent` is the g that named the node (the row's own g from `extend` for the first ones), `position` one more
         than its parent's entry, `slot` where the node's keys go among N, `seen` the slots it sees: its ancestors and
@@ -337,14 +338,16 @@ class Eagle(nn.Module):
             pdl=True,
         )
         attended = attend_ring(q_RQHd, ring, position_RQ, nodes, seen_RQN)
-        return self._finish_over(attended.reshape(len(residual_TD), -1), residual_TD).view(parent_RQD.shape)
+        return self._finish_over(attended.reshape(len(residual_TD), -1), residual_TD)
 
-    def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor) -> Tensor:
-        """`_finish` with fewer launches: a GPU writes g over the residual."""
+    def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor) -> Stream:
+        """`_finish` with fewer launches: a GPU writes g over the residual, ready for the norm before the head. The norm
+        before the gate is the gate's own: x ready for it, too, was measured slower, for more of it is in flight then
+        and fewer programs fit beside each other."""
         x_TD = linear(attended_TN, self._matrix("o"), residual=residual_TD)
         norm: dict[str, Any] = {"norm_weight": self.mlp_norm, "norm_eps": self.config.layer.norm_eps}
         gated_TM = linear(x_TD, self._matrix("gate_up"), **norm, gated=True)
-        return linear(gated_TM, self._matrix("down"), residual=x_TD)
+        return add_linear(gated_TM, self._matrix("down"), residual=x_TD, next_norm=self.norm)
 
 
 def drafter_kernels(state: Tensor) -> Any:

@@ -7,7 +7,7 @@ Nothing is read back; nothing here knows requests or graphs.
 """
 # R rows, w width, L nodes of a tree, D hidden, v draft tokens, N = R · w nodes of a level
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tlt.kernels.growth import Growing
 from tlt.kernels.linear import Matrix
 from tlt.kernels.pruning import Pruned, Shared
 from tlt.kernels.twin import twin
+from tlt.model.linear import rows_of
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
 from tlt.spec.grown import NOT_READY
@@ -48,31 +49,32 @@ class Grove:
         self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, soil.g_RD.dtype, device)
         self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=soil.g_RD.dtype, device=device)
         self._nodes = drafter.new_nodes(rows, width * max(deepest, 2))  # their keys and values
+        self._one, self._two = (torch.full((), more, device=device) for more in (1, 2))
         self._packed = torch.zeros(3 * self.grown.token_RL.numel(), dtype=torch.int32, device=device)
 
     def roots(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
-        """Starts trees for the first rows. `draws` are the keys of the roots' successors."""
+        """Starts trees for the first rows. `draws` are the keys of the roots, their newest tokens."""
         soil = self._soil.first(rows)
         logits_Rv = soil.drafter.logits(soil.g_RD, soil.head)
         self.root_logits_Rv[:rows] = logits_Rv
-        named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v)
+        named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v, ahead=self._one)
         kernels = twin(growth, soil.g_RD.device)
         kernels.plant(self.grown.first(rows), named.token_Nk, named.score_Nk, soil.g_RD, draws.position_N)
 
     def deepen(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
-        """One level more, the `width` likeliest of all successors of the newest level."""
+        """One level more, the `width` likeliest of all successors of the newest level; `draws` as above."""
         soil, grown = self._soil.first(rows), self.grown.first(rows)
         entry_Rw = grown.entry_R[:, None].expand(-1, self.width)
-        g_RwD = soil.drafter.step(
+        g = soil.drafter.step(
             *(soil.ring, self._nodes.first(rows), grown.token_Rw, grown.state_RwD),
             *(entry_Rw, grown.slot_Rw, grown.seen_RwL, soil.embed_VD),
         )
-        logits_Nv = soil.drafter.logits(g_RwD.flatten(0, 1), soil.head)
+        logits_Nv = soil.drafter.logits(g, soil.head)
+        keys = replace(draws, position_N=grown.entry_R)
         named = candidates(
-            *(logits_Nv, draws, beta, self.width, soil.drafter.token_of_draft_v),
-            repeat=self.width,
-            ahead=grown.level_R,
+            *(logits_Nv, keys, beta, self.width, soil.drafter.token_of_draft_v), repeat=self.width, ahead=self._two
         )
+        g_RwD = rows_of(g).view(grown.state_RwD.shape)
         twin(growth, logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
     def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: Shared | None = None) -> None:

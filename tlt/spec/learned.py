@@ -9,12 +9,14 @@ grown behind a verification whose tokens nobody has read yet.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.kernels import entering, moving, states
+from tlt.kernels.drafter import Progress
 from tlt.kernels.linear import Light
 from tlt.kernels.pruning import Shared
 from tlt.kernels.states import Kept
@@ -266,6 +268,7 @@ class LearnedDrafting:
         self._backlog.clear()
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
+            draws = replace(draws, position_N=draws.position_N + 1)
             self._sharpening.root(grove.root_logits_Rv, draws, self._memory.ready_R, self._ticks)
         return self._fetch(packed_R3L[: len(keys)], keys, shape)
 
@@ -305,9 +308,9 @@ class LearnedDrafting:
         return self._groves[width]
 
     def _draws(self, rows: int) -> DrawKeys:
-        """Keys of the roots' successors."""
+        """Keys of the roots. Nothing is computed: every level would do it again."""
         view = self._rows
-        parts = (view.seed_R, view.request_R, view.position_R + 1, view.temperature_R)
+        parts = (view.seed_R, view.request_R, view.position_R, view.temperature_R)
         return DrawKeys(*(part[:rows] for part in parts))
 
     def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> GrownTrees:
@@ -335,19 +338,14 @@ class LearnedDrafting:
     def _extend(self, rows: int, most: int, tokens: int) -> None:
         """Runs the drafter over the next positions that have become certain, at most so many of each row, and of all
         rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
-        view, row_R = self._rows, self._row[:rows]
-        position_R, live_R = view.position_R[:rows], row_R < view.count
-        first_R = torch.maximum(self._memory.taken_R[:rows], position_R - self._window)
-        count_R = (position_R - first_R).clamp(min=0, max=most) * live_R
-        new, source_T = drafter_kernels(self._soil.g_RD).spread(first_R, count_R, tokens, self._window)
-        states_TF = self._memory.states_RWF.flatten(0, 1).index_select(0, source_T)
-        next_T = self._memory.tokens_RW.flatten().index_select(0, source_T)
-        soil, new_R = self._soil.first(rows), new.count_R > 0
-        g_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
-        soil.g_RD.copy_(torch.where(new_R[:, None], g_RD, soil.g_RD))
-        self._memory.taken_R[:rows] = torch.where(new_R, first_R + new.count_R, self._memory.taken_R[:rows])
-        left_behind_R = live_R & (self._memory.taken_R[:rows] < position_R)
-        self._memory.ready_R[:rows] = (self._memory.ready_R[:rows] | new_R) & ~left_behind_R
+        view, memory, soil = self._rows, self._memory, self._soil.first(rows)
+        kernels = drafter_kernels(soil.g_RD)
+        progress = Progress(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
+        new, source_T = kernels.spread(progress, most, tokens, self._window)
+        states_TF = memory.states_RWF.flatten(0, 1).index_select(0, source_T)
+        next_T = memory.tokens_RW.flatten().index_select(0, source_T)
+        newest_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
+        kernels.settle(progress, new, newest_RD, soil.g_RD, pdl=True)
 
     # ---- what it costs
 
