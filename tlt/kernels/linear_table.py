@@ -159,7 +159,7 @@ LIGHT: dict[tuple[int, int, bool, int], Config | None] = {
     (3840, 11520, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=0, swap=True, tma=True),
     (5120, 7680, False, 16): Config(16, 64, 256, 3, 4, 4, prefetch=256, swap=True, tma=True),
     (3840, 3072, False, 16): Config(16, 32, 256, 4, 4, 3, prefetch=1024, tma=True),
-    (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True, late=True),
+    (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
     (3840, 15360, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=512, swap=True, tma=True, late=True),
     (1024, 3840, False, 16): None,
     (16384, 3840, False, 16): Config(16, 64, 256, 1, 4, 4, prefetch=256, swap=True, tma=True),
@@ -183,13 +183,13 @@ def choose_light(m: int, n: int, k: int, gated: bool) -> Config | None:
     return _guess_light(bucket, n, k, gated)
 
 
-LEAST_LIGHT = 8_000_000
-"""Weights up to which a matrix is read so fast that half the bytes save nothing."""
+LEAST_LIGHT = {16: 8_000_000, 32: 20_000_000}
+"""Weights, by bucket, up to which a matrix is read so fast that half the bytes save nothing."""
 
 
 def _guess_light(bucket: int, n: int, k: int, gated: bool) -> Config | None:
     """For a shape nobody has measured: programs that fill a Hopper once, as the best of those that were do."""
-    if bucket > 32 or n * k <= LEAST_LIGHT:
+    if bucket not in LEAST_LIGHT or n * k <= LEAST_LIGHT[bucket]:
         return None
     if bucket == 16:
         tile, programs = Config(16, 64, 256, stages=3 if gated else 4, prefetch=256, swap=True, tma=True), 264

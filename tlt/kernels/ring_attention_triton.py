@@ -40,7 +40,8 @@ class Launch:
         if programs >= PROGRAMS:
             return cls(block_m, min(128 if block_m == 16 else 64, longest), 1)
         block_n = min(64, longest)
-        splits = triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))  # powers of two: few kernels are ever compiled
+        # one more program looks beside the ring; powers of two: few kernels are ever compiled
+        splits = triton.next_power_of_2(max(1, triton.cdiv(PROGRAMS, programs) - 1))
         return cls(block_m, block_n, min(MOST_SPLITS, triton.cdiv(window, block_n), splits))
 
 
@@ -65,7 +66,7 @@ def _sum_splits(partial_ptr, lse_ptr, row_M, column_D, BLOCK_M: tl.constexpr, BL
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
-    for split in range(SPLITS):
+    for split in tl.static_range(SPLITS):  # unrolled: none of the loads waits for another
         part_row_M = split * BLOCK_M + row_M
         lse_M = tl.load(lse_ptr + part_row_M, cache_modifier=".cg")
         part_MD = tl.load(partial_ptr + part_row_M[:, None] * BLOCK_D + column_D[None, :], cache_modifier=".cg")
@@ -86,9 +87,11 @@ def _ring_kernel(
     stride_nr, stride_nh, stride_nn, stride_sr, stride_sq,
     GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    NEAR: tl.constexpr, NEAR_TILES: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    NEAR: tl.constexpr, NEAR_TILES: tl.constexpr, TILES: tl.constexpr, RINGS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (key head, (split, row block), row): its queries over its share of the ring; the last also beside it."""
+    """Program (key head, (split, row block), row): its queries over its share of the ring, if it is one of the first
+    RINGS; the last of all SPLITS looks beside the ring."""
     start(PDL)
     head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     split, row_block = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS
@@ -107,14 +110,15 @@ def _ring_kernel(
     k_ptr += row * stride_kr + head * stride_kh
     v_ptr += row * stride_kr + head * stride_kh
     held_ptr += row * stride_hr
-    for tile in range(TILES):
+    for tile in range(TILES if RINGS == SPLITS else tl.where(split < RINGS, TILES, 0)):
         slot_N = (split * TILES + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
         held_N = tl.load(held_ptr + slot_N, mask=slot_N < W, other=-1).to(tl.int32)
         at_ND = slot_N[:, None] * stride_kw + column_D[None, :]
         inside_ND = (slot_N < W)[:, None] & column_ok_D[None, :]
         k_ND = tl.load(k_ptr + at_ND, mask=inside_ND, other=0.0)
+        v_ND = tl.load(v_ptr + at_ND, mask=inside_ND, other=0.0)
         # nothing where a slot holds nothing: a weight of zero would not silence a NaN that somebody left there
-        v_ND = tl.load(v_ptr + at_ND, mask=inside_ND & (held_N >= 0)[:, None], other=0.0)
+        v_ND = tl.where((held_N >= 0)[:, None], v_ND, 0.0)
         seen_MN = (held_N >= 0)[None, :] & (held_N[None, :] > (position_M - W)[:, None])
         acc_MD, peak_M, sum_M = _take_in(q_MD, k_ND, v_ND, seen_MN, acc_MD, peak_M, sum_M, scale_log2)
     if split == SPLITS - 1:
@@ -127,7 +131,7 @@ def _ring_kernel(
             at_ND = row * stride_nr + head * stride_nh + node_N[:, None] * stride_nn + column_D[None, :]
             inside_ND = inside_N[:, None] & column_ok_D[None, :]
             k_ND = tl.load(near_k_ptr + at_ND, mask=inside_ND, other=0.0)
-            v_ND = tl.load(near_v_ptr + at_ND, mask=inside_ND & anyone_N[:, None], other=0.0)
+            v_ND = tl.where(anyone_N[:, None], tl.load(near_v_ptr + at_ND, mask=inside_ND, other=0.0), 0.0)
             acc_MD, peak_M, sum_M = _take_in(q_MD, k_ND, v_ND, seen_MN, acc_MD, peak_M, sum_M, scale_log2)
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
@@ -173,7 +177,8 @@ def attend(
     launch = launch or Launch.plan(R, K, pairs, W)
     row_blocks = triton.cdiv(pairs, launch.block_m)
     tiles = triton.cdiv(triton.cdiv(W, launch.block_n), launch.splits)
-    splits = triton.cdiv(W, launch.block_n * tiles)  # no program without keys
+    rings = triton.cdiv(W, launch.block_n * tiles)  # no program without keys
+    splits = rings + (rings > 1 and nodes > 0)  # those who share a ring leave what is beside it to one more
     counters = shared_workspace(q_RQHd.device).counters
     blocks = R * K * row_blocks if splits > 1 else 0
     if blocks > len(counters):
@@ -191,7 +196,8 @@ def attend(
         *q_RQHd.stride()[:3], *k_RKWd.stride()[:3], held_RW.stride(0), *position_RQ.stride(),
         *near_k.stride()[:3], *seen.stride()[:2],
         GROUP=H // K, D=d, W=W, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
-        NEAR=near, NEAR_TILES=triton.cdiv(nodes, near), TILES=tiles, SPLITS=splits, PDL=pdl,
+        NEAR=near, NEAR_TILES=triton.cdiv(nodes, near), TILES=tiles, RINGS=rings,
+        SPLITS=splits, PDL=pdl,
         num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
     return out
