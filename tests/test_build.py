@@ -8,7 +8,8 @@ import torch
 
 from tests.test_speculation import tokens_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import NEW, build_engine, check_light, chooser_of, open_drafter, shapes_of
+from tlt.engine import build
+from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes_of
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError
@@ -107,11 +108,12 @@ def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> Non
         assert shared & set(tuner._shapes) == (shared if on_gpu else set())
 
 
-def test_a_gpu_that_does_not_read_8_bits_is_told_so() -> None:
-    check_light(8, 9)
-    check_light(9, 0)
-    with pytest.raises(ConfigError, match=r"spec\.light is true.*8\.6; expected 8\.9 or newer.*leave it off"):
-        check_light(8, 6)
+def test_drafts_are_light_only_where_a_gpu_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RunConfig().spec.light
+    assert not build._reads_light(torch.device("cpu"))
+    for capability, expected in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert build._reads_light(torch.device("cuda")) == expected
 
 
 def test_settings_that_allow_no_tree_are_refused() -> None:

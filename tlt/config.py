@@ -162,7 +162,7 @@ class SpecSettings:
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
     shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # or, on a GPU, so many on average: the likeliest of all
-    light: bool = False  # on a GPU, compute drafts with matrices in 8 bits, half as much to read: what it gains is open
+    light: bool = True  # draft with matrices in 8 bits, half as much to read, on GPUs that can (8.9 and newer)
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:
@@ -204,6 +204,7 @@ class DraftSettings:
 
     window: int = 512  # positions it looks back on: bounds its memory, and long contexts do not confuse it
     vocab: int = 0  # tokens it can name, the most frequent of the rollouts; 0 names all of the policy's
+    mlp: float = 1.0  # width of its MLP, as a share of that of a policy's layer: narrower ones draft faster
     answers: int = 512  # answers written to learn from
     held_out: int = 64  # further answers, never learned from, to measure on
     steps: int = 200  # optimizer steps
@@ -220,6 +221,7 @@ class DraftSettings:
         least = {"window": 16, "answers": 1, "held_out": 1, "steps": 1, "tokens_per_batch": 1, "unroll": 1}
         for name, lowest in {**least, "vocab": 0, "warmup_steps": 0, "single_steps": 0}.items():
             _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
+        _require(0 < self.mlp <= 1, "mlp", self.mlp, "a number in (0, 1]")
         _require(self.seconds >= 0, "seconds", self.seconds, "a number ≥ 0")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number > 0")
         _require(0 < self.decay <= 1, "decay", self.decay, "a number in (0, 1]")

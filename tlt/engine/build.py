@@ -26,6 +26,7 @@ from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner, TunerPolicy
 
+_LIGHT_SINCE = (8, 9)  # compute capability
 NEW = "new"  # spec.path of a drafter that starts from nothing
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many
 
@@ -134,20 +135,14 @@ def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | Non
     """The learned drafter that is configured, at work for this policy; None if none is."""
     if config.spec.drafter not in ("eagle", "both"):
         return None
-    device = policy.model.embed.device
-    if config.spec.light and device.type == "cuda":
-        check_light(*torch.cuda.get_device_capability(device))
+    light = config.spec.light and _reads_light(policy.model.embed.device)
     drafter, deepest = open_drafter(policy, config), max(config.spec.depths)
-    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=config.spec.light)
+    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=light)
 
 
-def check_light(major: int, minor: int) -> None:
-    """Whether a GPU of this compute capability reads the 8 bits of `spec.light`."""
-    if (major, minor) < (8, 9):
-        raise ConfigError(
-            f"spec.light is true, and this GPU has compute capability {major}.{minor}; expected 8.9 or newer, which "
-            "read e4m3 numbers: leave it off"
-        )
+def _reads_light(device: torch.device) -> bool:
+    """Whether its matrix kernels know the e4m3 numbers of `spec.light`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LIGHT_SINCE
 
 
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
@@ -167,7 +162,8 @@ def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
 
 def _new_drafter(policy: Policy, config: RunConfig) -> Eagle:
     model = policy.model
-    shape = EagleConfig.of_policy(model.config, window=config.draft.window, draft_vocab=config.draft.vocab)
+    draft = config.draft
+    shape = EagleConfig.of_policy(model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     # any tokens will do: which are frequent is known, and named anew, when there are answers to learn from
     drafter.init_weights(config.run.seed, torch.arange(shape.draft_vocab) if shape.reduced else None)
