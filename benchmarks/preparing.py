@@ -92,7 +92,9 @@ def ready_drafter(place: Place, small: Transformer, policy: Policy, shape: str) 
             dtype=small.embed.dtype,
             device=small.embed.device,
         )
-        _save(widen_drafter(drafter, policy.model.config), target, policy, read_record(place.drafter()))
+        mlp = drafter.config.layer.mlp / small.config.mlp
+        wide = widen_drafter(drafter, policy.model.config, mlp=mlp)
+        _save(wide, target, policy, read_record(place.drafter()))
     return target
 
 

@@ -465,6 +465,23 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
             assert torch.equal(tensor, other.state_dict()[name]), name
 
 
+def test_a_narrower_drafter_is_trained_saved_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
+    narrow = str(tmp_path / "narrow")
+    train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.steps=2", "--draft.mlp=0.25"]
+    assert main([*train, "--out", narrow]) == 0
+    policy = read_config(TINY_POLICY)
+    drafter = load_drafter(narrow, policy, window=16)
+    assert drafter.config.layer.mlp == policy.mlp // 4 == drafter.down.shape[1]
+    capsys.readouterr()
+    generate = ["generate", "tiny", "3+4=", "--raw", "--sampling.max_tokens=12"]
+    answers = []
+    for spec in ([], ["--spec.drafter=eagle", f"--spec.path={narrow}", "--spec.chooser=fixed"]):
+        assert main([*generate, *spec]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -478,6 +495,7 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
         (["draft", "export", "nowhere", "x", "--format", "gguf"], "--format is 'gguf'; expected flat or speculators"),
         (["draft", "train", "tiny", "--prompts", "none.jsonl", "--out", "x"], "none.jsonl: no such file"),
         (["draft", "train", "tiny", "--prompts", "toy", "--out", "x", "--draft.window=3"], "draft.window is 3"),
+        (["draft", "train", "tiny", "--prompts", "toy", "--out", "x", "--draft.mlp=0"], "draft.mlp is 0"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:

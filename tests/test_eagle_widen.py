@@ -75,6 +75,19 @@ def test_it_costs_what_a_drafter_of_that_size_costs() -> None:
         assert (matrix == 0).double().mean() < 0.01, f"{name} is full of zeros: hardware runs faster on those"
 
 
+def test_a_narrow_mlp_stays_narrow() -> None:
+    """A drafter whose MLP was to be half as wide as its policy's, in steps of 16, is that in every shape."""
+    shape = EagleConfig.of_policy(SMALL.config, window=16, mlp=0.5)
+    assert (SMALL.config.mlp, shape.layer.mlp) == (48, 32)
+    small = Eagle(shape, dtype=torch.float64)
+    small.init_weights(5)
+    wide = widen_drafter(small, CONFIG, mlp=0.5)
+    assert wide.config.layer == EagleConfig.of_policy(CONFIG, window=16, mlp=0.5).layer
+    assert wide.down.shape == (CONFIG.hidden, 48)
+    for expected, found in zip(draft_logits(small, SMALL), draft_logits(wide, WIDE), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_a_head_of_its_own_grows_along() -> None:
     small = drafter()
     small.register_buffer("own_head_vD", torch.randn(tiny.VOCAB, SMALL.config.hidden, dtype=torch.float64))

@@ -228,7 +228,8 @@ def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], co
 
 def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) -> Eagle:
     model = policy.model
-    shape = EagleConfig.of_policy(model.config, window=config.draft.window, draft_vocab=config.draft.vocab)
+    draft = config.draft
+    shape = EagleConfig.of_policy(model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     # by way of an array: torch reads a list of numbers several times slower
     written = array("q", chain.from_iterable(answer.example.tokens for answer in learned))

@@ -31,6 +31,7 @@ from tlt.spec.window import Band, Nodes, Ring, attend_ring
 from tlt.spec.window_flash import FlashBand
 
 TAPS = 3
+_MLP_STEP = 16  # what kernels read at once
 _MATRICES = ("fc", "qkv", "o", "gate_up", "down")
 
 
@@ -47,14 +48,15 @@ def taps(policy: ModelConfig) -> tuple[int, int, int]:
     return high - 2, high - 1, high
 
 
-def layer_source(policy: ModelConfig) -> dict[str, Any]:
-    """A drafter's layer for this policy, in the words of a Llama's config.json: its width, heads and positions."""
+def layer_source(policy: ModelConfig, mlp: float = 1.0) -> dict[str, Any]:
+    """A drafter's layer for this policy, in the words of a Llama's config.json: its width, heads and positions, and an
+    MLP of this share of its width."""
     scaling = {"rope_type": policy.rope.type, **policy.rope.parameters} if policy.rope.type != "default" else None
     return {
         "model_type": "llama",
         "vocab_size": policy.vocab,
         "hidden_size": policy.hidden,
-        "intermediate_size": policy.mlp,
+        "intermediate_size": max(1, round(policy.mlp * mlp / _MLP_STEP)) * _MLP_STEP if mlp != 1.0 else policy.mlp,
         "num_hidden_layers": 1,
         "num_attention_heads": policy.heads,
         "num_key_value_heads": policy.kv_heads,
@@ -79,11 +81,11 @@ class EagleConfig:
     policy_layers: int  # of the policy it reads
 
     @classmethod
-    def of_policy(cls, policy: ModelConfig, *, window: int, draft_vocab: int = 0) -> "EagleConfig":
-        """A drafter for this policy; `draft_vocab` 0 names every token."""
+    def of_policy(cls, policy: ModelConfig, *, window: int, draft_vocab: int = 0, mlp: float = 1.0) -> "EagleConfig":
+        """A drafter for this policy; `draft_vocab` 0 names every token; `mlp`: how wide its MLP is, of the policy's."""
         if not 0 <= draft_vocab <= policy.vocab:
             raise ModelError(f"a draft vocabulary of {draft_vocab}; expected at most the policy's {policy.vocab}")
-        layer = ModelConfig.from_hf(layer_source(policy))
+        layer = ModelConfig.from_hf(layer_source(policy, mlp))
         return cls(layer, taps(policy), window, draft_vocab or policy.vocab, policy.layers)
 
     @property

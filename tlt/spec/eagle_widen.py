@@ -20,12 +20,14 @@ def widen_drafter(
     drafter: Eagle,
     policy: ModelConfig,
     *,
+    mlp: float = 1.0,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Eagle:
-    """The drafter for `policy`, which is the shape its own policy was widened to, with equal logits."""
-    small, config = drafter.config, wide_drafter_config(drafter.config, policy)
+    """The drafter for `policy`, which is the shape its own policy was widened to, with equal logits. `mlp`: how wide
+    its MLP was to be, of its policy's."""
+    small, config = drafter.config, wide_drafter_config(drafter.config, policy, mlp)
     wide = Eagle(config, dtype=dtype or drafter.fc.dtype, device=device or drafter.fc.device)
     place = placing(torch.Generator(device=wide.fc.device).manual_seed(seed))
     shrink = (small.layer.hidden / config.layer.hidden) ** 0.5
@@ -44,8 +46,8 @@ def widen_drafter(
     return wide
 
 
-def wide_drafter_config(small: EagleConfig, policy: ModelConfig) -> EagleConfig:
-    layer = ModelConfig.from_hf(layer_source(policy))
+def wide_drafter_config(small: EagleConfig, policy: ModelConfig, mlp: float = 1.0) -> EagleConfig:
+    layer = ModelConfig.from_hf(layer_source(policy, mlp))
     if policy.layers < small.policy_layers or layer.head_dim != small.layer.head_dim:
         raise ModelError(
             f"a policy of {policy.layers} layers and heads of {layer.head_dim} is no widened form of one with "
