@@ -161,8 +161,8 @@ def prepare(options: argparse.Namespace, config: RunConfig) -> None:
     results = Results(options)
     config = replace(config, model=replace(config.model, path=options.model))
     workload = workload_of(options)
-    if options.unroll:
-        workload = replace(workload, draft=replace(workload.draft, unroll=options.unroll))
+    changes = {name: value for name in ("unroll", "mlp") if (value := getattr(options, name))}
+    workload = replace(workload, draft=replace(workload.draft, **changes))
     wanted = preparing.Wanted(
         workload=workload,
         place=place_of(options),
@@ -695,6 +695,7 @@ def _prepare_options(part: argparse.ArgumentParser) -> None:
     part.add_argument("--tune-budget", type=float, default=110.0, help="seconds of supervised tuning")
     part.add_argument("--budget", type=float, default=240.0, help="seconds of drafter training, its rollouts included")
     part.add_argument("--unroll", type=int, default=0, help="draft tokens trained in a row; default: the workload's")
+    part.add_argument("--mlp", type=float, default=0.0, help="width of the drafter's MLP, of the policy's; likewise")
 
 
 def _measure_options(part: argparse.ArgumentParser) -> None:
