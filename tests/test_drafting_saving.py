@@ -18,6 +18,7 @@ from tlt.drafting.trainer import OnlineDrafter
 from tlt.errors import CheckpointError
 from tlt.model.transformer import Transformer
 from tlt.model.weights import read_tensors
+from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import HEAD, Origin, load_drafter
 from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.train.checkpoint import load_state, save_state
@@ -57,6 +58,16 @@ def assert_same(found: OnlineDrafter, wanted: OnlineDrafter) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(mine[name], value) if isinstance(value, torch.Tensor) else mine[name] == value, name
+
+
+def test_a_drafter_of_another_width_is_refused(policy: Transformer, saver: DrafterSaver) -> None:
+    saver.save(1, trained(policy, 0))
+    path = saver.wait()
+    assert path is not None
+    narrow = Eagle(EagleConfig.of_policy(policy.config, window=16, mlp=0.5), dtype=policy.embed.dtype)
+    narrow.init_weights(0)
+    with pytest.raises(CheckpointError, match=r"an MLP of 48, this run's has 32; expected the same: give draft.mlp"):
+        read_checkpoint(OnlineDrafter(policy, narrow, DRAFT, DRAFTING), path)
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 12])

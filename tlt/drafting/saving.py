@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.drafting.trainer import OnlineDrafter
+from tlt.errors import CheckpointError
 from tlt.spec.eagle_files import HEAD, Origin, flat_config, load_drafter, own_tensors, write_drafter
 from tlt.train.checkpoint import Checkpoints, HostCopy, load_state, save_state
 
@@ -30,6 +31,11 @@ def read_checkpoint(drafter: OnlineDrafter, directory: Path) -> None:
     saved = load_drafter(
         directory, drafter.policy.config, window=ours.config.window, dtype=ours.fc.dtype, device=ours.fc.device
     )
+    if saved.config.layer.mlp != ours.config.layer.mlp:
+        raise CheckpointError(
+            f"the drafter in {directory} has an MLP of {saved.config.layer.mlp}, this run's has "
+            f"{ours.config.layer.mlp}; expected the same: give draft.mlp as it was, or start anew"
+        )
     owned = {**dict(saved.named_parameters()), **dict(saved.named_buffers())}
     drafter.restore({**state, "good": {name: owned[name] for name in drafter.weights()}})
 
