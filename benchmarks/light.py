@@ -174,6 +174,8 @@ def search(bench: Bench, bucket: int, workers: ProcessPoolExecutor, known: Confi
             by = partial(bench.by, config=config)
             timed.append((bench.seconds(by if light else lambda weight, by=by: by(fine(weight))), config))
         timed.sort(key=lambda pair: pair[0])
+        if not timed:
+            raise SystemExit(f"no tiles for {bench.layer.name} could be run")
         configs = [near for _, config in timed[:2] for near in around(config)]
     return timed
 
@@ -185,11 +187,11 @@ def tune(layer: Layer, bucket: int, workers: ProcessPoolExecutor) -> tuple[dict[
     light_s = bench.seconds(lambda weight: linear(bench.x, weight, pdl=True, **bench.options))
     tuned = search(bench, bucket, workers, choose(*shape), light=False)  # or tuning would seem a gain of 8 bits
     timed = search(bench, bucket, workers, choose_light(*shape) or choose(*shape), light=True)
-    best_s, best = timed[0] if timed else (float("inf"), None)
+    best_s, best = timed[0]
     print(
         f"{layer.name:11} N={layer.n:5} K={layer.k:5} M<={bucket:3}  16 bits {fine_s * 1e6:6.1f} us, best"
         f" {tuned[0][0] * 1e6:6.1f} {brief(tuned[0][1])}  8 bits, as chosen {light_s * 1e6:6.1f}, best"
-        f" {best_s * 1e6:6.1f}  {brief(best) if best else '-'}",
+        f" {best_s * 1e6:6.1f}  {brief(best)}",
         flush=True,
     )
     row = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.test_speculation import tokens_of
-from tlt.config import EngineSettings, RunConfig, SpecSettings
+from tlt.config import DraftSettings, EngineSettings, RunConfig, SpecSettings
 from tlt.engine import build
 from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes_of
 from tlt.engine.engine import Engine
@@ -111,9 +111,16 @@ def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> Non
 def test_drafts_are_light_only_where_a_gpu_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunConfig().spec.light
     assert not build._reads_light(torch.device("cpu"))
-    for capability, expected in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+    for capability, expected in (((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert build._reads_light(torch.device("cuda")) == expected
+
+
+def test_a_drafter_from_nothing_is_as_wide_as_asked() -> None:
+    config = RunConfig(spec=SpecSettings(drafter="eagle", path=NEW), draft=DraftSettings(mlp=0.25, window=24))
+    policy = open_policy(config.model)
+    found = open_drafter(policy, config).config
+    assert (found.layer.mlp, found.window) == (policy.model.config.mlp // 4, 24)
 
 
 def test_settings_that_allow_no_tree_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import drafter, ring_attention
-from tlt.kernels.drafter import New, Progress
+from tlt.kernels.drafter import Intake, New
 from tlt.kernels.workspace import shared_workspace
 from tlt.model.linear import rows_of
 from tlt.spec import eagle, window
@@ -146,13 +146,19 @@ def test_tensors_may_be_views() -> None:
     [
         (1, 3, Launch(16, 64, 8)),
         (8, 24, Launch(32, 64, 8)),
-        (16, 3, Launch(16, 64, 2)),
+        (16, 3, Launch(16, 64, 4)),
         (64, 3, Launch(16, 128, 1)),
         (64, 192, Launch(64, 64, 1)),
     ],
 )
 def test_few_rings_are_cut_and_many_are_not(rows: int, pairs: int, expected: Launch) -> None:
     assert Launch.plan(rows, 6, pairs, 512) == expected
+
+
+@pytest.mark.parametrize(("rows", "alone", "beside"), [(1, 8, 8), (4, 8, 4), (8, 4, 2), (16, 2, 2), (24, 1, 1)])
+def test_one_more_program_beside_a_ring_is_reckoned_with(rows: int, alone: int, beside: int) -> None:
+    assert Launch.plan(rows, 16, 3, 512).splits == alone
+    assert Launch.plan(rows, 16, 3, 512, beside=True).splits == beside
 
 
 @pytest.mark.parametrize(("rows", "queries", "width"), [(1, 1, 64), (3, 4, 100), (2, 5, 576)])
@@ -189,11 +195,13 @@ def on_device(new: New | None) -> New | None:
     return new and New(*(part.to(DEVICE) for part in (new.row_T, new.place_T, new.first_R, new.count_R)))
 
 
-def progress_of(device: str, ready: list[bool]) -> Progress:
+def intake_of(device: str, ready: list[bool]) -> Intake:
     """Five rows, the last of which is idle; positions with gaps between them, as an engine's are."""
     position = torch.tensor([[8, 0], [0, 0], [62, 0], [12, 0], [3, 0]])[:, 0].to(device)
     taken = torch.tensor([5, 0, 60, 7, 2], device=device)
-    return Progress(position, torch.tensor(4, device=device), taken, torch.tensor(ready, device=device))
+    return Intake(
+        position, torch.tensor(4, dtype=torch.int32, device=device), taken, torch.tensor(ready, device=device)
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 9, 10, 40])
@@ -204,7 +212,7 @@ def test_new_positions_are_spread_row_after_row(tokens: int, window: int, most: 
     count = [min(at - begun, most) for at, begun in zip((8, 0, 62, 12), first, strict=False)] + [0]
     places = [(row, place) for row, many in enumerate(count) for place in range(many)][:tokens]
     for spread, device in ((drafter.spread, "cpu"), (drafter_triton.spread, DEVICE)):
-        new, source = spread(progress_of(device, [False] * 5), most, tokens, window)
+        new, source = spread(intake_of(device, [False] * 5), most, tokens, window)
         assert list(zip(new.row_T.tolist(), new.place_T.tolist(), strict=True))[: len(places)] == places
         assert new.place_T[len(places) :].tolist() == [-1] * (tokens - len(places))
         assert new.row_T[len(places) :].tolist() == source[len(places) :].tolist() == [0] * (tokens - len(places))
@@ -219,13 +227,14 @@ def test_what_was_taken_in_is_noted(width: int) -> None:
     """Rows without any keep their state; one that had more than there was room for cannot guess, nor one that waits."""
     empty = torch.zeros(1, dtype=torch.int64)
     for module, device in ((drafter, "cpu"), (drafter_triton, DEVICE)):
-        progress = progress_of(device, [False, True, True, True, True])
-        new = New(empty, empty, progress.taken_R.clone(), torch.tensor([3, 0, 2, 1, 0], device=device))
+        intake = intake_of(device, [False, True, True, True, True])
+        first = torch.tensor([5, 0, 60, 9, 2], device=device)  # one is more than a window behind
+        new = New(empty, empty, first, torch.tensor([3, 0, 2, 1, 0], device=device))
         newest, g = normal(5, width, seed=1).to(device), normal(8, width, seed=2).to(device)
         before = g.clone()
-        module.settle(progress, new, newest, g[:5])
-        assert progress.taken_R.tolist() == [8, 0, 62, 8, 2]
-        assert progress.ready_R.tolist() == [True, True, True, False, True]  # the last one is idle
+        module.settle(intake, new, newest, g[:5])
+        assert intake.taken_R.tolist() == [8, 0, 62, 10, 2]
+        assert intake.ready_R.tolist() == [True, True, True, False, True]  # the last one is idle
         had = [0, 2, 3]
         assert torch.equal(g[had], newest[had])
         assert torch.equal(g[[1, 4, 5, 6, 7]], before[[1, 4, 5, 6, 7]])

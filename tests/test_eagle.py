@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tlt.engine import sampler
 from tlt.errors import ModelError, TltError
+from tlt.kernels import linear_table
 from tlt.kernels.entering import UNUSED
 from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
@@ -465,10 +466,14 @@ def test_beta_hits_agree_with_the_candidates() -> None:
             assert torch.equal(hits[:, place], (named == drawn[:, None]).any(1))
 
 
-def test_copies_have_no_matrices_in_8_bits() -> None:
+def test_copies_have_no_matrices_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Theirs are others, and they are trained; whoever has such matrices renews them in place, and can leave them."""
     model = drafter(8)
     model.lighten()
+    assert not model._light, "nobody would read matrices as small as these in 8 bits"
+    monkeypatch.setattr(linear_table, "LEAST_LIGHT", {16: 0, 32: 0})
+    model.lighten()
+    assert model._light.keys() == {"fc", "qkv", "o", "gate_up", "down"}
     light = model._light["qkv"]
     copied = copy.deepcopy(model)
     assert not copied._light

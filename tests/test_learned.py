@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.launches import Launches
 from tests.test_engine import MODEL, kv_gib, requests
@@ -30,11 +31,12 @@ from tlt.model.attention import PackedLayout
 from tlt.spec import backlog
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
-from tlt.spec.candidates import Sharpness
+from tlt.spec.candidates import Sharpness, candidates
 from tlt.spec.drafter import Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, Draft, Shape
+from tlt.spec.sharpening import Roots
 from tlt.spec.speculation import Speculating
 from tlt.spec.tree import Trees
 from tlt.spec.tuner import Outcome
@@ -116,6 +118,41 @@ def test_tokens_stay_under_preemption(ahead: bool) -> None:
     done = {completion.key: completion for completion in engine.drain()}
     assert tokens_of(done) == plain(batch)
     assert sum(completion.timing.preemptions for completion in done.values()) > 0
+
+
+@torch.no_grad()
+def test_sharpness_is_fitted_to_what_roots_were_named_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits, keys and noise that it looks at name the very tokens that were drafted, and the tokens it is told of
+    are those that were drawn there."""
+    monkeypatch.setattr(Sharpness, "observe", lambda *_: None)  # the same β throughout
+    learned = drafting(window=64)
+    engine = engine_with(learned, lambda batch: shape_of(2, 1, 3) if batch else Shape(), rows=4)
+    sharpening, drafted, seen = learned._sharpening, list[list[int]](), list[tuple[Roots, list[int], list[int]]]()
+    root, look = sharpening.root, sharpening.look
+
+    def note_root(*given: Any) -> None:
+        drafted.append(learned._groves[1].grown.token_RL[:4, 0].tolist())
+        root(*given)
+
+    def note_look(token_N: Tensor, token_of_draft_v: Tensor | None) -> None:
+        assert sharpening.roots is not None
+        seen.append((sharpening.roots, drafted[-1], token_N.tolist()))
+        look(token_N, token_of_draft_v)
+
+    sharpening.root, sharpening.look = note_root, note_look  # type: ignore[method-assign]
+    sharpening.wants_roots = lambda: True  # type: ignore[method-assign]
+    engine.submit(requests(4, params=[SamplingParams(max_tokens=40, ignore_eos=True)]))
+    texts = {one.key.request: (*one.prompt_tokens, *one.tokens) for one in engine.drain()}
+    ready = 0
+    for roots, firsts, drawn in seen:
+        named = candidates(roots.logits_Nv, roots.draws, learned.beta, 1).token_Nk[:, 0].tolist()
+        keys = zip(roots.draws.request_N.tolist(), roots.draws.position_N.tolist(), strict=True)
+        for row, (request, position) in enumerate(keys):
+            assert texts[request][position] == drawn[row]
+            if roots.ready_N[row]:
+                ready += 1
+                assert named[row] == firsts[row]
+    assert ready > 20
 
 
 @torch.no_grad()

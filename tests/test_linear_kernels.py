@@ -13,7 +13,7 @@ from torch import Tensor
 from tlt.kernels import elementwise_triton, linear_table, linear_triton
 from tlt.kernels.linear import Light, Weighed, weigh, weighed_linear
 from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
+from tlt.kernels.linear_table import BUCKETS, LIGHT, TABLE, Config, bucket_of, choose, choose_light, ever_light
 from tlt.kernels.linear_triton import room_for, skinny_linear
 from tlt.kernels.workspace import Workspace
 from tlt.model import linear as model_linear
@@ -159,8 +159,12 @@ def test_few_rows_read_a_large_matrix_in_8_bits_and_all_others_the_fine_one(monk
         assert error(added, expected + residual[:rows].double()) < TOLERANCE
     for rows in (40, 300):
         assert torch.equal(linear_triton.linear(x[:rows], light), linear_triton.linear(x[:rows], weight)), "many rows"
-    exact = linear_triton.linear(x[:3], light, exact=True)
-    assert torch.equal(exact, linear_triton.linear(x[:3], weight, exact=True)), "exact products are those of 16 bits"
+    kept = {"residual": residual[:3], "next_norm": None, "keep_residual": True, "exact": True}
+    for exact, expected in (
+        (linear_triton.linear(x[:3], matrix, exact=True) for matrix in (light, weight)),
+        (linear_triton.add_linear(x[:3], matrix, **kept) for matrix in (light, weight)),
+    ):
+        assert torch.equal(exact, expected), "exact products are those of 16 bits"
     if not ON_GPU:
         assert torch.equal(model_linear.linear(x[:3], light), model_linear.linear(x[:3], weight))
 
@@ -371,6 +375,15 @@ def test_torch_version_keeps_float64() -> None:
     assert error(out, fp64_linear(x, weight, **extras)) < 1e-14
 
 
+def test_large_matrices_are_read_in_8_bits_by_few_rows() -> None:
+    """What was measured goes before what is guessed, and nobody keeps in 8 bits what nobody reads so."""
+    assert choose_light(8, 3840, 3072, False) == LIGHT[3840, 3072, False, 16] != choose_light(8, 3840, 3088, False)
+    assert choose_light(17, 3840, 3072, False) is LIGHT[3840, 3072, False, 32] is None
+    assert choose_light(8, 18944, 3584, True) is not None
+    assert choose_light(33, 18944, 3584, True) is None
+    assert [ever_light(n, k, False) for n, k in ((3840, 3072), (1024, 3840), (960, 576))] == [True, False, False]
+
+
 def test_all_rows_of_a_bucket_share_a_configuration() -> None:
     assert [bucket_of(m) for m in (1, 16, 17, BUCKETS[-1], BUCKETS[-1] + 1)] == [16, 16, 32, BUCKETS[-1], None]
     shapes = {(n, k, gated) for n, k, gated, _ in TABLE} | {(5120, 3840, False), (100, 72, True)}
@@ -381,10 +394,13 @@ def test_all_rows_of_a_bucket_share_a_configuration() -> None:
 
 
 def test_every_choice_is_one_a_kernel_can_run() -> None:
-    shapes = [(n, k, gated) for n, k, gated, _ in TABLE] + [(100, 72, True), (18944, 3584, True), (3584, 18944, False)]
+    shapes = [(n, k, gated) for n, k, gated, _ in (*TABLE, *LIGHT)] + [
+        (100, 72, True),
+        (18944, 3584, True),
+        (3584, 18944, False),
+    ]
     for (n, k, gated), bucket in itertools.product(shapes, BUCKETS):
-        config = choose(bucket, n, k, gated)
-        if config is not None:
+        for config in filter(None, (choose(bucket, n, k, gated), choose_light(bucket, n, k, gated))):
             sizes = (config.block_m, config.block_n, config.block_k, config.warps, config.prefetch, config.ahead)
             assert all(size & (size - 1) == 0 for size in sizes), config
             assert 1 <= config.split_k <= -(-k // config.block_k), config

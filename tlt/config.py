@@ -162,7 +162,7 @@ class SpecSettings:
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
     shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # or, on a GPU, so many on average: the likeliest of all
-    light: bool = True  # draft with matrices in 8 bits, half as much to read, on GPUs that can (8.9 and newer)
+    light: bool = True  # draft with large matrices in 8 bits, half as much to read, on Hopper GPUs and newer
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class DraftSettings:
 
     window: int = 512  # positions it looks back on: bounds its memory, and long contexts do not confuse it
     vocab: int = 0  # tokens it can name, the most frequent of the rollouts; 0 names all of the policy's
-    mlp: float = 1.0  # width of its MLP, as a share of that of a policy's layer: narrower ones draft faster
+    mlp: float = 1.0  # width of its MLP, as a share of that of a policy's layer: a narrower one is less to read
     answers: int = 512  # answers written to learn from
     held_out: int = 64  # further answers, never learned from, to measure on
     steps: int = 200  # optimizer steps

@@ -26,7 +26,7 @@ from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner, TunerPolicy
 
-_LIGHT_SINCE = (8, 9)  # compute capability
+_LIGHT_SINCE = (9, 0)  # compute capability: Hopper, which our matrix kernels are made for
 NEW = "new"  # spec.path of a drafter that starts from nothing
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many
 
@@ -141,7 +141,7 @@ def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | Non
 
 
 def _reads_light(device: torch.device) -> bool:
-    """Whether its matrix kernels know the e4m3 numbers of `spec.light`."""
+    """Whether our matrix kernels read the 8 bits of `spec.light` there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LIGHT_SINCE
 
 

@@ -28,22 +28,22 @@ class New:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Intake:
     """How far each row is, and how much of that the drafter has taken in. The engine's tensors, and the drafter's."""
 
     position_R: Tensor  # int64, of the newest token: those before are certain
-    live: Tensor  # int64, one number: rows from here on are idle
+    live: Tensor  # one number: rows from here on are idle
     taken_R: Tensor  # int64, positions before are in the ring
     ready_R: Tensor  # bool, whether all are
 
 
-def spread(progress: Progress, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
+def spread(intake: Intake, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
     """What each row has yet to take in, at most so many and not beyond the window, row after row; the last ones for
     which there is no room are left out. And where each token's position lies in rings of `window` slots, one row's
     behind the other's, int64 [T]."""
-    position_R, rows = progress.position_R, len(progress.position_R)
-    first_R = torch.maximum(progress.taken_R, position_R - window)
-    live_R = torch.arange(rows, device=position_R.device) < progress.live
+    position_R, rows = intake.position_R, len(intake.position_R)
+    first_R = torch.maximum(intake.taken_R, position_R - window)
+    live_R = torch.arange(rows, device=position_R.device) < intake.live
     count_R = (position_R - first_R).clamp(min=0, max=most) * live_R
     end_R = count_R.cumsum(0).clamp(max=tokens)
     start_R = torch.cat((end_R.new_zeros(1), end_R[:-1]))
@@ -55,15 +55,15 @@ def spread(progress: Progress, most: int, tokens: int, window: int) -> tuple[New
     return New(row_T, place_T, first_R, end_R - start_R), source_T
 
 
-def settle(progress: Progress, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
+def settle(intake: Intake, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
     """They have been taken in: notes it, and the state of those rows that had any."""
-    rows = len(progress.position_R)
+    rows = len(intake.position_R)
     new_R = new.count_R > 0
     g_RD.copy_(torch.where(new_R[:, None], newest_RD, g_RD))
-    progress.taken_R.copy_(torch.where(new_R, new.first_R + new.count_R, progress.taken_R))
-    live_R = torch.arange(rows, device=new_R.device) < progress.live
-    left_behind_R = live_R & (progress.taken_R < progress.position_R)
-    progress.ready_R.copy_((progress.ready_R | new_R) & ~left_behind_R)
+    intake.taken_R.copy_(torch.where(new_R, new.first_R + new.count_R, intake.taken_R))
+    live_R = torch.arange(rows, device=new_R.device) < intake.live
+    left_behind_R = live_R & (intake.taken_R < intake.position_R)
+    intake.ready_R.copy_((intake.ready_R | new_R) & ~left_behind_R)
 
 
 def embed_and_norm(

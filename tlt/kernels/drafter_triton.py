@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt.kernels.cache_triton import start
-from tlt.kernels.drafter import New, Progress
+from tlt.kernels.drafter import Intake, New
 
 
 @triton.jit
@@ -53,21 +53,21 @@ def _spread_kernel(
     tl.store(fitting_ptr + row, fitting, mask=owned & (part == 0))
 
 
-def spread(progress: Progress, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
+def spread(intake: Intake, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
     """As `drafter.spread`."""
-    rows, device = len(progress.position_R), progress.position_R.device
+    rows, device = len(intake.position_R), intake.position_R.device
     row_T, place_T, source_T = torch.empty((3, tokens), dtype=torch.int64, device=device)
-    first_R, fitting_R = torch.empty((2, rows), dtype=torch.int64, device=device)
+    first_R, fitting_R = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
     block = min(1024, triton.next_power_of_2(tokens))
     _spread_kernel[(rows + 1, triton.cdiv(tokens, block))](
-        *_where(progress), row_T, place_T, first_R, fitting_R, source_T, rows, tokens, most, window,
+        *_read_of(intake), row_T, place_T, first_R, fitting_R, source_T, rows, tokens, most, window,
         ROWS=triton.next_power_of_2(rows), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return New(row_T, place_T, first_R, fitting_R), source_T
 
 
-def _where(progress: Progress) -> tuple[Tensor, Tensor, int, Tensor]:
-    return progress.taken_R, progress.position_R, progress.position_R.stride(0), progress.live
+def _read_of(intake: Intake) -> tuple[Tensor, Tensor, int, Tensor]:
+    return intake.taken_R, intake.position_R, intake.position_R.stride(0), intake.live
 
 
 @triton.jit(do_not_specialize=["stride_position"])
@@ -91,12 +91,12 @@ def _settle_kernel(
     tl.store(ready_ptr + row, ready.to(tl.uint8))
 
 
-def settle(progress: Progress, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
+def settle(intake: Intake, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
     """As `drafter.settle`."""
     rows, width = g_RD.shape
     block = triton.next_power_of_2(width)
     _settle_kernel[(rows,)](
-        *_where(progress), progress.ready_R.view(torch.uint8), new.first_R, new.count_R, newest_RD, g_RD,
+        *_read_of(intake), intake.ready_R.view(torch.uint8), new.first_R, new.count_R, newest_RD, g_RD,
         newest_RD.stride(0), g_RD.stride(0), width,
         BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip

@@ -154,7 +154,7 @@ def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
     return _guess(bucket, n, k, gated)
 
 
-# The same of matrices in 8 bits; None: 16 bits were measured as fast or faster.
+# The same of matrices in 8 bits; None: 16 bits were measured as fast, within a few hundredths, or faster.
 LIGHT: dict[tuple[int, int, bool, int], Config | None] = {
     (3840, 11520, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=0, swap=True, tma=True),
     (5120, 7680, False, 16): Config(16, 64, 256, 3, 4, 4, prefetch=256, swap=True, tma=True),
@@ -184,7 +184,12 @@ def choose_light(m: int, n: int, k: int, gated: bool) -> Config | None:
 
 
 LEAST_LIGHT = {16: 8_000_000, 32: 20_000_000}
-"""Weights, by bucket, up to which a matrix is read so fast that half the bytes save nothing."""
+"""Outputs (after gating) × inputs, by bucket, up to which a matrix is read so fast that half the bytes save nothing."""
+
+
+def ever_light(n: int, k: int, gated: bool) -> bool:
+    """Whether any number of rows reads such a matrix in 8 bits."""
+    return any(choose_light(bucket, n, k, gated) is not None for bucket in BUCKETS)
 
 
 def _guess_light(bucket: int, n: int, k: int, gated: bool) -> Config | None:

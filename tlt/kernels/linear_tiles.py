@@ -100,7 +100,7 @@ def _weight_tile(w_ptr, w_desc, row_in_tile_N, row, w_stride, k, k_K, K, EVEN_K:
 def _unpacked(w, dtype: tl.constexpr):
     """Weights as the matrix units want them. From 8 bits exactly, and by way of float32: from float16, as which they
     come out first, straight to bfloat16 leads an instruction of which a multiprocessor does 16 in a cycle."""
-    if w.dtype == tl.float8e4nv and dtype != tl.float16:
+    if w.dtype == tl.float8e4nv:
         w = w.to(tl.float16).to(tl.float32)
     return w.to(dtype)
 

@@ -32,16 +32,18 @@ class Launch:
     splits: int  # programs that share one ring
 
     @classmethod
-    def plan(cls, rows: int, key_heads: int, pairs: int, window: int) -> "Launch":
-        """Small batches cut each ring to fill the chip; large ones read it in long tiles, one program each."""
+    def plan(cls, rows: int, key_heads: int, pairs: int, window: int, *, beside: bool = False) -> "Launch":
+        """Small batches cut each ring to fill the chip; large ones read it in long tiles, one program each. `beside`:
+        one more program looks at what is beside a ring that was cut."""
         block_m = min(MOST_ROWS, max(16, triton.next_power_of_2(pairs)))
         programs = rows * key_heads * triton.cdiv(pairs, block_m)
         longest = max(16, triton.next_power_of_2(window))
         if programs >= PROGRAMS:
             return cls(block_m, min(128 if block_m == 16 else 64, longest), 1)
         block_n = min(64, longest)
-        # one more program looks beside the ring; powers of two: few kernels are ever compiled
-        splits = triton.next_power_of_2(max(1, triton.cdiv(PROGRAMS, programs) - 1))
+        wanted = triton.cdiv(PROGRAMS, programs)
+        wanted -= beside and wanted > 2
+        splits = triton.next_power_of_2(wanted)  # powers of two: few kernels are ever compiled
         return cls(block_m, block_n, min(MOST_SPLITS, triton.cdiv(window, block_n), splits))
 
 
@@ -174,7 +176,7 @@ def attend(
     _check(q_RQHd, (k_RKWd, v_RKWd), (near_k, near_v), held_RW, seen)
     (R, Q, H, d), K, W = q_RQHd.shape, k_RKWd.shape[1], held_RW.shape[1] - 1
     pairs, nodes = Q * (H // K), near_k.shape[2] if beside else 0
-    launch = launch or Launch.plan(R, K, pairs, W)
+    launch = launch or Launch.plan(R, K, pairs, W, beside=nodes > 0)
     row_blocks = triton.cdiv(pairs, launch.block_m)
     tiles = triton.cdiv(triton.cdiv(W, launch.block_n), launch.splits)
     rings = triton.cdiv(W, launch.block_n * tiles)  # no program without keys

@@ -42,7 +42,7 @@ class DrawKeys:
 
     seed_N: Tensor  # int64
     request_N: Tensor  # int64
-    position_N: Tensor  # int64, of the token to be named
+    position_N: Tensor  # int64, of the token to be named, or of one before it (`ahead`)
     temperature_N: Tensor  # float32
 
 

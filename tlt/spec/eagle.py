@@ -21,6 +21,7 @@ from tlt.kernels import drafter as torch_kernels
 from tlt.kernels import training as training_kernels
 from tlt.kernels.drafter import New
 from tlt.kernels.linear import Light, Matrix
+from tlt.kernels.linear_table import ever_light
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
@@ -32,7 +33,7 @@ from tlt.spec.window_flash import FlashBand
 
 TAPS = 3
 _MLP_STEP = 16  # what kernels read at once
-_MATRICES = ("fc", "qkv", "o", "gate_up", "down")
+_MATRICES = {"fc": False, "qkv": False, "o": False, "gate_up": True, "down": False}  # and whether they are gated
 
 
 def taps(policy: ModelConfig) -> tuple[int, int, int]:
@@ -147,12 +148,15 @@ class Eagle(nn.Module):
                 weight.normal_(0.0, 0.02, generator=generator)
 
     def lighten(self, light: bool = True) -> None:
-        """From now on a GPU's rollout reads its matrices in 8 bits, where few rows do; again whenever they changed."""
+        """From now on a GPU's rollout reads its large matrices in 8 bits, where few rows do; again whenever they have
+        changed."""
         if not light:
             self._light = {}
             return
-        for name in _MATRICES:
+        for name, gated in _MATRICES.items():
             matrix: Tensor = getattr(self, name).detach()
+            if not ever_light(len(matrix) // (2 if gated else 1), matrix.shape[1], gated):
+                continue
             known = self._light.get(name)
             if known is not None and known.fine_NK.data_ptr() == matrix.data_ptr():
                 known.renew()
@@ -312,7 +316,7 @@ class Eagle(nn.Module):
             *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
             pdl=True,
         )
-        return rows_of(self._finish_over(attend_ring(q_R1Hd, ring, last_R1).flatten(1), residual_RD))
+        return rows_of(self._finish_over(attend_ring(q_R1Hd, ring, last_R1).flatten(1), residual_RD, next_norm=None))
 
     @torch.no_grad()
     def step(
@@ -340,16 +344,16 @@ class Eagle(nn.Module):
             pdl=True,
         )
         attended = attend_ring(q_RQHd, ring, position_RQ, nodes, seen_RQN)
-        return self._finish_over(attended.reshape(len(residual_TD), -1), residual_TD)
+        return self._finish_over(attended.reshape(len(residual_TD), -1), residual_TD, next_norm=self.norm)
 
-    def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor) -> Stream:
-        """`_finish` with fewer launches: a GPU writes g over the residual, ready for the norm before the head. The norm
+    def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor, next_norm: Tensor | None) -> Stream:
+        """`_finish` with fewer launches: a GPU writes g over the residual, ready for the norm that comes next. The norm
         before the gate is the gate's own: x ready for it, too, was measured slower, for more of it is in flight then
         and fewer programs fit beside each other."""
         x_TD = linear(attended_TN, self._matrix("o"), residual=residual_TD)
         norm: dict[str, Any] = {"norm_weight": self.mlp_norm, "norm_eps": self.config.layer.norm_eps}
         gated_TM = linear(x_TD, self._matrix("gate_up"), **norm, gated=True)
-        return add_linear(gated_TM, self._matrix("down"), residual=x_TD, next_norm=self.norm)
+        return add_linear(gated_TM, self._matrix("down"), residual=x_TD, next_norm=next_norm)
 
 
 def drafter_kernels(state: Tensor) -> Any:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import entering, moving, states
-from tlt.kernels.drafter import Progress
+from tlt.kernels.drafter import Intake
 from tlt.kernels.linear import Light
+from tlt.kernels.linear_table import ever_light
 from tlt.kernels.pruning import Shared
 from tlt.kernels.states import Kept
 from tlt.kernels.twin import twin
@@ -54,9 +55,10 @@ class LearnedDrafting:
         self._window = window = drafter.config.window
         self._beta = torch.ones((), dtype=torch.float32, device=device)
         self._head_vD = drafter.head_rows(policy.head_weight)
-        light = light and device.type == "cuda" and dtype == torch.bfloat16
-        self._light_head = Light.of(self._head_vD.detach()) if light else None
-        drafter.lighten(light)
+        self._light = light and device.type == "cuda" and dtype == torch.bfloat16
+        head_is_light = self._light and ever_light(self._head_vD.shape[0], hidden, gated=False)
+        self._light_head = Light.of(self._head_vD.detach()) if head_is_light else None
+        drafter.lighten(self._light)
         self._soil = Soil(
             drafter,
             drafter.new_ring(rows),
@@ -134,7 +136,7 @@ class LearnedDrafting:
                 raise ValueError(f"drafter tensor {name} has shape {found}; expected {expected}")
         for name, value in weights.items():
             own[name].copy_(value)
-        if self._light_head is not None:
+        if self._light:
             self.drafter.lighten()
         self.version = version
         self._memory.taken_R.copy_(self._memory.held_R)
@@ -340,12 +342,12 @@ class LearnedDrafting:
         rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
         view, memory, soil = self._rows, self._memory, self._soil.first(rows)
         kernels = drafter_kernels(soil.g_RD)
-        progress = Progress(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
-        new, source_T = kernels.spread(progress, most, tokens, self._window)
+        intake = Intake(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
+        new, source_T = kernels.spread(intake, most, tokens, self._window)
         states_TF = memory.states_RWF.flatten(0, 1).index_select(0, source_T)
         next_T = memory.tokens_RW.flatten().index_select(0, source_T)
         newest_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
-        kernels.settle(progress, new, newest_RD, soil.g_RD, pdl=True)
+        kernels.settle(intake, new, newest_RD, soil.g_RD, pdl=True)
 
     # ---- what it costs
 
