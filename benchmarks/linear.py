@@ -673,7 +673,7 @@ def print_table(best: Best) -> None:
 
 
 def table_text(best: Best) -> str:
-    lines = ["TABLE: dict[tuple[int, int, bool, int], Config | None] = {"]
+    lines = ["TABLE: Table = {"]
     for key, config in best.items():
         value = "None"
         if config is not None:
@@ -692,7 +692,7 @@ def write_table(best: Best) -> None:
     """Put these entries into the package's table, in the place of those they replace."""
     source = Path(__file__).parent.parent / "tlt" / "kernels" / "linear_table.py"
     text = source.read_text()
-    begin = text.index("TABLE: dict")
+    begin = text.index("TABLE: Table")
     end = text.index("\n}\n", begin) + 2
     source.write_text(text[:begin] + table_text(TABLE | best) + text[end:])
 

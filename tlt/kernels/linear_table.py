@@ -5,6 +5,7 @@ by the same kernel in the same order and a row's result does not depend on how m
 Knows nothing of how a kernel works; the numbers come from `benchmarks/linear.py --tune`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 BUCKETS = (16, 32, 64, 128, 256)
@@ -46,8 +47,10 @@ def bucket_of(m: int) -> int | None:
     return next((bucket for bucket in BUCKETS if m <= bucket), None)
 
 
-# (N, K, gated, bucket) -> Config, or None where the vendor's library was measured faster.
-TABLE: dict[tuple[int, int, bool, int], Config | None] = {
+Table = dict[tuple[int, int, bool, int], Config | None]  # by N, K, gated and bucket
+
+# None where the vendor's library was measured faster.
+TABLE: Table = {
     (5120, 3840, False, 16): Config(16, 64, 128, 3, 8, 4, prefetch=512, swap=True, tma=True),
     (3840, 3072, False, 16): Config(16, 64, 256, 2, 4, 5, prefetch=512, swap=True, tma=True, late=True),
     (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
@@ -146,16 +149,23 @@ TABLE: dict[tuple[int, int, bool, int], Config | None] = {
 
 def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
     """The configuration for m rows, n outputs (after gating) and k inputs; None: use the vendor's library."""
+    return _chosen(TABLE, _guess, m, n, k, gated)
+
+
+def _chosen(
+    table: Table, guess: Callable[[int, int, int, bool], Config | None], m: int, n: int, k: int, gated: bool
+) -> Config | None:
+    """What was measured of the bucket, else a guess."""
     bucket = bucket_of(m)
     if bucket is None:
         return None
-    if (n, k, gated, bucket) in TABLE:
-        return TABLE[n, k, gated, bucket]
-    return _guess(bucket, n, k, gated)
+    if (n, k, gated, bucket) in table:
+        return table[n, k, gated, bucket]
+    return guess(bucket, n, k, gated)
 
 
 # The same of matrices in 8 bits; None: 16 bits were measured as fast, within a few hundredths, or faster.
-LIGHT: dict[tuple[int, int, bool, int], Config | None] = {
+LIGHT: Table = {
     (3840, 11520, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=0, swap=True, tma=True),
     (5120, 7680, False, 16): Config(16, 64, 256, 3, 4, 4, prefetch=256, swap=True, tma=True),
     (3840, 3072, False, 16): Config(16, 32, 256, 4, 4, 3, prefetch=1024, tma=True),
@@ -175,12 +185,7 @@ LIGHT: dict[tuple[int, int, bool, int], Config | None] = {
 
 def choose_light(m: int, n: int, k: int, gated: bool) -> Config | None:
     """The configuration for a matrix in 8 bits; None: read it in 16."""
-    bucket = bucket_of(m)
-    if bucket is None:
-        return None
-    if (n, k, gated, bucket) in LIGHT:
-        return LIGHT[n, k, gated, bucket]
-    return _guess_light(bucket, n, k, gated)
+    return _chosen(LIGHT, _guess_light, m, n, k, gated)
 
 
 LEAST_LIGHT = {16: 8_000_000, 32: 20_000_000}
