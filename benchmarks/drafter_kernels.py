@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from linear import SHAPES
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,7 +36,6 @@ from tlt.kernels import (
     ring_attention,
     ring_attention_triton,
 )
-from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
 from tlt.spec import candidates as naming
 from tlt.spec import eagle, window
@@ -43,7 +43,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 
 # R rows, w width of the tree, D hidden, v vocabulary
 
-SIZES = {576: (9, 3, 1536), 1920: (24, 8, 6912), 3840: (48, 16, 15360)}  # hidden: query heads, key heads, MLP
+HIDDEN = (576, 3840)
 ROWS, WIDTHS = (1, 8, 32, 64), (1, 4, 8)
 VOCAB, WINDOW, DEPTH, HEAD = 49_152, 512, 8, 64
 
@@ -148,19 +148,8 @@ def weight(*shape: int) -> Tensor:
 
 
 def drafter_of(hidden: int) -> Eagle:
-    heads, key_heads, mlp = SIZES[hidden]
-    source = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": 30,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": HEAD,
-        "max_position_embeddings": 4096,
-    }
-    config = EagleConfig.of_policy(ModelConfig.from_hf(source), window=WINDOW)
+    shape = next(shape for shape in SHAPES.values() if shape.hidden == hidden)
+    config = EagleConfig.of_policy(shape.config(), window=WINDOW)
     model = Eagle(config, dtype=torch.bfloat16, device="cuda")
     model.init_weights(0)
     return model
@@ -247,7 +236,7 @@ def main() -> None:
         warm([tuple(case) for case in arguments.warm])
         return
     started = time.perf_counter()
-    cases = list(itertools.product(SIZES, ROWS, WIDTHS))
+    cases = list(itertools.product(HIDDEN, ROWS, WIDTHS))
     if arguments.workers:
         warm_beside_each_other(cases, arguments.workers)
         print(f"compiled in {time.perf_counter() - started:.0f} s")

@@ -43,6 +43,7 @@ from tlt.kernels.linear import linear as torch_linear
 from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
 from tlt.kernels.linear_triton import composed_linear, room_for, skinny_linear, take_rows
 from tlt.kernels.workspace import shared_workspace
+from tlt.model.config import ModelConfig
 
 # M rows, N outputs after gating, K inputs
 EPS = 1e-5
@@ -89,6 +90,22 @@ class Shape:
 
     def head(self) -> Layer:
         return Layer("head", self.vocab, self.hidden, norm=True)
+
+    def config(self) -> ModelConfig:
+        """Of a policy of this shape."""
+        return ModelConfig.from_hf(
+            {
+                "model_type": "llama",
+                "vocab_size": self.vocab,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.mlp,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": 64,
+                "max_position_embeddings": 4096,
+            }
+        )
 
 
 SHAPES = {

@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
-from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.policy import TINY_POLICY
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -39,21 +38,7 @@ _WARM, _TIMED, _PROFILED, _PROMPT = 60, 60, 8, 200
 
 
 def policy_of(name: str) -> Transformer:
-    shape = SHAPES[name]
-    config = ModelConfig.from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": shape.vocab,
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.mlp,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": 64,
-            "max_position_embeddings": 4096,
-        }
-    )
-    model = Transformer(config, dtype=torch.bfloat16, device="cuda")
+    model = Transformer(SHAPES[name].config(), dtype=torch.bfloat16, device="cuda")
     model.init_weights(0)
     return model
 

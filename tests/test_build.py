@@ -8,11 +8,11 @@ import torch
 
 from tests.test_speculation import tokens_of
 from tlt.config import DraftSettings, EngineSettings, RunConfig, SpecSettings
-from tlt.engine import build
 from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes_of
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError
+from tlt.model.linear import reads_light
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.eagle_files import Origin, save_drafter
@@ -109,11 +109,16 @@ def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> Non
 
 
 def test_drafts_are_light_only_where_a_gpu_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGPU:
+        """As much of a matrix as is asked about."""
+
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda")
+
     assert RunConfig().spec.light
-    assert not build._reads_light(torch.device("cpu"))
+    assert not reads_light(torch.zeros(1, dtype=torch.bfloat16))
     for capability, expected in (((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert build._reads_light(torch.device("cuda")) == expected
+        assert reads_light(OnGPU()) == expected  # type: ignore[arg-type]
 
 
 def test_a_drafter_from_nothing_is_as_wide_as_asked() -> None:

@@ -24,13 +24,13 @@ from rich.table import Table
 
 from tlt.bench.prompts import token_prompts
 from tlt.config import ModelSettings, RunConfig
-from tlt.engine.build import open_drafter
+from tlt.engine.build import drafter_shape, open_drafter
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
 from tlt.kernels.noise import as_int64
 from tlt.policy import Policy, open_policy
-from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
+from tlt.spec.eagle import Eagle, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
 from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.tasks.choose import task_of
@@ -227,9 +227,7 @@ def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], co
 
 
 def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) -> Eagle:
-    model = policy.model
-    draft = config.draft
-    shape = EagleConfig.of_policy(model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+    model, shape = policy.model, drafter_shape(policy, config.draft)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     # by way of an array: torch reads a list of numbers several times slower
     written = array("q", chain.from_iterable(answer.example.tokens for answer in learned))

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import DraftSettings, RunConfig, SpecSettings
 from tlt.engine.engine import Engine
 from tlt.engine.exact import chains_only
 from tlt.engine.graphs import bucket, buckets
@@ -26,7 +26,6 @@ from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner, TunerPolicy
 
-_LIGHT_SINCE = (9, 0)  # compute capability: Hopper, which our matrix kernels are made for
 NEW = "new"  # spec.path of a drafter that starts from nothing
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many
 
@@ -135,14 +134,8 @@ def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | Non
     """The learned drafter that is configured, at work for this policy; None if none is."""
     if config.spec.drafter not in ("eagle", "both"):
         return None
-    light = config.spec.light and _reads_light(policy.model.embed.device)
     drafter, deepest = open_drafter(policy, config), max(config.spec.depths)
-    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=light)
-
-
-def _reads_light(device: torch.device) -> bool:
-    """Whether our matrix kernels read the 8 bits of `spec.light` there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LIGHT_SINCE
+    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=config.spec.light)
 
 
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
@@ -160,10 +153,13 @@ def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
     )
 
 
+def drafter_shape(policy: Policy, draft: DraftSettings) -> EagleConfig:
+    """Of a new drafter for this policy, as it is configured."""
+    return EagleConfig.of_policy(policy.model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+
+
 def _new_drafter(policy: Policy, config: RunConfig) -> Eagle:
-    model = policy.model
-    draft = config.draft
-    shape = EagleConfig.of_policy(model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+    model, shape = policy.model, drafter_shape(policy, config.draft)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     # any tokens will do: which are frequent is known, and named anew, when there are answers to learn from
     drafter.init_weights(config.run.seed, torch.arange(shape.draft_vocab) if shape.reduced else None)

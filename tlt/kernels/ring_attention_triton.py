@@ -42,7 +42,8 @@ class Launch:
             return cls(block_m, min(128 if block_m == 16 else 64, longest), 1)
         block_n = min(64, longest)
         wanted = triton.cdiv(PROGRAMS, programs)
-        wanted -= beside and wanted > 2
+        if beside and wanted > 2:
+            wanted -= 1
         splits = triton.next_power_of_2(wanted)  # powers of two: few kernels are ever compiled
         return cls(block_m, block_n, min(MOST_SPLITS, triton.cdiv(window, block_n), splits))
 
@@ -198,9 +199,8 @@ def attend(
         *q_RQHd.stride()[:3], *k_RKWd.stride()[:3], held_RW.stride(0), *position_RQ.stride(),
         *near_k.stride()[:3], *seen.stride()[:2],
         GROUP=H // K, D=d, W=W, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
-        NEAR=near, NEAR_TILES=triton.cdiv(nodes, near), TILES=tiles, RINGS=rings,
-        SPLITS=splits, PDL=pdl,
-        num_warps=4, num_stages=3, launch_pdl=pdl,
+        NEAR=near, NEAR_TILES=triton.cdiv(nodes, near), TILES=tiles, RINGS=rings, SPLITS=splits,
+        PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -155,5 +155,15 @@ def in_gpu_rollout(x: Tensor) -> bool:
     return x.is_cuda and not torch.is_grad_enabled() and x.dtype == torch.bfloat16
 
 
+def reads_light(weight: Tensor) -> bool:
+    """Whether rollout may read such a matrix in 8 bits: our kernels for that are made for Hopper."""
+    if not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(weight.device) >= _LIGHT_SINCE
+
+
+_LIGHT_SINCE = (9, 0)  # compute capability
+
+
 def in_gpu_training(x: Tensor) -> bool:
     return x.is_cuda and torch.is_grad_enabled() and x.dtype == torch.bfloat16

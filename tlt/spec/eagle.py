@@ -57,7 +57,7 @@ def layer_source(policy: ModelConfig, mlp: float = 1.0) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": policy.vocab,
         "hidden_size": policy.hidden,
-        "intermediate_size": max(1, round(policy.mlp * mlp / _MLP_STEP)) * _MLP_STEP if mlp != 1.0 else policy.mlp,
+        "intermediate_size": _mlp_width(policy, mlp),
         "num_hidden_layers": 1,
         "num_attention_heads": policy.heads,
         "num_key_value_heads": policy.kv_heads,
@@ -71,6 +71,12 @@ def layer_source(policy: ModelConfig, mlp: float = 1.0) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+
+
+def _mlp_width(policy: ModelConfig, share: float) -> int:
+    if share == 1.0:
+        return policy.mlp
+    return max(1, round(share * policy.mlp / _MLP_STEP)) * _MLP_STEP
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ class Grove:
         self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, soil.g_RD.dtype, device)
         self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=soil.g_RD.dtype, device=device)
         self._nodes = drafter.new_nodes(rows, width * max(deepest, 2))  # their keys and values
-        self._one, self._two = (torch.full((), more, device=device) for more in (1, 2))
+        # a successor stands one position after its root, and two after the entry of the node it is named from
+        self._after_root, self._after_entry = (torch.full((), more, device=device) for more in (1, 2))
         self._packed = torch.zeros(3 * self.grown.token_RL.numel(), dtype=torch.int32, device=device)
 
     def roots(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
@@ -57,7 +58,7 @@ class Grove:
         soil = self._soil.first(rows)
         logits_Rv = soil.drafter.logits(soil.g_RD, soil.head)
         self.root_logits_Rv[:rows] = logits_Rv
-        named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v, ahead=self._one)
+        named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v, ahead=self._after_root)
         kernels = twin(growth, soil.g_RD.device)
         kernels.plant(self.grown.first(rows), named.token_Nk, named.score_Nk, soil.g_RD, draws.position_N)
 
@@ -72,7 +73,9 @@ class Grove:
         logits_Nv = soil.drafter.logits(g, soil.head)
         keys = replace(draws, position_N=grown.entry_R)
         named = candidates(
-            *(logits_Nv, keys, beta, self.width, soil.drafter.token_of_draft_v), repeat=self.width, ahead=self._two
+            *(logits_Nv, keys, beta, self.width, soil.drafter.token_of_draft_v),
+            repeat=self.width,
+            ahead=self._after_entry,
         )
         g_RwD = rows_of(g).view(grown.state_RwD.shape)
         twin(growth, logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)

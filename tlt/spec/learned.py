@@ -23,6 +23,7 @@ from tlt.kernels.pruning import Shared
 from tlt.kernels.states import Kept
 from tlt.kernels.twin import twin
 from tlt.model.device import upload_columns
+from tlt.model.linear import reads_light
 from tlt.model.transformer import Transformer
 from tlt.spec.backlog import TAKEN_IN, Backlog
 from tlt.spec.candidates import DrawKeys
@@ -45,7 +46,7 @@ class LearnedDrafting:
     def __init__(
         self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8, *, light: bool = False
     ) -> None:
-        """`light`: what drafts are computed with is read in 8 bits, on a GPU."""
+        """`light`: what drafts are computed with is read in 8 bits, on a GPU that can."""
         device, dtype, hidden = drafter.fc.device, drafter.fc.dtype, drafter.config.layer.hidden
         self.drafter = drafter
         self.taps: tuple[int, ...] = drafter.config.taps
@@ -55,7 +56,7 @@ class LearnedDrafting:
         self._window = window = drafter.config.window
         self._beta = torch.ones((), dtype=torch.float32, device=device)
         self._head_vD = drafter.head_rows(policy.head_weight)
-        self._light = light and device.type == "cuda" and dtype == torch.bfloat16
+        self._light = light and reads_light(drafter.fc)
         head_is_light = self._light and ever_light(self._head_vD.shape[0], hidden, gated=False)
         self._light_head = Light.of(self._head_vD.detach()) if head_is_light else None
         drafter.lighten(self._light)
