@@ -29,10 +29,11 @@ from tlt.errors import RequestError
 from tlt.kernels import states as state_kernels
 from tlt.model.attention import PackedLayout
 from tlt.spec import backlog
+from tlt.spec import learned as learned_module
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness, candidates
-from tlt.spec.drafter import Planted, SuffixDrafting
+from tlt.spec.drafter import Part, Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, Draft, Shape
@@ -719,25 +720,24 @@ def test_a_tuner_is_told_who_came_and_how_much_may_come() -> None:
 
 
 def test_compiling_leaves_nothing_behind() -> None:
-    """Every way of pruning was gone through before the first request came, and drafts are what they would have been."""
+    """All that drafts need was gone through before the first request came, in every size and width, and they are what
+    they would have been."""
     batch = requests(6, group=2, params=[SamplingParams(max_tokens=30, ignore_eos=True, temperature=100.0)])
     shapes = [shape_of(2, 1, 3), replace(shape_of(4, 2, 8), share=2.0), shape_of(3, 3, 9), Shape(("suffix",), 3, 1, 4)]
     found = []
     for compiled in (False, True):
         learned, ticks = drafting(), iter(range(10**6))
-        pruned: set[tuple[int, Shape]] = set()
-        original = LearnedDrafting._pruning
-
-        def seen(learned: LearnedDrafting, rows: int, grove: Any, shape: Shape, pruned=pruned, work=original) -> Any:  # type: ignore[no-untyped-def]
-            pruned.add((rows, shape))
-            return work(learned, rows, grove, shape)
-
         engine = engine_with(learned, lambda n, ticks=ticks: shapes[next(ticks) % 3] if n else Shape(), rows=16)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LearnedDrafting, "_pruning", seen)
-            if compiled:
-                learned.compile(shapes)
-                assert pruned == {(16, shapes[0]), (16, shapes[2]), *((rows, shapes[1]) for rows in (16, 8, 4, 2, 1))}
+        if compiled:
+            gone_through = compiled_parts(learned, shapes)
+            pruned = {("prune", 1, 2, 3, 0.0, 16), ("prune", 3, 3, 9, 0.0, 16)}
+            assert {part for part in gone_through if part[0] == "prune"} == pruned | {
+                ("prune", 2, 4, 8, 2.0, rows) for rows in (16, 8, 4, 2, 1)
+            }
+            assert gone_through - pruned >= {
+                (role, width, rows) for role in ("roots", "deepen") for width in (1, 2, 3) for rows in range(1, 17)
+            }
+            assert {part[-1] for part in gone_through if part[0] == "extend"} == set(range(1, 17))
         engine.submit(batch)
         tokens = tokens_of({one.key: one for one in engine.drain()})
         report = engine.report().speculation
@@ -745,3 +745,16 @@ def test_compiling_leaves_nothing_behind() -> None:
         found.append((tokens, report.verifies, report.accepted))
     assert found[0] == found[1]
     assert found[0][0] == plain(batch)
+
+
+def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[Any, ...]]:
+    """Role and rows of all that `compile` ran."""
+    ran: set[tuple[Any, ...]] = set()
+
+    def noted(role: Any, rows: int, work: Any, exactly: bool = False) -> Part:
+        return Part(role, rows, lambda rows: (ran.add((*role, rows)), work(rows))[1], exactly)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learned_module, "Part", noted)
+        learned.compile(shapes)
+    return ran

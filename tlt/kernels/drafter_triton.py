@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tlt.kernels.cache_triton import start
 from tlt.kernels.drafter import Intake, New
 
+_ROWS, _TOKENS = 256, 1024  # looked at together where positions are spread, however few there are: one kernel for all
+
 
 @triton.jit
 def _due(taken_ptr, position_ptr, stride_position, live_ptr, row, rows, most, window):
@@ -58,10 +60,9 @@ def spread(intake: Intake, most: int, tokens: int, window: int) -> tuple[New, Te
     rows, device = len(intake.position_R), intake.position_R.device
     row_T, place_T, source_T = torch.empty((3, tokens), dtype=torch.int64, device=device)
     first_R, fitting_R = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-    block = min(1024, triton.next_power_of_2(tokens))
-    _spread_kernel[(rows + 1, triton.cdiv(tokens, block))](
+    _spread_kernel[(rows + 1, triton.cdiv(tokens, _TOKENS))](
         *_read_of(intake), row_T, place_T, first_R, fitting_R, source_T, rows, tokens, most, window,
-        ROWS=triton.next_power_of_2(rows), BLOCK=block, num_warps=4,
+        ROWS=max(_ROWS, triton.next_power_of_2(rows)), BLOCK=_TOKENS, num_warps=4,
     )  # fmt: skip
     return New(row_T, place_T, first_R, fitting_R), source_T
 

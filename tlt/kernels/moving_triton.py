@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 8192  # words per program
+_BLOCKS = (1024, 8192)  # words per program, of short rows and of long ones: two kernels serve all lengths
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
@@ -31,7 +31,7 @@ def move_rows(tensors: Sequence[Tensor], source_E: Tensor, target_E: Tensor) -> 
         bytes_RN = x.view(len(x), -1).view(torch.uint8)
         size, word = next((size, word) for size, word in _WORDS if bytes_RN.shape[1] % size == 0)
         words = bytes_RN.shape[1] // size
-        block = min(_BLOCK, triton.next_power_of_2(words))
+        block = _BLOCKS[words > _BLOCKS[0]]
         _move_kernel[(len(source_E), triton.cdiv(words, block))](
-            bytes_RN.view(word), source_E, target_E, words, BLOCK=block, num_warps=min(8, max(1, block // 256))
+            bytes_RN.view(word), source_E, target_E, words, BLOCK=block, num_warps=min(8, block // 256)
         )

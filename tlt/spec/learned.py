@@ -25,7 +25,7 @@ from tlt.kernels.twin import twin
 from tlt.model.device import upload_columns
 from tlt.model.linear import reads_light
 from tlt.model.transformer import Transformer
-from tlt.spec.backlog import TAKEN_IN, Backlog
+from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
@@ -373,15 +373,21 @@ class LearnedDrafting:
 
     @torch.no_grad()
     def compile(self, shapes: Iterable[Shape]) -> None:
-        """Before any request comes: prunes nothing, as each shape asks for it, so that no rollout waits for a compiler,
-        which takes tenths of a second for each. Where rows share, it depends on how many they are."""
-        most = len(self._row)
-        for shape in shapes:
-            if self.name in shape.drafters:
-                grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
-                for halved in range(most.bit_length() if shape.share else 1):
-                    part = self._pruning(self._staged().padded(most >> halved), grove, shape)
-                    part.work(part.rows)
+        """Before any request comes: takes nothing in, grows and prunes nothing, moves a row to where it is, so that no
+        rollout waits for a compiler, which takes tenths of a second for a kernel. Which ones run depends on how many
+        rows there are; pruning only where they share."""
+        stage, most = self._staged(), len(self._row)
+        shapes = [shape for shape in shapes if self.name in shape.drafters]
+        grove_of = {shape: self._grove(min(shape.width, self.drafter.config.draft_vocab)) for shape in shapes}
+        for rows in sorted({stage.padded(rows) for rows in range(1, most + 1)}):
+            self._taking_in(rows, TAKEN_IN[0], ROOM[0]).work(rows)
+            for level in (level for grove in set(grove_of.values()) for level in self._levels(rows, grove)):
+                level.work(rows)
+        self._move([(0, 0)])
+        for shape, grove in grove_of.items():
+            for halved in range(most.bit_length() if shape.share else 1):
+                part = self._pruning(stage.padded(most >> halved), grove, shape)
+                part.work(part.rows)
 
     @torch.no_grad()
     def ready(self, shape: Shape, rows: int) -> None:
