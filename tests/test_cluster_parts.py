@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tlt.cli import main
 from tlt.cluster import transfer
-from tlt.cluster.dispatch import Dispatch, deal
+from tlt.dispatch import Dispatch, deal
 from tlt.cluster.ring import MeetingPlace, Ring, RingBroken
 from tlt.cluster.timeline import Span, seconds_of
 from tlt.cluster.together import Desk, Mean, Parted, Together

@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tlt import __version__
 from tlt.config import RunConfig
@@ -229,6 +229,27 @@ def _report(options: Namespace, flags: list[str]) -> None:
     print(report(options.run))
 
 
+def _simulate(options: Namespace, flags: list[str]) -> None:
+    named = [] if options.subject.endswith(".json") else [f"--model.path={options.subject}"]
+    config = load_config(options.recipe, [*named, *flags])
+    if options.lengths is None:
+        raise ConfigError("tlt simulate needs --lengths; see tlt simulate --help")
+    counts = {name: _counts(f"--{name}", getattr(options, name)) for name in ("workers", "rollouts")}
+    from tlt.simulate import SimulateOptions, simulate
+
+    given: dict[str, Any] = {"workers": counts["workers"], "rollouts": counts["rollouts"] and counts["rollouts"][0]}
+    files = {name: Path(value) for name in ("save", "json") if (value := getattr(options, name))}
+    chosen = {name: value for name, value in given.items() if value} | files
+    simulate(config, SimulateOptions(options.subject, options.lengths, **chosen))
+
+
+def _counts(name: str, value: str | None) -> tuple[int, ...]:
+    parts = value.split(",") if value else []
+    if not all(part.strip().isdigit() and int(part) for part in parts):
+        raise ConfigError(f"{name} is {value!r}; expected whole numbers ≥ 1, as in 1,2,8")
+    return tuple(map(int, parts))
+
+
 def _show_config(options: Namespace, flags: list[str]) -> None:
     print(to_toml(_config(options, flags), documented=True), end="")
 
@@ -302,6 +323,22 @@ VERBS: dict[str, Verb] = {
         "train a policy with reinforcement learning",
         (_RECIPE, ("--resume", "go on from the run's newest checkpoint, or begin where there is none yet")),
         _train,
+    ),
+    "simulate": Verb(
+        "foresee a rollout on so many workers, plainly and with TLT, from the lengths of answers",
+        (
+            (
+                "subject",
+                "a model to measure on this machine (a directory, or `tiny`), or the .json of one measured before",
+            ),
+            ("--lengths", "a run's directory, a JSONL file with `prompt` and `tokens`, or median=400,sigma=1,cap=8192"),
+            ("--workers", "how many, as in 1,2,4,8 (these are the default)"),
+            ("--rollouts", "one after the other, of which the last is told (3)"),
+            ("--save", "keep what was measured in this .json file"),
+            ("--json", "write the results to this file"),
+            _OPTIONAL_RECIPE,
+        ),
+        _simulate,
     ),
     "report": Verb(
         "make a run's report.html from its events: again, while it runs, or after a crash",

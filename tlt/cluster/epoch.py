@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tlt.cluster.crew import Crew
-from tlt.cluster.dispatch import Dispatch
 from tlt.cluster.messages import Handed, News, RollReport, Shared
+from tlt.dispatch import Dispatch
 from tlt.drafting.idle import Coordinator, State
 from tlt.loop import Emit
 from tlt.telling import acceptance_collapsed

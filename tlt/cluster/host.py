@@ -46,7 +46,7 @@ from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
 from tlt.fleet import Fellows, Worker
 from tlt.model.transformer import Transformer
-from tlt.spec.shape import by_batch
+from tlt.telling import rollout_report
 from tlt.train.policy import PolicyTrainer, UpdateResult
 from tlt.train.sharded import ShardedTrainer
 from tlt.types import Completion, Experience
@@ -228,13 +228,9 @@ class Host:
 
     def _roll_report(self, before: Any) -> RollReport:
         after = self._worker.speculation()
-        spent = after.since(before) if after and before else after
         return RollReport(
             spans=self._timeline.take(),
-            verifies=spent.verifies if spent else 0,
-            accepted=spent.accepted if spent else 0,
-            saved_s=spent.tuner.saved_s if spent and spent.tuner else 0.0,
-            chosen=by_batch(spent.ticks.items()) if spent else (),
+            rollout=rollout_report(after.since(before) if after and before else after),
             drafted=tuple(self._sessions.led),
             joins=self._sessions.joins,
             join_s=self._sessions.join_s,

@@ -10,8 +10,8 @@ from tlt.cluster.timeline import Span
 from tlt.drafting.idle import HandOut, Report
 from tlt.drafting.trainer import DraftingResult
 from tlt.engine.request import Request
+from tlt.loop import RolloutReport
 from tlt.spec.alarm import Alarm
-from tlt.spec.shape import TicksByBatch
 from tlt.types import Completion
 
 
@@ -70,10 +70,7 @@ class RollReport:
     """From a worker, when a rollout is over."""
 
     spans: tuple[Span, ...]
-    verifies: int
-    accepted: int
-    saved_s: float
-    chosen: TicksByBatch
+    rollout: RolloutReport  # its own
     drafted: tuple[DraftingResult, ...]  # the sessions that this worker led
     joins: int  # sessions that this worker joined
     join_s: float  # seconds from asking to the first micro-step, all joins together

@@ -19,7 +19,6 @@ from ray.exceptions import RayError, RayTaskError
 
 from tlt.bench.beside import Beside, Rollout
 from tlt.cluster.crew import Crew, Outcome, wait_while_it_moves
-from tlt.cluster.dispatch import Dispatch, deal
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.messages import Published, RollReport
@@ -27,12 +26,12 @@ from tlt.cluster.placement import check_room, connect, share_of
 from tlt.cluster.timeline import seconds_of
 from tlt.cluster.transfer import append_piece, read_files
 from tlt.config import RunConfig
+from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, ClusterError, ConfigError, StateLost
 from tlt.loop import Emit, RolloutReport
-from tlt.spec.shape import by_batch
-from tlt.telling import drafter_trained
+from tlt.telling import drafter_trained, together
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped
@@ -91,12 +90,8 @@ class RayFleet:
     def report(self) -> RolloutReport:
         reports = self._reports.values()
         last = max(reports, key=lambda report: seconds_of(report.spans, "rolling"), default=None)
-        return RolloutReport(
-            verifies=sum(report.verifies for report in reports),
-            accepted=sum(report.accepted for report in reports),
-            saved_s=last.saved_s if last else 0.0,  # the others' savings were saved from waiting
-            chosen=by_batch(((size, shape), ticks) for report in reports for size, shape, ticks in report.chosen),
-        )
+        saved_s = last.rollout.saved_s if last else 0.0  # the others' savings were saved from waiting
+        return together([report.rollout for report in reports], saved_s)
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         """Together, while rewards are judged. Idle workers have had their turn: nobody is kept waiting for more."""

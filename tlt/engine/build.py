@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
 
 import torch
 
 from tlt.config import DraftSettings, RunConfig, SpecSettings
 from tlt.engine.engine import Engine
 from tlt.engine.exact import chains_only
-from tlt.engine.graphs import bucket, buckets
+from tlt.engine.graphs import padding
 from tlt.engine.runner import Features
 from tlt.errors import ConfigError
 from tlt.policy import Policy
@@ -101,13 +100,14 @@ def chooser_of(
     """
     chooser = _chooser(spec, rows, exact, on_gpu)
     chooser.know(measured)
-    record = _record_of(spec)
+    record = record_of(spec)
     if record is not None:
         chooser.recall(LearnedDrafting.name, record.ranks)
     return chooser
 
 
-def _record_of(spec: SpecSettings) -> DraftRecord | None:
+def record_of(spec: SpecSettings) -> DraftRecord | None:
+    """What was measured of the learned drafter that is configured, when it was trained; None if nothing was."""
     return read_record(spec.path) if spec.drafter in ("eagle", "both") and spec.path != NEW else None
 
 
@@ -125,9 +125,7 @@ def _chooser(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> TunerP
                 f"a range of batches of its own, and there are {_LAST_BUCKET.bit_length()}: name fewer"
             )
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
-    sizes = buckets(rows)
-    pad = cache(lambda requests: bucket(requests, sizes) or sizes[-1])  # asked several times a tick
-    return Tuner(shapes, TickCosts(CostTable(), pad, learned=("eagle",), context_read_once=on_gpu))
+    return Tuner(shapes, TickCosts(CostTable(), padding(rows), learned=("eagle",), context_read_once=on_gpu))
 
 
 def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | None:

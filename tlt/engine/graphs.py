@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 from typing import Any, Generic, TypeVar
 
@@ -169,3 +170,9 @@ def bucket(size: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest padded size that holds `size`; None beyond the largest."""
     index = bisect_left(sizes, size)
     return sizes[index] if index < len(sizes) else None
+
+
+def padding(rows: int) -> Callable[[int], int]:
+    """The padded size of so many requests; asked for several times a tick."""
+    sizes = buckets(rows)
+    return cache(lambda requests: bucket(requests, sizes) or sizes[-1])

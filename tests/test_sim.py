@@ -1,0 +1,360 @@
+"""The simulator: it counts the ticks that an engine takes, answers everything once, and its time is the book's."""
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_engine import MODEL, kv_gib
+from tests.tiny import letters
+from tlt.cli import main
+from tlt.config import EngineSettings, RunConfig, SamplingParams, SpecSettings
+from tlt.engine.build import chooser_of, shapes_of
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.errors import ConfigError
+from tlt.sim.book import CostBook, read_book, write_book
+from tlt.sim.fleet import SimFleet, Simulated
+from tlt.sim.trace import Asked, Trace, draw_trace, trace_of
+from tlt.sim.world import World, grown
+from tlt.spec.acceptance import Acceptance
+from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, Measured
+from tlt.spec.fixed import Fixed
+from tlt.spec.shape import Shape
+from tlt.spec.tuner import TunerPolicy
+from tlt.types import Key
+
+PAGE = 16
+CHAIN = Shape(("eagle",), 3, 1, 4)
+RANKS = ((0.7, 0.1, 0.05), (0.65, 0.12, 0.05), (0.6, 0.1, 0.08))
+
+
+def book(**changes: Any) -> CostBook:
+    """Of a GPU on which a run costs 5 ms and 10 µs a token, a level of drafts 0.1 ms."""
+    measured = [Measured(POLICY, size, 5e-3 + 1e-5 * size) for size in (1, 8, 64, 256, 1024)]
+    measured += [Measured(role, size, 1e-4) for role in (EXTEND, DRAFT) for size in (1, 256)]
+    measured += [Measured(CATCH_UP, 1, 1e-7), Measured(CATCH_UP, 256, 1e-6), Measured(CAPTURE, 1, 0.02)]
+    plain = CostBook(
+        *("a test", "nobody", True, 32, 4000, PAGE, tuple(measured)),
+        context_s=0.0,
+        padded=False,
+        prefill_s=0.0,
+        plain_tick_s=0.0,
+        off_tick_s=0.0,
+        verify_tick_s=0.0,
+        window=64,
+        ranks=RANKS,
+    )
+    return replace(plain, **changes)
+
+
+def long_tail(prompts: int = 6, group: int = 4, seed: int = 0) -> Trace:
+    luck = random.Random(seed)
+    drawn = [[min(60, 1 + int(luck.lognormvariate(2.3, 0.9))) for _ in range(group)] for _ in range(prompts)]
+    return Trace(tuple(Asked(tuple(lengths), 5 + number) for number, lengths in enumerate(drawn)), 60, "a test")
+
+
+def fleet(
+    trace: Trace,
+    costs: CostBook,
+    workers: int = 1,
+    chooser: Callable[[], TunerPolicy | None] = lambda: None,
+    shapes: tuple[Shape, ...] = (CHAIN,),
+    **engine: Any,
+) -> SimFleet:
+    settings = EngineSettings(rows=costs.rows, page_size=costs.page_size, **engine)
+    return SimFleet(trace, workers, lambda number: World(costs, shapes, int, number), settings, chooser, 15)
+
+
+def check_answers(found: Simulated, trace: Trace) -> None:
+    assert len(found.finished_s) == len(trace.lengths)
+    assert found.tokens == sum(trace.lengths)
+    assert found.seconds == found.finished_s[-1]
+    for writing_s, drafting_s in zip(found.writing_s, found.drafting_s, strict=True):
+        assert writing_s + drafting_s <= found.seconds + 1e-9
+
+
+# ---- ticks
+
+
+@pytest.mark.parametrize("admission", ["longest", "fifo"])
+@pytest.mark.parametrize(("rows", "pages"), [(24, 400), (7, 400), (3, 60), (24, 19)])
+def test_plain_ticks_are_the_engines(admission: str, rows: int, pages: int) -> None:
+    """The same scheduler: requests that wait, that enter together, and that lose their pages take as many ticks."""
+    knobs = {"rows": rows, "page_size": PAGE, "prefill_tokens": 16, "admission": admission}
+    engine = Engine(MODEL, letters(), EngineSettings(kv_gib=kv_gib(pages, PAGE), **knobs))
+    prompts = [tuple(2 + (number + place) % 20 for place in range(5 + number)) for number in range(6)]
+    asked = [Request(Key(3, n), prompts[n // 4], SamplingParams(max_tokens=90), f"p{n // 4}") for n in range(24)]
+    engine.submit(asked)
+    lengths = {done.key.request: len(done.tokens) for done in engine.drain()}
+    report = engine.report()
+    groups = [tuple(lengths[4 * number + answer] for answer in range(4)) for number in range(6)]
+    trace = Trace(tuple(Asked(group, 5 + number) for number, group in enumerate(groups)), 90, "a test")
+    found = fleet(
+        trace, book(rows=rows, pages=report.pages.free + report.pages.cached), admission=admission, prefill_tokens=16
+    ).rollout()
+    check_answers(found, trace)
+    assert len(set(lengths.values())) > 8
+    assert found.ticks == report.ticks
+    assert (report.preemptions > 0) == (pages == 19)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_drafts_that_are_always_right_take_a_tick_for_depth_plus_one_tokens(depth: int) -> None:
+    trace, shape = long_tail(), Shape(("eagle",), depth, 1, depth + 1)
+    sure = fleet(trace, book(ranks=((1.0,),)), chooser=lambda: Fixed(shape), shapes=(shape,)).rollout()
+    wrong = fleet(trace, book(ranks=((0.0,),)), chooser=lambda: Fixed(shape), shapes=(shape,)).rollout()
+    plain = fleet(trace, book()).rollout()
+    longest = max(trace.lengths)
+    assert plain.ticks == wrong.ticks == longest
+    assert sure.ticks in (math.ceil(longest / (depth + 1)), math.ceil((longest - 1) / (depth + 1)) + 1)
+    assert wrong.accept_length == 1.0
+    for found in (sure, wrong, plain):
+        check_answers(found, trace)
+
+
+@pytest.mark.parametrize(
+    "shape", [CHAIN, Shape(("eagle",), 3, 3, 6), Shape(("eagle",), 2, 2, 7), Shape(("eagle",), 7, 2, 12)]
+)
+def test_as_much_is_accepted_as_the_table_says(shape: Shape) -> None:
+    world, rule = World(book(), (shape,), int, seed=1), Acceptance((shape,), horizon=1e9)
+    rule.recall("eagle", RANKS, 1e9)
+    walks = world.walks(shape, range(20000))
+    assert 1 + sum(walked.accepted for walked in walks) / len(walks) == pytest.approx(rule.length(shape), abs=0.03)
+    told = Acceptance((shape,), horizon=1e9)
+    for _ in range(40):
+        told.see(shape, world.walks(shape, range(32)))
+    assert told.length(shape) == pytest.approx(rule.length(shape), rel=0.06), "a tuner learns it from the walks"
+
+
+def test_trees_hold_the_likeliest_nodes() -> None:
+    assert grown([(0.9, 0.05), (0.8, 0.1)], Shape(("eagle",), 2, 2, 4)) == {(), (1,), (1, 1), (1, 2)}
+    assert grown([(0.5, 0.4), (0.5, 0.4)], Shape(("eagle",), 2, 2, 4)) == {(), (1,), (2,), (1, 1)}
+    assert grown([(0.9, 0.05)], Shape(("eagle",), 1, 1, 4)) == {(), (1,)}
+
+
+# ---- time
+
+
+def test_time_is_what_the_book_says() -> None:
+    """A request alone, token by token: runs, what is beside them, its prompt, and what it looks back on."""
+    trace = Trace((Asked((10,), 6),), 60, "a test")
+    costs = book(context_s=1e-4, prefill_s=3e-3, plain_tick_s=2e-3, off_tick_s=1.0)
+    seconds = fleet(trace, costs).rollout().seconds
+    looked_back = sum(range(6, 16))
+    assert seconds == pytest.approx(5 * 3e-3 + 10 * (5e-3 + 1e-5 + 2e-3) + 1e-4 * looked_back)
+
+
+def test_a_tree_reads_its_context_once_on_a_gpu_and_by_every_node_on_a_cpu() -> None:
+    for gpu, times in ((True, 1), (False, 4)):
+        world = World(book(gpu=gpu, context_s=1e-3), (CHAIN,), int, 0)
+        bare = World(book(gpu=gpu), (CHAIN,), int, 0)
+        difference = world.tick_s(CHAIN, [10, 30], may_draft=True) - bare.tick_s(CHAIN, [10, 30], may_draft=True)
+        assert difference == pytest.approx(1e-3 * 40 * times)
+    padded = World(book(padded=True, context_s=1e-3), (CHAIN,), int, 0).tick_s(Shape(), [10, 30], may_draft=True)
+    assert padded - World(book(), (CHAIN,), int, 0).tick_s(Shape(), [1, 1], may_draft=True) == pytest.approx(0.06)
+
+
+# ---- fleets
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_more_workers_are_never_slower_and_train_while_they_wait(drafts: bool) -> None:
+    trace, before = long_tail(prompts=16), math.inf
+    for workers in (1, 2, 4, 8):
+        chooser = (lambda: Fixed(CHAIN)) if drafts else (lambda: None)
+        found = fleet(trace, book(rows=8), workers, chooser).rollout()
+        check_answers(found, trace)
+        assert found.seconds <= before * (1.15 if drafts else 1.0)  # guesses are a matter of luck
+        before = found.seconds
+        if workers > 1:
+            spent = [sum(pair) for pair in zip(found.writing_s, found.drafting_s, strict=True)]
+            assert spent == pytest.approx([found.seconds] * workers), "from the last answer on, and to the very end"
+            assert max(found.drafting_s) > 0
+            assert 0 < found.idle_share < 1
+    assert before < fleet(trace, book(rows=8), 1).rollout().seconds / 2
+
+
+def test_a_tuner_in_the_simulator_pays_where_drafts_are_good_and_costs_nothing_where_they_are_not() -> None:
+    trace = Trace(tuple(Asked((length,) * 4, 20) for length in (30, 50, 80, 120, 200, 400, 700, 1200)), 1500, "a test")
+    spec = SpecSettings(drafter="eagle", path="new")
+    shapes = shapes_of(spec)
+    plain = fleet(trace, book()).rollout().seconds
+    took = {}
+    for name, ranks in (("good", ((0.95, 0.02, 0.01),)), ("useless", ((0.02, 0.01, 0.01),))):
+        costs = book(ranks=ranks)
+
+        def tuner(costs: CostBook = costs) -> TunerPolicy:
+            chosen = chooser_of(spec, costs.rows, costs.measured, on_gpu=True)
+            chosen.recall("eagle", costs.ranks)
+            return chosen
+
+        run = fleet(trace, costs, 1, tuner, shapes)
+        took[name] = [run.rollout().seconds for _ in range(2)][-1]
+    assert took["good"] < plain / 3
+    assert took["useless"] < 1.01 * plain
+
+
+def test_rollouts_follow_each_other_and_repeat() -> None:
+    one, two = (fleet(long_tail(), book(), 2, lambda: Fixed(CHAIN)) for _ in range(2))
+    first = [one.rollout() for _ in range(2)]
+    assert first == [two.rollout() for _ in range(2)]
+    for found in first:
+        check_answers(found, long_tail())
+
+
+def test_an_answer_that_no_cache_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs 193 tokens of key-value cache, the book's holds 144"):
+        fleet(Trace((Asked((60,), 5),), 60, "a test"), book(pages=10))
+
+
+# ---- books
+
+
+def test_a_book_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_book(book(), tmp_path / "deep" / "book.json")
+    assert read_book(tmp_path / "deep" / "book.json") == book()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rows": 0}, "rows is 0; expected at least 1"),
+        ({"context_s": -1}, "context_s is -1; expected a number ≥ 0"),
+        ({"gpu": 1}, "gpu is 1; expected true or false"),
+        ({"measured": [["draft", 1, 0.1]]}, "nothing of the role 'policy' was measured"),
+        ({"measured": [["policy", 0, 0.1]]}, "a size is 0; expected at least 1"),
+        ({"measured": [["policy", 1]]}, "expected [role, size, seconds]"),
+        ({"measured": [["policy", 1, "long"]]}, "seconds is 'long'; expected a number ≥ 0"),
+        ({"ranks": [[0.9, 0.2]]}, "ranks at depth 1 add up to 1.1"),
+        ({"ranks": 3}, "ranks is 3; expected a list"),
+        ({"more": 1}, "missing or too many: ['more']"),
+    ],
+)
+def test_a_strange_book_is_refused(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    file = tmp_path / "book.json"
+    write_book(book(), file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError) as error:
+        read_book(file)
+    assert complaint in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_no_book_and_no_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there"):
+        read_book(tmp_path / "book.json")
+    (tmp_path / "book.json").write_text("{")
+    with pytest.raises(ConfigError, match="no book of costs"):
+        read_book(tmp_path / "book.json")
+
+
+# ---- traces
+
+
+def test_lengths_are_drawn_as_asked_for() -> None:
+    config = RunConfig()
+    config = replace(config, task=replace(config.task, prompts=200, group=8))
+    trace = draw_trace("median=300,sigma=1.1,cap=4000,prompt=77", config)
+    logs = [math.log(length) for length in trace.lengths if length < 4000]
+    assert len(trace.lengths) == 1600
+    assert max(trace.lengths) == 4000
+    assert math.exp(sorted(logs)[len(logs) // 2]) == pytest.approx(300, rel=0.15)
+    assert math.dist(logs, [math.log(300)] * len(logs)) / math.sqrt(len(logs)) == pytest.approx(1.1, rel=0.1)
+    assert {asked.prompt_tokens for asked in trace.asked} == {77}
+    groups = [[math.log(length) for length in asked.lengths] for asked in trace.asked]
+    means = [sum(group) / 8 for group in groups]
+    assert math.dist(means, [sum(means) / 200] * 200) / math.sqrt(200) > 0.6, "answers to a prompt are alike"
+    assert trace == draw_trace("median=300,sigma=1.1,cap=4000,prompt=77", config)
+
+
+@pytest.mark.parametrize("wanted", ["median=300", "median=-1,sigma=1", "median=x,sigma=1", "median=3,sigma=1,most=4"])
+def test_strange_distributions_are_refused(wanted: str) -> None:
+    with pytest.raises(ConfigError, match="--lengths"):
+        trace_of(wanted, RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [("[1]", "expected an object"), ("{", "not valid JSON"), ('{"prompt": 1, "tokens": 0}', "expected a whole number")],
+)
+def test_strange_lines_are_refused(tmp_path: Path, line: str, complaint: str) -> None:
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"prompt": "a", "tokens": 3}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=complaint) as error:
+        trace_of(str(file), RunConfig())
+    assert "line 2" in str(error.value)
+
+
+def test_a_file_and_a_missing_one(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.jsonl"
+    rows = [("a", 3), ("b", 5), ("a", 7)]
+    file.write_text("".join(json.dumps({"prompt": name, "tokens": n, "prompt_tokens": 9}) + "\n" for name, n in rows))
+    assert trace_of(str(file), RunConfig()).asked == (Asked((3, 7), 9), Asked((5,), 9))
+    with pytest.raises(ConfigError, match="is not there"):
+        trace_of(str(tmp_path / "none.jsonl"), RunConfig())
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        trace_of(str(file), RunConfig())
+
+
+# ---- the verb
+
+
+@pytest.mark.parametrize("verb", ["rollout", "train"])
+def test_a_run_is_foreseen_from_its_own_lengths(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny policy, measured here: what the run took is told beside what was foreseen; the book says the same."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--task.prompts=4", "--task.group=2", "--sampling.max_tokens=24", "--engine.rows=8", "--run.name=run"]
+    more = ["--run.steps=1"] if verb == "train" else []
+    (tmp_path / "r.toml").write_text('[model]\npath = "tiny"\n')
+    assert main([verb, "r.toml", *flags, *more]) == 0
+    capsys.readouterr()
+    simulate = ["--lengths", "runs/run", "--workers", "1,2", "--json", "found.json", *flags]
+    assert main(["simulate", "tiny", "--save", "book.json", *simulate]) == 0
+    said = capsys.readouterr().out
+    assert "8 answers to 4 prompts" in said
+    assert "That rollout took" in said
+    assert ("Steps, if their other" in said) == (verb == "train")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["measured"]["rollout_s"] > 0
+    assert [one["workers"] for one in found["foreseen"]] == [1, 2]
+    assert found["foreseen"][0]["plain"]["seconds"] == pytest.approx(found["measured"]["foreseen_s"])
+    assert main(["simulate", "book.json", *simulate]) == 0
+    again = json.loads((tmp_path / "found.json").read_text())
+    assert again["foreseen"] == found["foreseen"]
+
+
+def test_what_cannot_be_foreseen_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = ["--lengths", "median=10,sigma=1,cap=20"]
+    assert main(["simulate", "tiny"]) == 2
+    assert "needs --lengths" in capsys.readouterr().err
+    assert main(["simulate", "tiny", *drawn, "--workers", "two"]) == 2
+    assert "--workers is 'two'" in capsys.readouterr().err
+    assert main(["simulate", "tiny", *drawn, "--spec.drafter", "suffix"]) == 2
+    assert "depends on the text" in capsys.readouterr().err
+    assert main(["simulate", str(tmp_path / "none.json"), *drawn]) == 2
+    assert "is not there" in capsys.readouterr().err
+
+
+def test_a_book_with_a_drafter_foresees_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_book(book(pages=40000), tmp_path / "book.json")
+    drawn = ["--lengths", "median=80,sigma=1,cap=600", "--task.prompts=8", "--task.group=4", "--workers=1"]
+    file = tmp_path / "found.json"
+    assert main(["simulate", str(tmp_path / "book.json"), *drawn, "--rollouts", "2", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    (one,) = json.loads(file.read_text())["foreseen"]
+    assert one["plain"]["seconds"] > 1.5 * one["drafted"]["seconds"]
+    assert one["drafted"]["accept_length"] > 1.5
+    assert f"{one['plain']['seconds'] / one['drafted']['seconds']:.2f} ×" in said
+    shapes = Counter(shape for _, shape, _ in one["drafted"]["shapes"])
+    assert any(shape.startswith("eagle") for shape in shapes)
+    assert asdict(read_book(tmp_path / "book.json"))["rows"] == 32

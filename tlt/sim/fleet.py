@@ -1,0 +1,177 @@
+"""A simulated fleet: one rollout after the other on several workers, with the driver's own books.
+
+Who answers what (`tlt.dispatch`) and who trains the drafter until when (`tlt.drafting.idle`) is decided by the objects
+that decide it in a real fleet; messages take no time. What always holds: all requests of a rollout are answered, once;
+a worker's time is divided into writing, training the drafter and waiting, and adds up to the rollout's.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tlt.config import EngineSettings
+from tlt.dispatch import Dispatch
+from tlt.drafting.idle import Coordinator, Seat, State
+from tlt.engine.request import Request
+from tlt.errors import ConfigError
+from tlt.sim.book import CostBook
+from tlt.sim.trace import Trace
+from tlt.sim.worker import Answered, SimWorker
+from tlt.sim.world import World
+from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.tuner import TunerPolicy
+from tlt.types import Completion, Key, SamplingParams, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One rollout."""
+
+    workers: int
+    seconds: float  # to the last answer
+    tokens: int
+    ticks: int  # of all workers
+    finished_s: tuple[float, ...]  # of each answer, rising
+    writing_s: tuple[float, ...]  # of each worker
+    drafting_s: tuple[float, ...]  # of each worker: without requests, training the drafter
+    accept_length: float  # tokens per verify; 1 where nothing was drafted
+    shapes: dict[tuple[int, Shape], int]  # requests and shape → ticks
+
+    @property
+    def idle_share(self) -> float:
+        """Of all workers' time, what nobody writes in: drafter training is free there."""
+        return 1.0 - sum(self.writing_s) / (self.workers * self.seconds)
+
+    def tail_s(self, left: int) -> float:
+        """Time in which at most so many answers were still being written."""
+        return self.seconds - (self.finished_s[-1 - left] if left < len(self.finished_s) else 0.0)
+
+
+class SimFleet:
+    """`rollout` after `rollout`, as a run takes its steps: tuners remember. Each has answers as long as the trace's, to
+    prompts that nobody has seen before."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        workers: int,
+        world: Callable[[int], World],
+        settings: EngineSettings,
+        chooser: Callable[[], TunerPolicy | None],
+        deepest: int = 0,
+    ) -> None:
+        """`world` of a worker with this number, and a `chooser` for it; None: plain decoding."""
+        self._trace, self._rollouts = trace, 0
+        self._lengths: dict[Key, int] = {}
+        worlds = [world(number) for number in range(workers)]
+        check_room(trace, worlds[0].book)
+        self._workers = [SimWorker(one, settings, self._lengths, chooser(), deepest) for one in worlds]
+        self._dispatch = Dispatch(worlds[0].book.rows)
+        self._desk = Coordinator(range(workers))
+        self._seats = [Seat(number) for number in range(workers)]
+        self._dry_s = [0.0] * workers  # since when a worker has had nothing to write
+
+    def rollout(self) -> Simulated:
+        for worker in self._workers:
+            worker.begin()
+        self._dry_s, writing_s = [0.0] * len(self._workers), [0.0] * len(self._workers)
+        self._dispatch.begin(self._requests(), range(len(self._workers)))
+        self._desk.begin(drafting=True)
+        self._tell()
+        finished: list[Answered] = []
+        now = 0.0
+        while self._dispatch.open:
+            self._hand_out(now)
+            number = min((n for n, worker in enumerate(self._workers) if worker.busy), key=self._now)
+            begun_s = self._now(number)
+            answered = self._workers[number].tick()
+            writing_s[number] += self._now(number) - begun_s
+            now = self._now(number)
+            self._hear(number, answered)
+            finished += answered
+        self._close()
+        return self._told(finished, writing_s)
+
+    def _requests(self) -> list[Request]:
+        """In the trace's order; prompts of as many tokens as it says, no two alike."""
+        requests, params = list[Request](), SamplingParams(max_tokens=self._trace.cap)
+        self._rollouts += 1
+        for number, asked in enumerate(self._trace.asked):
+            prompt = (number, *[0] * (asked.prompt_tokens - 1))
+            for length in asked.lengths:
+                key = Key(self._rollouts, len(requests))
+                requests.append(Request(key, prompt, params, f"rollout {self._rollouts}, prompt {number}"))
+                self._lengths[key] = min(length, self._trace.cap)
+        return requests
+
+    def _now(self, number: int) -> float:
+        return self._workers[number].now
+
+    def _hand_out(self, now: float) -> None:
+        """A worker alone is asked everything at once, in order: its engine decides who waits."""
+        alone, given = len(self._workers) == 1, dict[int, list[Request]]()
+        while (handed := self._dispatch.next(crowded=alone)) is not None:
+            number, requests = handed
+            hand_out = self._desk.hand(number, len(requests))
+            if not self._seats[number].take(hand_out):
+                raise AssertionError(f"worker {number} refuses hand-out {hand_out.number}")
+            given.setdefault(number, []).extend(requests)
+        for number, asked in given.items():
+            self._workers[number].take(sorted(asked, key=lambda one: one.key) if alone else asked, now)
+
+    def _hear(self, number: int, answered: Sequence[Answered]) -> None:
+        for answer in answered:
+            self._seats[number].answered()
+            if not self._dispatch.answered(number, _completion(answer)):
+                raise AssertionError(f"request {answer.key.request} was answered twice")
+        if answered:
+            self._dry_s[number] = self._now(number)
+            self._tell()
+
+    def _tell(self) -> None:
+        for seat in self._seats:
+            self._desk.hear(seat.report())
+        for order in self._desk.orders():
+            self._seats[order.worker].hear(order)
+
+    def _close(self) -> None:
+        """Everyone who is dry trains until the last answer is in, and stops then."""
+        drafting = [seat.worker for seat in self._seats if seat.state is State.DRAFTING]
+        last_s = max(worker.now for worker in self._workers)
+        self._drafting_s = [last_s - self._dry_s[n] if n in drafting else 0.0 for n in range(len(self._workers))]
+        self._desk.close()
+        self._tell()
+        self._tell()
+        if not self._desk.all_ready:
+            raise AssertionError("some worker has not heard that the rollout is over")
+
+    def _told(self, finished: Sequence[Answered], writing_s: Sequence[float]) -> Simulated:
+        shapes = sum((worker.shapes for worker in self._workers), Counter[tuple[int, Shape]]())
+        verifies = sum(worker.verifies for worker in self._workers)
+        return Simulated(
+            workers=len(self._workers),
+            seconds=max(answer.at_s for answer in finished),
+            tokens=sum(answer.tokens for answer in finished),
+            ticks=sum(worker.ticks for worker in self._workers),
+            finished_s=tuple(sorted(answer.at_s for answer in finished)),
+            writing_s=tuple(writing_s),
+            drafting_s=tuple(self._drafting_s),
+            accept_length=1.0 + sum(worker.accepted for worker in self._workers) / max(1, verifies),
+            shapes=dict(shapes),
+        )
+
+
+def check_room(trace: Trace, book: CostBook) -> None:
+    """Whether the cache holds the longest answer, with a tree behind it; else it could never be written."""
+    needed = max(asked.prompt_tokens + min(max(asked.lengths), trace.cap) for asked in trace.asked) + MOST_NODES
+    room = (book.pages - 1) * book.page_size
+    if needed > room:
+        raise ConfigError(
+            f"the longest prompt with its answer and a draft needs {needed} tokens of key-value cache, the book's "
+            f"holds {room}; measure with a larger engine.kv_gib, or take shorter answers"
+        )
+
+
+def _completion(answer: Answered) -> Completion:
+    tokens = (0,) * answer.tokens
+    return Completion(answer.key, (), tokens, "", (), (), "eos", 0, Timing(0.0, answer.at_s))

@@ -1,0 +1,172 @@
+"""Length traces: which prompts a step asked, and how long their answers became. Read from a run, or drawn.
+
+What always holds: every prompt has an answer, every answer a token. Knows nothing of costs.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any
+
+from tlt.config import RunConfig
+from tlt.errors import ConfigError
+from tlt.watch.events import RolloutFinished, StepFinished, read_run
+from tlt.watch.history import counted
+
+_ROLLOUTS = "rollouts.jsonl"  # in the directory of a `tlt rollout`
+_PROMPT_TOKENS = 128  # where nobody knows
+_SAME_PROMPT = 0.5  # of the variance of drawn log lengths, what a prompt's answers share
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and the answers it got."""
+
+    lengths: tuple[int, ...]  # tokens of each
+    prompt_tokens: int = _PROMPT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One step."""
+
+    asked: tuple[Asked, ...]
+    cap: int  # tokens that an answer might have had
+    source: str  # in words
+    rollout_s: float | None = None  # that it took, where it was measured …
+    workers: int = 1  # … on so many workers …
+    drafter: str = ""  # … with this `spec.drafter` …
+    rest_s: float | None = None  # … and what else was in the step: rewards, the update, checkpoints
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(length for asked in self.asked for length in asked.lengths)
+
+
+def trace_of(wanted: str, config: RunConfig) -> Trace:
+    """Of a run's directory, a JSONL file, or drawn: `median=400,sigma=1,cap=8192`."""
+    if "=" in wanted and not Path(wanted).exists():
+        return draw_trace(wanted, config)
+    path = Path(wanted)
+    if path.is_dir():
+        if (path / _ROLLOUTS).is_file():
+            return _of_rollout(path)
+        return _of_training(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"--lengths {wanted} is not there; expected a run's directory, a JSONL file with `prompt` and `tokens`, or "
+            "a distribution as in median=400,sigma=1,cap=8192"
+        )
+    return Trace(_by_prompt(_rows(path)), config.sampling.max_tokens, str(path))
+
+
+# ---- what was measured
+
+
+def _of_rollout(path: Path) -> Trace:
+    """`tlt rollout` keeps every answer."""
+    run = read_run(path)
+    told = [record.event for record in run.events if isinstance(record.event, RolloutFinished)]
+    seconds = told[-1].seconds if told else None
+    asked = _by_prompt(_rows(path / _ROLLOUTS))
+    config = run.config
+    return Trace(asked, config.sampling.max_tokens, str(path), seconds, config.cluster.workers, config.spec.drafter)
+
+
+def _of_training(path: Path) -> Trace:
+    """The last step of `tlt train`: its events tell lengths, in the order of the requests."""
+    run = read_run(path)
+    events = [record.event for record in counted(run.events)]
+    rollouts = {event.step: event for event in events if isinstance(event, RolloutFinished)}
+    steps = [event for event in events if isinstance(event, StepFinished) and event.step in rollouts]
+    if not steps or not rollouts[steps[-1].step].lengths:
+        raise ConfigError(f"{path} has not finished a step yet; expected at least one")
+    last = steps[-1]
+    told = rollouts[last.step]
+    groups = _grouped(told.lengths, run.config.task.group if told.n == len(told.lengths) else 1)
+    some = "" if told.n == len(told.lengths) else f" ({len(told.lengths)} of its {told.n} answers)"
+    return Trace(
+        asked=tuple(Asked(group) for group in groups),
+        cap=run.config.sampling.max_tokens,
+        source=f"{path}, step {last.step}{some}",
+        rollout_s=last.rollout_s if not some else None,
+        workers=run.config.cluster.workers,
+        drafter=run.config.spec.drafter,
+        rest_s=last.step_s - last.rollout_s,
+    )
+
+
+def _grouped(lengths: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(lengths[first : first + size]) for first in range(0, len(lengths), size)]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            rows.append(_row(line, f"{file}, line {number}"))
+    if not rows:
+        raise ConfigError(f"{file} is empty; expected a line per answer")
+    return rows
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(row, dict) or "prompt" not in row or "tokens" not in row:
+        raise ConfigError(f"{where} is {line[:80]}; expected an object with `prompt` and `tokens`")
+    for name in ("tokens", "prompt_tokens"):
+        value = row.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{where}: `{name}` is {value!r}; expected a whole number ≥ 1")
+    return row
+
+
+def _by_prompt(rows: Sequence[dict[str, Any]]) -> tuple[Asked, ...]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps(row["prompt"]), []).append(row)
+    return tuple(
+        Asked(tuple(row["tokens"] for row in group), group[0].get("prompt_tokens", _PROMPT_TOKENS))
+        for group in groups.values()
+    )
+
+
+# ---- what is drawn
+
+
+def draw_trace(wanted: str, config: RunConfig) -> Trace:
+    """Logarithms of lengths are normal; half of their variance is the prompt's."""
+    numbers = _numbers(wanted)
+    median, sigma, cap = numbers["median"], numbers["sigma"], int(numbers.get("cap", config.sampling.max_tokens))
+    prompt_tokens = int(numbers.get("prompt", _PROMPT_TOKENS))
+    luck = random.Random(f"lengths/{config.run.seed}/{wanted}")
+    asked = []
+    for _ in range(config.task.prompts):
+        shared = luck.gauss(0.0, sigma * sqrt(_SAME_PROMPT))
+        own = (luck.gauss(0.0, sigma * sqrt(1 - _SAME_PROMPT)) for _ in range(config.task.group))
+        lengths = (round(exp(log(median) + shared + each)) for each in own)
+        asked.append(Asked(tuple(max(1, min(cap, length)) for length in lengths), prompt_tokens))
+    return Trace(tuple(asked), cap, f"drawn: {wanted}")
+
+
+def _numbers(wanted: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in wanted.split(","):
+        name, _, value = part.partition("=")
+        lowest = {"median": 1.0, "sigma": 0.0, "cap": 1.0, "prompt": 1.0}.get(name.strip())
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            lowest = None
+        if lowest is None or not lowest <= found[name.strip()] < 1e9:
+            raise ConfigError(f"--lengths: {part!r} in {wanted!r}; expected median, sigma, cap or prompt, and a number")
+    missing = {"median", "sigma"} - found.keys()
+    if missing:
+        raise ConfigError(f"--lengths {wanted!r} lacks {sorted(missing)}; expected as in median=400,sigma=1,cap=8192")
+    return found

@@ -1,0 +1,155 @@
+"""A simulated worker: the engine's own scheduler, and whoever chooses its shapes, by a clock that costs nothing.
+
+What always holds: a tick is planned, chosen and observed as an engine does it; only what the device would compute is
+taken from the world. Every request is answered exactly once, with as many tokens as its trace says. Captures and
+compilers are left out: what is foreseen is a worker that has met its shapes before.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tlt.config import EngineSettings
+from tlt.engine.admission import ADMISSIONS
+from tlt.engine.pages import PageBook
+from tlt.engine.request import Progress, Request
+from tlt.engine.scheduler import Plan, Scheduler, Stay
+from tlt.sim.world import EAGLE, World
+from tlt.spec.acceptance import Walked
+from tlt.spec.backlog import Backlog
+from tlt.spec.shape import OFF, Shape
+from tlt.spec.tuner import Outcome, TunerPolicy
+from tlt.types import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    key: Key
+    tokens: int
+    at_s: float  # by the worker's clock
+
+
+class SimWorker:
+    """`take` requests, `tick` while busy. `chooser` None: plain decoding."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: EngineSettings,
+        lengths: Mapping[Key, int],
+        chooser: TunerPolicy | None = None,
+        deepest: int = 0,
+    ) -> None:
+        book = world.book
+        self._world, self._lengths, self._chooser = world, lengths, chooser
+        self._scheduler = Scheduler(
+            PageBook(book.pages), book.page_size, book.rows, settings.prefill_tokens, ADMISSIONS[settings.admission]()
+        )
+        self._backlog = Backlog(max(1, book.window), deepest + 1)
+        self._arrived = self._taken = self._open = 0  # positions newcomers brought; requests ever, and unanswered
+        self.now = 0.0
+        self.shapes: Counter[tuple[int, Shape]] = Counter()  # ticks in which so many requests decoded
+        self.ticks = self.verifies = self.accepted = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._open > 0
+
+    def begin(self) -> None:
+        """Another rollout: by a clock that starts anew, with another policy, whose prompts nobody has computed."""
+        self.now = 0.0
+        self.shapes.clear()
+        self.ticks = self.verifies = self.accepted = 0
+        self._scheduler.forget_cache()
+
+    def take(self, requests: Iterable[Request], at_s: float) -> None:
+        if not self.busy:
+            self.now = max(self.now, at_s)  # until then there was nothing to do
+        for request in requests:
+            self._scheduler.submit(Progress(request, self._taken, at_s))
+            self._taken += 1
+            self._open += 1
+            if self._chooser is not None:
+                self._chooser.expect(request.params.max_tokens)
+
+    def tick(self) -> list[Answered]:
+        """One step for every running request; who was answered in it."""
+        shape = self._choose()
+        plan = self._scheduler.plan(nodes=shape.verify)
+        self._enter(plan)
+        self.now += self._world.prefill_s(sum(len(chunk.tokens) for chunk in plan.chunks))
+        if plan.empty:
+            raise AssertionError(f"nothing to run, yet {self._open} requests wait: {self._scheduler.census}")
+        self.ticks += 1
+        if not plan.stays:
+            return []
+        self.shapes[len(plan.stays), shape] += 1
+        return self._plain(plan) if shape.off else self._verify(plan, shape)
+
+    def _choose(self) -> Shape:
+        running = self._scheduler.running
+        if self._chooser is None or not running:
+            return OFF
+        return self._chooser.choose(running, self._backlog.before(running))
+
+    def _enter(self, plan: Plan) -> None:
+        if self._world.book.window:
+            for entry in plan.entries:
+                self._backlog.came(1, min(self._world.book.window, len(entry.prefix)))
+
+    def _plain(self, plan: Plan) -> list[Answered]:
+        seconds = self._tick_s(plan, OFF)
+        self.now += seconds
+        self._backlog.wrote(1, 1.0)
+        if self._chooser is not None:
+            told = None if plan.chunks else seconds
+            self._observe(Outcome(OFF, len(plan.stays), seconds=told, arrived=self._newly_arrived()))
+        return self._written(plan.stays, [1] * len(plan.stays))
+
+    def _verify(self, plan: Plan, shape: Shape) -> list[Answered]:
+        count, drafts = len(plan.stays), EAGLE in shape.drafters
+        behind = self._backlog.before(count) if drafts else 0
+        newly = self._backlog.newly(count) if drafts and not behind else 0.0
+        caught_up_s = self._world.catch_up_s(shape, count, behind) if behind else 0.0
+        seconds = self._tick_s(plan, shape) + self._world.entering_s(shape, count, newly)
+        self.now += caught_up_s + seconds
+        self._backlog.clear()
+        self._backlog.wrote(shape.depth + 1, shape.most_tokens)
+        walks = self._world.walks(shape, (stay.progress.request.key.request for stay in plan.stays))
+        emitted = self._cut(plan.stays, walks)
+        self._scheduler.advance(plan.stays, emitted)
+        self.verifies += count
+        self.accepted += sum(emitted) - count
+        told = None if plan.chunks else seconds
+        spent = (told, caught_up_s, (), caught_up_s, behind, newly)
+        self._observe(Outcome(shape, count, walks, *spent, arrived=self._newly_arrived()))
+        return self._written(plan.stays, emitted)
+
+    def _tick_s(self, plan: Plan, shape: Shape) -> float:
+        looked_back = [stay.position for stay in plan.stays]
+        return self._world.tick_s(shape, looked_back, may_draft=self._chooser is not None)
+
+    def _observe(self, outcome: Outcome) -> None:
+        if self._chooser is not None:
+            self._chooser.observe(outcome)
+
+    def _newly_arrived(self) -> int:
+        before, self._arrived = self._arrived, self._backlog.arrived
+        return self._arrived - before
+
+    def _cut(self, stays: Sequence[Stay], walks: Sequence[Walked]) -> list[int]:
+        """An answer ends where it ends, in the middle of an accepted block too."""
+        return [min(walked.accepted + 1, self._left(stay)) for stay, walked in zip(stays, walks, strict=True)]
+
+    def _left(self, stay: Stay) -> int:
+        return self._lengths[stay.progress.request.key] - len(stay.progress.tokens)
+
+    def _written(self, stays: Sequence[Stay], emitted: Sequence[int]) -> list[Answered]:
+        answered = []
+        for stay, count in zip(stays, emitted, strict=True):
+            stay.progress.tokens.extend([0] * count)
+            if not self._left(stay):
+                self._scheduler.finish(stay)
+                self._open -= 1
+                answered.append(Answered(stay.progress.request.key, len(stay.progress.tokens), self.now))
+        return answered

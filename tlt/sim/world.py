@@ -1,0 +1,110 @@
+"""The world of a simulated worker: what a tick takes there, and how far the policy walks along with a draft.
+
+What always holds: a tick's time follows from the book and from who decodes; luck is drawn in the order in which it is
+asked for, so the same questions get the same answers. A learned drafter's guesses are right as often as its table says,
+independently of each other: real requests differ in that, and a tree that follows each context does better.
+"""
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from tlt.sim.book import CostBook
+from tlt.spec.acceptance import Acceptance, Track, Walked
+from tlt.spec.costs import CostTable, TickCosts
+from tlt.spec.shape import Shape
+
+EAGLE = "eagle"
+_CERTAIN = 1e9  # verifies that the table is worth: here it is the truth
+
+Paths = frozenset[tuple[int, ...]]  # of a tree's nodes: ranks from the root
+
+
+class World:
+    def __init__(self, book: CostBook, shapes: Sequence[Shape], pad: Callable[[int], int], seed: int) -> None:
+        self.book = book
+        self._costs = TickCosts(CostTable(), pad, learned=(EAGLE,), context_read_once=book.gpu)
+        for measured in book.measured:
+            self._costs.know(measured)
+        self._luck = random.Random(seed)
+        self._acceptance = Acceptance(shapes, horizon=_CERTAIN)
+        if book.ranks and any(EAGLE in shape.drafters for shape in shapes):
+            self._acceptance.recall(EAGLE, book.ranks, _CERTAIN)
+        self._hits = [list(accumulate(row)) for row in book.ranks]
+        self._trees: dict[Shape, Paths] = {}
+
+    # ---- time
+
+    def tick_s(self, shape: Shape, looked_back: Sequence[int], *, may_draft: bool) -> float:
+        """Of requests that look back on so many tokens each; of an engine that drafts at times, or never."""
+        book, batch = self.book, len(looked_back)
+        seconds = self._costs.seconds(shape, batch)
+        assert seconds is not None, "a book without runs of the policy"
+        tokens = batch * max(looked_back) if book.padded else sum(looked_back)
+        times = 1.0 if book.gpu else shape.tokens(batch) / batch
+        plain_s = book.off_tick_s if may_draft else book.plain_tick_s
+        return seconds + (plain_s if shape.off else book.verify_tick_s) + book.context_s * tokens * times
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.book.prefill_s * tokens
+
+    def catch_up_s(self, shape: Shape, batch: int, behind: int) -> float:
+        return self._costs.catching_up(shape, Shape(), batch, behind)
+
+    def entering_s(self, shape: Shape, batch: int, positions: float) -> float:
+        return self._costs.entering(shape, batch, positions)
+
+    # ---- luck
+
+    def walks(self, shape: Shape, requests: Iterable[int]) -> list[Walked]:
+        """What each request does with its draft."""
+        if shape.share:
+            return [self._shared(shape, request) for request in requests]
+        tree = self._trees.get(shape)
+        if tree is None:
+            tree = self._trees[shape] = grown(self._ranks(shape.depth), shape)
+        return [self._walk(shape, tree, request) for request in requests]
+
+    def _walk(self, shape: Shape, tree: Paths, request: int) -> Walked:
+        path: tuple[int, ...] = ()
+        accepted = 0
+        while len(path) < shape.depth:
+            rank = self._rank(len(path), shape.width)
+            if rank is None:
+                return Walked(accepted, (Track(path, shape.width),), request)
+            path = (*path, rank)
+            if path not in tree:  # the drafter knew, but there was no room for it
+                return Walked(accepted, (Track(path),), request)
+            accepted += 1
+        return Walked(accepted, (Track(path),), request)
+
+    def _rank(self, depth: int, width: int) -> int | None:
+        """Of the policy's token among the drafter's first candidates; None: it is none of them."""
+        hits = self._hits[min(depth, len(self._hits) - 1)]
+        rank = bisect_right(hits, self._luck.random()) + 1
+        return rank if rank <= min(width, len(hits)) else None
+
+    def _shared(self, shape: Shape, request: int) -> Walked:
+        """Where requests share, only the length on average is known."""
+        length = self._acceptance.length(shape)
+        accepted = min(shape.depth, int(length - 1.0 + self._luck.random()))
+        return Walked(accepted, (Track((1,)) if accepted else Track((), shape.width),), request)
+
+    def _ranks(self, depth: int) -> list[tuple[float, ...]]:
+        ranks = self.book.ranks
+        return [ranks[min(level, len(ranks) - 1)] for level in range(depth)]
+
+
+def grown(ranks: Sequence[Sequence[float]], shape: Shape) -> Paths:
+    """The likeliest nodes within depth and width, as many as are verified beside the root."""
+    found: set[tuple[int, ...]] = set()
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    while heap and len(found) < shape.verify:
+        negative, path = heappop(heap)
+        found.add(path)
+        if len(path) < shape.depth:
+            for rank, chance in enumerate(ranks[len(path)][: shape.width], start=1):
+                heappush(heap, (negative * chance, (*path, rank)))
+    return frozenset(found)

@@ -1,0 +1,249 @@
+"""`tlt simulate`: how long a rollout would take on so many workers, plainly and with TLT, from a length trace.
+
+Measures a policy on this machine first, or reads the book of one that was measured. What is foreseen are rollouts of
+workers that have met their shapes before, one after the other: the last one counts. Where the trace is a run's own,
+what that run took is told beside.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import log
+from pathlib import Path
+from statistics import pstdev
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tlt.bench.book import measure_book, pad_of
+from tlt.config import RunConfig, SpecSettings
+from tlt.engine.build import chooser_of, shapes_of
+from tlt.errors import ConfigError
+from tlt.policy import open_policy
+from tlt.sim.book import CostBook, read_book, write_book
+from tlt.sim.fleet import SimFleet, Simulated, check_room
+from tlt.sim.trace import Trace, trace_of
+from tlt.sim.world import EAGLE, World
+from tlt.spec.shape import by_batch
+from tlt.spec.tuner import TunerPolicy
+from tlt.telling import Lengths
+
+_LAST = 32  # answers whose time is told apart
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    subject: str  # a policy to measure, or the book of one
+    lengths: str
+    workers: tuple[int, ...] = (1, 2, 4, 8)
+    rollouts: int = 3  # one after the other
+    save: Path | None = None  # where the book goes
+    json: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """On so many workers."""
+
+    workers: int
+    plain: Simulated
+    drafted: Simulated | None  # None where no drafter is known
+
+    @property
+    def best(self) -> Simulated:
+        return self.drafted or self.plain
+
+
+def simulate(config: RunConfig, options: SimulateOptions) -> None:
+    trace = trace_of(options.lengths, config)
+    console = Console(highlight=False)
+    book = _book(config, options, console)
+    check_room(trace, book)
+    _tell_subject(console, book, trace)
+    config = replace(config, spec=_eagle_only(config.spec, book))
+    found = [
+        foresee(book, trace, config, workers, options.rollouts)
+        for workers in track(options.workers, "simulating", console=console, transient=True)
+    ]
+    _tell(console, found, trace)
+    if options.json:
+        _write(options.json, book, trace, found)
+        console.print(f"wrote {options.json}", soft_wrap=True)
+
+
+def _book(config: RunConfig, options: SimulateOptions, console: Console) -> CostBook:
+    if options.subject.endswith(".json"):
+        return read_book(Path(options.subject))
+    if config.spec.drafter in ("suffix", "both"):
+        raise ConfigError(
+            f'spec.drafter is "{config.spec.drafter}"; what a suffix drafter finds depends on the text, which no trace '
+            'has: expected "none", or "eagle" and the drafter\'s spec.path'
+        )
+    policy = open_policy(config.model)
+    with console.status("measuring what runs cost on this machine"):
+        book = measure_book(policy, config)
+    if config.spec.drafter == EAGLE and not book.drafts:
+        raise ConfigError(
+            f"{config.spec.path} has no record of what the policy accepts; make one with `tlt draft measure "
+            f"{config.spec.path} --prompts FILE`"
+        )
+    if options.save:
+        write_book(book, options.save)
+        console.print(f"wrote {options.save}", soft_wrap=True)
+    return book
+
+
+def _eagle_only(spec: SpecSettings, book: CostBook) -> SpecSettings:
+    """What may be chosen: the learned drafter's shapes where the book knows one, else nothing."""
+    return replace(spec, drafter="eagle" if book.drafts else "none", path=spec.path or "in the book")
+
+
+def foresee(book: CostBook, trace: Trace, config: RunConfig, workers: int, rollouts: int) -> Foreseen:
+    """The last of some rollouts, plainly and with a tuner for each worker."""
+    engine = replace(config.engine, rows=book.rows, page_size=book.page_size)
+    shapes, pad = shapes_of(config.spec) if book.drafts else (), pad_of(book)
+
+    def run(chooser: Callable[[], TunerPolicy | None], count: int) -> Simulated:
+        fleet = SimFleet(
+            trace,
+            workers,
+            lambda number: World(book, shapes, pad, config.run.seed + number),
+            engine,
+            chooser,
+            max(config.spec.depths),
+        )
+        return [fleet.rollout() for _ in range(count)][-1]
+
+    return Foreseen(workers, run(lambda: None, 1), run(lambda: _tuner(config, book), rollouts) if book.drafts else None)
+
+
+def _tuner(config: RunConfig, book: CostBook) -> TunerPolicy:
+    tuner = chooser_of(replace(config.spec, path="new"), book.rows, book.measured, on_gpu=book.gpu)
+    tuner.recall(EAGLE, book.ranks)
+    return tuner
+
+
+# ---- telling
+
+
+def _tell_subject(console: Console, book: CostBook, trace: Trace) -> None:
+    lengths = Lengths.of(trace.lengths)
+    console.print(
+        f"[bold]{book.policy}[/bold] on {book.device}, {book.rows} requests at a time; {len(trace.lengths)} answers to "
+        f"{len(trace.asked)} prompts ({trace.source}): median {lengths.p50}, p90 {lengths.p90}, longest "
+        f"{lengths.longest} tokens",
+        soft_wrap=True,
+    )
+
+
+def _tell(console: Console, found: list[Foreseen], trace: Trace) -> None:
+    table = Table(title="A rollout, foreseen", title_justify="left", caption_justify="left")
+    for name in (
+        "workers",
+        "plain s",
+        "TLT s",
+        "faster",
+        f"last {_LAST}",
+        "accepted",
+        "idle, plain",
+        "idle, TLT",
+    ):
+        table.add_column(name, justify="right")
+    for one in found:
+        table.add_row(*_cells(one))
+    table.caption = "accepted: tokens per verify; idle: of all workers' time, when the drafter may be trained"
+    console.print(table)
+    for line in (_measured(found, trace), _step(found, trace)):
+        if line:
+            console.print(line, soft_wrap=True)
+
+
+def _cells(one: Foreseen) -> list[str]:
+    plain, drafted = one.plain, one.drafted
+    known = [str(one.workers), f"{plain.seconds:.3g}"]
+    if drafted is None:
+        return [*known, "–", "–", "–", "–", f"{plain.idle_share:.0%}", "–"]
+    last = plain.tail_s(_LAST) / drafted.tail_s(_LAST) if len(plain.finished_s) > _LAST else None
+    return [
+        *known,
+        f"{drafted.seconds:.3g}",
+        f"{plain.seconds / drafted.seconds:.2f} ×",
+        f"{last:.2f} ×" if last else "–",
+        f"{drafted.accept_length:.2f}",
+        f"{plain.idle_share:.0%}",
+        f"{drafted.idle_share:.0%}",
+    ]
+
+
+def _compared(found: list[Foreseen], trace: Trace) -> Simulated | None:
+    """What was foreseen of the very run that the trace is of."""
+    one = next((one for one in found if one.workers == trace.workers), None)
+    if one is None or trace.rollout_s is None:
+        return None
+    return one.plain if trace.drafter == "none" else one.drafted if trace.drafter == EAGLE else None
+
+
+def _measured(found: list[Foreseen], trace: Trace) -> str:
+    foreseen = _compared(found, trace)
+    if foreseen is None or trace.rollout_s is None:
+        return ""
+    error = foreseen.seconds / trace.rollout_s - 1.0
+    return (
+        f"That rollout took {trace.rollout_s:.3g} s on {trace.workers} worker{'s'[: trace.workers > 1]} "
+        f"(spec.drafter {trace.drafter}); foreseen are {foreseen.seconds:.3g} s, {error:+.0%}."
+    )
+
+
+def _step(found: list[Foreseen], trace: Trace) -> str:
+    if trace.rest_s is None:
+        return ""
+    steps = (
+        f"{one.workers}: {one.plain.seconds + rest:.3g} → {one.best.seconds + rest:.3g} s"
+        for one in found
+        for rest in [trace.rest_s * trace.workers / one.workers]
+    )
+    return (
+        f"Steps, if their other {trace.rest_s:.3g} s on {trace.workers} worker{'s'[: trace.workers > 1]} are shared by "
+        f"all: {', '.join(steps)}."
+    )
+
+
+def _write(file: Path, book: CostBook, trace: Trace, found: list[Foreseen]) -> None:
+    foreseen = _compared(found, trace)
+    content = {
+        "book": asdict(book),
+        "trace": {
+            "source": trace.source,
+            "answers": len(trace.lengths),
+            "prompts": len(trace.asked),
+            "tokens": sum(trace.lengths),
+            "longest": max(trace.lengths),
+            "sigma_log_length": pstdev(map(log, trace.lengths)),
+            "cap": trace.cap,
+        },
+        "measured": None
+        if foreseen is None
+        else {"rollout_s": trace.rollout_s, "foreseen_s": foreseen.seconds, "workers": trace.workers},
+        "foreseen": [
+            {"workers": one.workers, "plain": _told(one.plain), "drafted": _told(one.drafted)} for one in found
+        ],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _told(one: Simulated | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "seconds": one.seconds,
+        "ticks": one.ticks,
+        "accept_length": one.accept_length,
+        "idle_share": one.idle_share,
+        "last_32_s": one.tail_s(_LAST),
+        "writing_s": one.writing_s,
+        "drafting_s": one.drafting_s,
+        "shapes": by_batch(one.shapes.items()),
+    }
