@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tlt.cli import main
 from tlt.cluster import transfer
-from tlt.dispatch import Dispatch, deal
 from tlt.cluster.ring import MeetingPlace, Ring, RingBroken
 from tlt.cluster.timeline import Span, seconds_of
 from tlt.cluster.together import Desk, Mean, Parted, Together
 from tlt.cluster.transfer import fingerprint, on_host, read_files, write_files
+from tlt.dispatch import Dispatch, deal
 from tlt.engine.request import Request
 from tlt.types import Completion, Experience, Key, Prompt, Rollout, SamplingParams, Timing
 

@@ -250,6 +250,28 @@ def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool, monkey
     assert shared > 20, "trees that hold what one of them alone named, of each"
 
 
+def test_lookups_are_made_while_the_device_grows_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is grown is launched first and read last; what is looked up comes in between."""
+    learned, calls = drafting(), list[str]()
+    for owner, name in ((LearnedDrafting, "plant"), (LearnedDrafting, "propose"), (SuffixDrafting, "propose")):
+        work, called = getattr(owner, name), f"{owner.name} {name}"
+
+        def noted(self: Any, *given: Any, work: Any = work, called: str = called) -> Any:
+            calls.append(called)
+            return work(self, *given)
+
+        monkeypatch.setattr(owner, name, noted)
+    both = Shape(("eagle", "suffix"), 4, 2, 9)
+    engine = engine_with(learned, lambda batch: both if batch else Shape(), False, suffix=True, rows=6)
+    engine.submit(requests(6))
+    engine.drain()
+    asked = [number for number, call in enumerate(calls) if call == "suffix propose"]
+    assert len(asked) > 5
+    for number in asked:
+        assert calls[number - 1] == "eagle plant"
+        assert calls[number + 1] == "eagle propose"
+
+
 def test_switching_on_and_off_computes_nothing_of_the_policys_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy's cache is as good after plain ticks as before, and so are the states it kept for the drafter."""
     computed: list[int] = []

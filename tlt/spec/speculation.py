@@ -275,15 +275,26 @@ class Speculating:
             took_s = [time.perf_counter() - started]
             self._proposed.append(Proposed(keys, took_s, caught_up, self._odd(), self._version, planted=planted))
             return None
-        columns, drafts_s = [], []
-        for drafter in drafters:
-            started = time.perf_counter()
-            columns.append(drafter.propose(keys, answers, shape))
-            drafts_s.append(time.perf_counter() - started)
+        columns, drafts_s = self._ask_all(drafters, keys, answers, shape)
         parts = list(zip(*columns, strict=True))
         self._proposed.append(Proposed(keys, drafts_s, caught_up, self._odd(), self._version, parts))
         drafts = [_joined(row, shape.verify - 1) for row in parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
+
+    def _ask_all(
+        self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
+    ) -> tuple[list[Sequence[Draft]], list[float]]:
+        """Everyone's drafts, and the seconds each took. Whoever looks things up does so while a device grows trees."""
+        drafts, seconds = dict[str, Sequence[Draft]](), dict.fromkeys((drafter.name for drafter in drafters), 0.0)
+        for drafter in drafters:
+            started = time.perf_counter()
+            drafter.plant(keys, shape)
+            seconds[drafter.name] += time.perf_counter() - started
+        for drafter in sorted(drafters, key=lambda drafter: drafter is self._learned):
+            started = time.perf_counter()
+            drafts[drafter.name] = drafter.propose(keys, answers, shape)
+            seconds[drafter.name] += time.perf_counter() - started
+        return [drafts[drafter.name] for drafter in drafters], [seconds[drafter.name] for drafter in drafters]
 
     def _odd(self) -> float | None:
         """What newcomers had brought a row, if much was taken in for the trees that have just been grown."""
