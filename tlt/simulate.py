@@ -8,13 +8,14 @@ what that run took is told beside.
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 from tlt.bench.book import measure_book, pad_of
@@ -30,7 +31,8 @@ from tlt.spec.shape import by_batch
 from tlt.spec.tuner import TunerPolicy
 from tlt.telling import Lengths
 
-_LAST = 32  # answers whose time is told apart
+_LAST = 32  # answers whose time is told apart …
+_LEAST_TAIL = 0.05  # … where it is such a share of all: where many reach the cap, they end together
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,10 @@ def simulate(config: RunConfig, options: SimulateOptions) -> None:
     check_room(trace, book)
     _tell_subject(console, book, trace)
     config = replace(config, spec=_eagle_only(config.spec, book))
-    found = [
-        foresee(book, trace, config, workers, options.rollouts)
-        for workers in track(options.workers, "simulating", console=console, transient=True)
-    ]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=len(options.workers) * (1 + options.rollouts * book.drafts))
+        done = partial(progress.advance, task)
+        found = [foresee(book, trace, config, workers, options.rollouts, done) for workers in options.workers]
     _tell(console, found, trace)
     if options.json:
         _write(options.json, book, trace, found)
@@ -100,10 +102,17 @@ def _eagle_only(spec: SpecSettings, book: CostBook) -> SpecSettings:
     return replace(spec, drafter="eagle" if book.drafts else "none", path=spec.path or "in the book")
 
 
-def foresee(book: CostBook, trace: Trace, config: RunConfig, workers: int, rollouts: int) -> Foreseen:
-    """The last of some rollouts, plainly and with a tuner for each worker."""
+def foresee(
+    book: CostBook,
+    trace: Trace,
+    config: RunConfig,
+    workers: int,
+    rollouts: int,
+    done: Callable[[], None] = lambda: None,
+) -> Foreseen:
+    """The last of some rollouts, plainly and with a tuner for each worker; `done` is called after each."""
     engine = replace(config.engine, rows=book.rows, page_size=book.page_size)
-    shapes, pad = shapes_of(config.spec) if book.drafts else (), pad_of(book)
+    shapes, pad = shapes_of(config.spec, exact=config.engine.exact) if book.drafts else (), pad_of(book)
 
     def run(chooser: Callable[[], TunerPolicy | None], count: int) -> Simulated:
         fleet = SimFleet(
@@ -114,13 +123,18 @@ def foresee(book: CostBook, trace: Trace, config: RunConfig, workers: int, rollo
             chooser,
             max(config.spec.depths),
         )
-        return [fleet.rollout() for _ in range(count)][-1]
+        for _ in range(count):
+            found = fleet.rollout()
+            done()
+        return found
 
     return Foreseen(workers, run(lambda: None, 1), run(lambda: _tuner(config, book), rollouts) if book.drafts else None)
 
 
 def _tuner(config: RunConfig, book: CostBook) -> TunerPolicy:
-    tuner = chooser_of(replace(config.spec, path="new"), book.rows, book.measured, on_gpu=book.gpu)
+    tuner = chooser_of(
+        replace(config.spec, path="new"), book.rows, book.measured, exact=config.engine.exact, on_gpu=book.gpu
+    )
     tuner.recall(EAGLE, book.ranks)
     return tuner
 
@@ -165,7 +179,8 @@ def _cells(one: Foreseen) -> list[str]:
     known = [str(one.workers), f"{plain.seconds:.3g}"]
     if drafted is None:
         return [*known, "–", "–", "–", "–", f"{plain.idle_share:.0%}", "–"]
-    last = plain.tail_s(_LAST) / drafted.tail_s(_LAST) if len(plain.finished_s) > _LAST else None
+    tails = plain.tail_s(_LAST), drafted.tail_s(_LAST)
+    last = tails[0] / tails[1] if min(tails) > 0 and tails[0] > _LEAST_TAIL * plain.seconds else None
     return [
         *known,
         f"{drafted.seconds:.3g}",
