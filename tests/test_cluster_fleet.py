@@ -16,12 +16,14 @@ import ray
 
 from tests.fleets import CONFIG, Letters, TinyHost, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
+from tlt.cluster.messages import RollReport
 from tlt.cluster.ray_fleet import RayFleet
+from tlt.cluster.timeline import Span
 from tlt.config import RunConfig
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, StateLost
 from tlt.fleet import LocalFleet
-from tlt.loop import Fleet, Loop
+from tlt.loop import Fleet, Loop, RolloutReport
 from tlt.tasks.judge import DirectJudge
 from tlt.types import Key, SamplingParams
 from tlt.watch.events import DrafterTrained, Event
@@ -272,3 +274,19 @@ def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyon
             run(config, fleet, Story(), steps=1)
     finally:
         fleet.close()
+
+
+def test_reports_of_all_workers_become_one() -> None:
+    """What was accepted and what switching cost is told of all; what was saved, of the one that wrote longest."""
+    own = [
+        RolloutReport(30, 12, 5.0, ((4, "off", 3),), (("eagle", (0.8, 0.5)),), switches=2, once_s=0.25),
+        RolloutReport(10, 4, 2.0, ((4, "off", 4),), (("eagle", (0.4,)),), switches=1, once_s=0.5),
+    ]
+    spans = [(Span("rolling", 0.0, 3.0), Span("idle", 3.0, 6.0)), (Span("rolling", 0.0, 9.0),)]
+    fleet = RayFleet.__new__(RayFleet)
+    fleet._reports = {seat: RollReport(spans[seat], own[seat], (), 0, 0.0, 0.0, 0) for seat in (0, 1)}
+    told = fleet.report()
+    assert told.saved_s == 2.0
+    assert dict(told.by_depth) == {"eagle": (pytest.approx(0.7), 0.5)}
+    assert (told.verifies, told.accepted, told.chosen) == (40, 16, ((4, "off", 7),))
+    assert (told.switches, told.once_s) == (3, 0.75)

@@ -27,6 +27,7 @@ from tlt.watch.events import (
     RunFailed,
     RunFinished,
     RunResumed,
+    ShapesChosen,
     StepFinished,
     read_run,
 )
@@ -245,6 +246,14 @@ def test_tensorboard_reads_back_the_numbers(tmp_path: Path) -> None:
     for name, field in STEP_METRICS.items():
         expected = [(number, pytest.approx(getattr(step(number), field), rel=1e-6)) for number in range(4)]
         assert scalars(tmp_path, name) == expected
+
+
+def test_tensorboard_shows_acceptance_by_depth(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    chosen = ShapesChosen(2, ((8, "eagle 2x1/4", 9),), (("eagle", (0.75, 0.5)),), switches=3, once_s=0.25)
+    watch(config_of(tmp_path, "--watch.tensorboard=true"), console_of(), [*events_of_steps(0, 3), chosen])
+    expected = {"acceptance/eagle/1": 0.75, "acceptance/eagle/2": 0.5, "rollout/switch_cost_s": 0.25}
+    assert {name: scalars(tmp_path, name) for name in expected} == {n: [(2, value)] for n, value in expected.items()}
 
 
 def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:

@@ -139,6 +139,25 @@ def test_shapes_are_shown_by_number_of_requests(tmp_path: Path) -> None:
     assert [height / whole for height in heights[1]] == pytest.approx([0.75, 0.25], abs=0.002)
 
 
+def test_acceptance_is_shown_by_depth_over_the_steps(tmp_path: Path) -> None:
+    """A figure for each drafter that something was verified of; hovering tells every depth."""
+    ticks = ((8, "eagle 7x1/8", 30),)
+    shares = ((0.5, 0.25), (0.75, 0.5, 0.25, 0.125))
+    chosen = [ShapesChosen(n, ticks, (("eagle", share),), 3, 0.25) for n, share in enumerate(shares)]
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 3), *chosen, ShapesChosen(2, ticks)])
+    shown = figure(directory, "Acceptance by depth: eagle")
+    assert [entry.label for entry in shown.legend] == ["depth 1", "depth 2", "depth 4"]
+    assert "shapes changed 6 times" in shown.words
+    assert "took 0.50 s" in shown.words
+    told = titles(ElementTree.fromstring(shown.svg))
+    assert told[0] == "step 1: 50.0%, 25.0% at depth 1, 2, …"
+    assert told[1] == "step 2: 75.0%, 50.0%, 25.0%, 12.5% at depth 1, 2, …"
+    assert [one.title for one in figures_of(read_run(directory))].count("Acceptance by depth: eagle") == 1
+    assert "Acceptance by depth: eagle" in page(read_run(directory))
+    unknown = write_run(config_of(tmp_path / "older"), [*events_of_steps(0, 2), ShapesChosen(0, ticks)])
+    assert not any("by depth" in one.title for one in figures_of(read_run(unknown)))
+
+
 def test_of_many_workers_some_are_shown(tmp_path: Path) -> None:
     spans = [WorkerSpans(0, rank, "here", (("rolling", 5.0, 1.0 + rank),)) for rank in range(60)]
     directory = write_run(config_of(tmp_path), [*events_of_steps(0, 1), *spans])

@@ -31,9 +31,8 @@ from tlt.policy import open_policy
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.shape import by_batch
 from tlt.spec.speculation import SpeculationReport
-from tlt.telling import acceptance_collapsed, drafter_trained
+from tlt.telling import acceptance_collapsed, drafter_trained, rollout_report
 from tlt.train.checkpoint import HostCopy, load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
@@ -245,11 +244,7 @@ class LocalFleet:
 
     def report(self) -> RolloutReport:
         after = self.worker.speculation()
-        if after is None:
-            return RolloutReport()
-        spent = after.since(self._before) if self._before else after
-        saved_s = spent.tuner.saved_s if spent.tuner else 0.0
-        return RolloutReport(spent.verifies, spent.accepted, saved_s, by_batch(spent.ticks.items()))
+        return rollout_report(after.since(self._before) if after and self._before else after)
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         result = self.worker.draft(until)

@@ -25,6 +25,7 @@ from tlt.types import Completion, Experience, Key, Prompt, Rollout
 from tlt.watch.events import Event, PhaseStarted, ReplayCompared, RolloutProgress
 
 Emit = Callable[[Event], None]
+ByDepth = tuple[tuple[str, tuple[float, ...]], ...]  # drafter; share accepted at depth 1, 2, … of what got there
 _PROGRESS_S = 1.0  # between two words about a rollout under way
 
 
@@ -36,6 +37,9 @@ class RolloutReport:
     accepted: int = 0  # draft tokens
     saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs
     chosen: TicksByBatch = ()  # in which shapes
+    by_depth: ByDepth = ()  # as the tuners knew it afterwards; nothing where nothing was verified
+    switches: int = 0  # ticks in another shape than the tick before
+    once_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
 
     @property
     def accept_length(self) -> float:

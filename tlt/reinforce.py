@@ -29,7 +29,7 @@ from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.files import FileTask
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
-from tlt.telling import answer_shown, rewards_failed, rollout_finished, step_finished
+from tlt.telling import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
 from tlt.text import Tokenizer
 from tlt.train.checkpoint import Checkpoints
 from tlt.types import Prompt
@@ -41,7 +41,6 @@ from tlt.watch.events import (
     Run,
     RunFinished,
     RunResumed,
-    ShapesChosen,
     read_run,
 )
 from tlt.watch.log import EventLog
@@ -126,7 +125,7 @@ class _Run:
         self._log.emit(rollout_finished(step.number, step.rollouts, step.times.rollout))
         self._log.emit(answer_shown(step.number, step.rollouts[0]))
         if step.report.chosen:
-            self._log.emit(ShapesChosen(step.number, step.report.chosen))
+            self._log.emit(shapes_chosen(step.number, step.report))
 
     # ---- checkpoints
 

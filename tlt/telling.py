@@ -1,4 +1,7 @@
-"""What a step tells: the events made from its rollouts, verdicts and alarms. Numbers in, records out."""
+"""What a step tells: the events made from its rollouts, verdicts and alarms, and how workers' reports become one.
+
+Numbers in, records out.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -6,8 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from tlt.drafting.trainer import DraftingResult
-from tlt.loop import Step
+from tlt.loop import ByDepth, RolloutReport, Step
 from tlt.spec.alarm import Alarm
+from tlt.spec.shape import by_batch
+from tlt.spec.speculation import SpeculationReport
 from tlt.tasks.judge import Verdict
 from tlt.types import Rollout
 from tlt.watch.events import (
@@ -17,6 +22,7 @@ from tlt.watch.events import (
     DrafterTrained,
     RewardsFailed,
     RolloutFinished,
+    ShapesChosen,
     StepFinished,
 )
 
@@ -115,6 +121,63 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         saved_s=step.report.saved_s,
         verifies=step.report.verifies,
     )
+
+
+# ---- how a rollout speculated
+
+
+def rollout_report(spent: SpeculationReport | None) -> RolloutReport:
+    """One worker's; None: it does not speculate."""
+    if spent is None:
+        return RolloutReport()
+    known = spent.tuner.by_depth if spent.tuner and spent.verifies else {}
+    return RolloutReport(
+        verifies=spent.verifies,
+        accepted=spent.accepted,
+        saved_s=spent.tuner.saved_s if spent.tuner else 0.0,
+        chosen=by_batch(spent.ticks.items()),
+        by_depth=tuple((drafter, shares) for drafter, shares in known.items() if shares),
+        switches=spent.switches,
+        once_s=spent.once_s,
+    )
+
+
+def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
+    """All workers'. What each of them saved cannot be added up, for they wait for each other."""
+    return RolloutReport(
+        verifies=sum(report.verifies for report in reports),
+        accepted=sum(report.accepted for report in reports),
+        saved_s=saved_s,
+        chosen=by_batch(((size, shape), ticks) for report in reports for size, shape, ticks in report.chosen),
+        by_depth=_mean_by_depth(reports),
+        switches=sum(report.switches for report in reports),
+        once_s=sum(report.once_s for report in reports),
+    )
+
+
+def _mean_by_depth(reports: Sequence[RolloutReport]) -> ByDepth:
+    """A worker counts as much as it has verified, at every depth that it knows of."""
+    told: dict[str, list[tuple[int, tuple[float, ...]]]] = {}
+    for report in reports:
+        for drafter, shares in report.by_depth:
+            told.setdefault(drafter, []).append((report.verifies, shares))
+    found = []
+    for drafter, known in sorted(told.items()):
+        means = []
+        for depth in range(max(len(shares) for _, shares in known)):
+            here = [(weight, shares[depth]) for weight, shares in known if depth < len(shares)]
+            means.append(sum(weight * share for weight, share in here) / sum(weight for weight, _ in here))
+        found.append((drafter, tuple(means)))
+    return tuple(found)
+
+
+def shapes_chosen(step: int, report: RolloutReport) -> ShapesChosen:
+    return ShapesChosen(
+        step=step, ticks=report.chosen, by_depth=report.by_depth, switches=report.switches, once_s=report.once_s
+    )
+
+
+# ---- what went wrong, and what was learned
 
 
 def rewards_failed(step: int, verdicts: Iterable[Verdict]) -> list[RewardsFailed]:

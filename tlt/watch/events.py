@@ -133,10 +133,16 @@ class StepFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class ShapesChosen(Event):
-    """How a step's rollout speculated, all workers together."""
+    """How a step's rollout speculated, all workers together.
+
+    `by_depth` is what the tuner knew afterwards, newer verifies counting more; nothing where nothing was verified.
+    """
 
     step: int
     ticks: tuple[tuple[int, str, int], ...]  # requests that ran, up to that power of two; shape, or off; ticks
+    by_depth: tuple[tuple[str, tuple[float, ...]], ...] = ()  # drafter; of what got to depth 1, 2, … share accepted
+    switches: int = 0  # ticks in another shape than the tick before
+    once_s: float = 0.0  # seconds of what speculation did once (drafters catching up, captures), all workers' together
 
 
 @dataclass(frozen=True, slots=True)

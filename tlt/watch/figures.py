@@ -26,6 +26,7 @@ _LEAST_PAIRS = 4  # pairs of bars that the axis has room for, however few there 
 _MOST_LANES = 24  # workers in one figure
 _OFF, _OTHERS = "off", "others"
 _SHAPE_COLOURS = ("c1", "c3", "c4", "c2")  # of the shapes most used
+_DEPTH_COLOURS = {1: "c1", 2: "c3", 4: "c4", 8: "c2"}  # depths that are drawn
 _DOING = {"rolling": "c1", "drafting": "c4", "updating": "c3", "publishing": "c2", "idle": "c6"}
 _PHASE_COLOURS = {"rollout": "c1", "reward": "c2", "update": "c3", "drafting": "c4", "checkpoint": "c5", "other": "c6"}
 
@@ -61,6 +62,8 @@ def figures_of(run: Run) -> list[Figure]:
         drawn.append(_replays(replays))
     if chosen := events_of(run, ShapesChosen):
         drawn.append(_shapes(chosen))
+        names = sorted({name for one in chosen for name, _ in one.by_depth})
+        drawn += [_by_depth(name, chosen) for name in names]
     if spans := events_of(run, WorkerSpans):
         drawn.append(_workers(spans))
     return drawn
@@ -216,6 +219,29 @@ def _shapes(chosen: Sequence[ShapesChosen]) -> Figure:
     words = "How each pass speculated, by how many requests it served: drafters, depth x width / nodes verified."
     entries = tuple(Entry(name, colour) for name, colour in colours.items() if name in names.values())
     return Figure("Shapes", words, entries, svg)
+
+
+def _by_depth(drafter: str, chosen: Sequence[ShapesChosen]) -> Figure:
+    """Over the steps, at a few depths; hovering names them all."""
+    told = [(one.step + 1, shares) for one in chosen for name, shares in one.by_depth if name == drafter]
+    deepest = max(len(shares) for _, shares in told)
+    lines = [
+        Line(f"depth {depth}", [(step, shares[depth - 1]) for step, shares in told if depth <= len(shares)], colour)
+        for depth, colour in _DEPTH_COLOURS.items()
+        if depth <= deepest
+    ]
+    columns = [
+        Column(step, f"step {step}: " + ", ".join(f"{share:.1%}" for share in shares) + " at depth 1, 2, …")
+        for step, shares in told
+    ]
+    svg = line_chart(lines, _step_axis(), Axis("accepted", (0.0, 1.0), percent=True), columns=columns)
+    switches, once_s = sum(one.switches for one in chosen), sum(one.once_s for one in chosen)
+    words = (
+        f"Share of {drafter}'s tokens that the policy accepted, of drafts it had followed so far, as the tuner knew it "
+        f"after each step. In the whole run shapes changed {switches:,} times, and drafters catching up and graphs "
+        f"captured for them took {duration(once_s)}."
+    )
+    return Figure(f"Acceptance by depth: {drafter}", words, _entries(lines), svg)
 
 
 def _requests(most: int) -> str:

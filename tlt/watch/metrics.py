@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from tlt.watch.events import DrafterTrained, Event, ReplayCompared, StepFinished
+from tlt.watch.events import DrafterTrained, Event, ReplayCompared, ShapesChosen, StepFinished
 
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
@@ -51,6 +51,11 @@ def metrics_of(event: Event) -> Metrics | None:
             values = {name: float(getattr(event, field)) for name, field in STEP_METRICS.items()}
             values["rollout/tokens_per_s"] = event.tokens / event.rollout_s if event.rollout_s else 0.0
             return Metrics(event.step, values)
+        case ShapesChosen():
+            shares = [(drafter, *pair) for drafter, shares in event.by_depth for pair in enumerate(shares, start=1)]
+            values = {f"acceptance/{drafter}/{depth}": share for drafter, depth, share in shares}
+            work = {"rollout/switches": float(event.switches), "rollout/switch_cost_s": event.once_s}
+            return Metrics(event.step, values | work)
         case DrafterTrained():
             values = {"drafter/version": event.version, "drafter/loss": event.loss_after}
             return Metrics(event.step, values | {"drafter/seconds": event.seconds})
