@@ -23,7 +23,7 @@ from workloads import Workload
 
 from tlt.bench.machine import wait_for
 from tlt.config import RunConfig
-from tlt.draft import draft_train
+from tlt.draft import Trained, draft_train
 from tlt.errors import ConfigError
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
@@ -34,6 +34,7 @@ from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
 from tlt.spec.eagle_widen import widen_drafter
 from tlt.spec.record import DraftRecord, read_record
+from tlt.train.drafter_measure import DEPTH, WIDTHS
 from tlt.train.packing import pack
 from tlt.train.supervised import SupervisedTrainer, batches
 
@@ -182,12 +183,28 @@ def train_drafter(config: RunConfig, wanted: Wanted) -> dict[str, Any]:
     prompts = workloads.drafting(workload, config, wanted.data or wanted.prompts, measured, wanted.place.directory)
     config = replace(config, draft=replace(config.draft, seconds=wanted.draft_budget_s))
     started = time.perf_counter()
-    steps = draft_train(config, prompts, str(wanted.place.drafter()), policy)
+    trained = draft_train(config, prompts, str(wanted.place.drafter()), policy)
     return {
         "settings": asdict(config.draft),
-        "steps": steps,
+        "steps": trained.steps,
         "seconds": time.perf_counter() - started,
         "prompts": prompts,
+        "measured": measured_of(trained),
+    }
+
+
+def measured_of(trained: Trained) -> dict[str, Any]:
+    """The table that `tlt draft train` prints: what was reached on the answers held out, before and after."""
+    moments = {"before": trained.before, "after": trained.after}
+    return {
+        "draft_tokens": DEPTH,
+        "widths": list(WIDTHS),  # of the trees that the accept lengths are of
+        "places": trained.after.tokens,
+        "beta": {when: str(found.beta) for when, found in moments.items()},  # as fitted; inf: without noise
+        **{
+            way: {when: asdict(getattr(found, name)) for when, found in moments.items()}
+            for way, name in (("greedy", "greedy"), ("β = 1", "shared"), ("β fitted", "fitted"))
+        },
     }
 
 

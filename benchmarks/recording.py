@@ -12,7 +12,7 @@ from tlt.bench.variants import Stage, Variant, Written
 from tlt.config import RunConfig
 from tlt.engine.build import shapes_of
 from tlt.engine.engine import Engine
-from tlt.engine.graphs import GraphPool, buckets
+from tlt.engine.graphs import GraphPool, PoolReport, buckets
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
 from tlt.spec.shape import Shape
@@ -206,11 +206,7 @@ def graph_memory(stage: Recording, policy: Policy, config: RunConfig) -> dict[st
     The latter is estimated: a private graph's memory, weighed at a few sizes, is linear in the tokens of its forward.
     """
     reports = stage.graphs()
-    found: dict[str, Any] = {
-        name: {"graphs": report.graphs, "gib": report.memory_bytes / _GIB, "capture_s": report.capture_s}
-        for name, report in reports.items()
-        if report is not None
-    }
+    found: dict[str, Any] = {name: pool_row(report) for name, report in reports.items() if report is not None}
     if not found:
         return {"none": "no graphs on this device"}
     shapes = [shape for shape in shapes_of(config.spec) if not shape.off]
@@ -224,6 +220,18 @@ def graph_memory(stage: Recording, policy: Policy, config: RunConfig) -> dict[st
         "bytes_per_token": slope,
     }
     return found
+
+
+def pool_row(report: PoolReport) -> dict[str, Any]:
+    """What the pool holds, and how runs were served: by a graph, or not, for there is none or none yet."""
+    return {
+        "graphs": report.graphs,
+        "gib": report.memory_bytes / _GIB,
+        "capture_s": report.capture_s,
+        "replays": report.replays,
+        "eager": report.eager,  # prompts mostly, which get no graph
+        "first": report.first,  # fell back: of what had not run often enough yet
+    }
 
 
 def _private_graphs(policy: Policy, config: RunConfig) -> tuple[float, float]:

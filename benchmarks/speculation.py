@@ -185,9 +185,11 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     setting = set_up(options, config, options.groups)
     stage = Recording(setting.policy, setting.config, setting.encoded, setting.scale())
     results.add("decode_ms", {size: 1e3 * seconds for size, seconds in stage.decode_s.items()}, show=False)
+    results.add("measured_costs", [asdict(cost) for cost in stage.measured], show=False)
     written = write_all(stage, setting, results)
     small = small_batch(written[0], stage.latest, _SMALL)
     results.add("answers", answers(setting, written[0]))
+    results.add("lengths", lengths(setting, written[0]), show=False)
     results.add("time", [asdict(record) for record in bench.time(written)], show=False)
     results.add("finished_s", {done.variant.name: finished(done) for done in written}, show=False)
     results.add("speculation", [asdict(record) for record in bench.speculated(written)], show=False)
@@ -199,7 +201,7 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     results.add("same_lengths", same_lengths(stage, written))
     results.add("shapes", by_batch(written), show=False)
     results.add("accept_length_by_context", by_context(stage.latest))
-    if {PLAIN, STAYS_OFF, TUNER, WARM, BANDIT} <= {done.variant.name for done in written}:
+    if {TUNER, WARM} & {done.variant.name for done in written}:
         results.add("verdict", asdict(bench.verdict(written, stage.off_seconds())))
     tell_shapes(by_batch(written))
     tell(in_short(written, small))
@@ -345,6 +347,15 @@ def answers(setting: Setting, done: Written) -> dict[str, Any]:
         "temperature": setting.config.sampling.temperature,
         "rows": setting.config.engine.rows,
     }
+
+
+def lengths(setting: Setting, done: Written) -> list[dict[str, Any]]:
+    """How long the answers to each prompt became: with what runs cost, all that `tlt simulate` needs of a rollout."""
+    size, tokens = setting.options.group_size, [len(completion.tokens) for completion in done.completions]
+    return [
+        {"prompt": index, "prompt_tokens": len(prompt), "tokens": tokens[index * size : (index + 1) * size]}
+        for index, prompt in enumerate(setting.encoded)
+    ]
 
 
 def finished(done: Written) -> list[float]:

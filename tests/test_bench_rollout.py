@@ -1,6 +1,7 @@
 """The rollout bench: every variant writes the same tokens, and what it reports adds up. No time is asserted."""
 
 import gc
+import io
 import json
 import re
 from argparse import Namespace
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tlt.bench.rollout as bench
 from tests.tiny import letters, policy
 from tlt.bench.options import FULL_ROLLOUT, QUICK_ROLLOUT, RolloutOptions, RolloutScale, read_rollout_options
+from tlt.bench.report import _table
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, fixed_shapes, variants
 from tlt.cli import main
 from tlt.config import EngineSettings, RunConfig, SpecSettings
@@ -167,6 +170,21 @@ def test_the_tail_begins_when_few_are_left() -> None:
     assert bench._last_s(written(PLAIN, 1.0, [float(i) for i in range(40)])) == pytest.approx(32.0)
 
 
+def test_a_tail_that_takes_no_time_has_no_speedup() -> None:
+    """The last two ended in one tick: whatever the other's tail took, there is nothing to divide by."""
+    plain, other = written(PLAIN, 2.0, [1.0, 1.5, 2.0]), written(TUNER, 1.0, [0.5, 1.0, 1.0])
+    found = {record.variant: record for record in bench.time([plain, other])}
+    assert (found[TUNER].tail_s, found[TUNER].tail_speedup) == (0.0, None)
+    assert (found[PLAIN].tail_s, found[PLAIN].tail_speedup) == (0.5, 1.0)
+    found = {record.variant: record for record in bench.time([replace(other, variant=plain.variant), plain])}
+    assert found[PLAIN].tail_speedup is None
+    told = Console(file=io.StringIO(), width=300)
+    told.print(_table("time", list(bench.time([plain, other]))))
+    assert isinstance(told.file, io.StringIO)
+    (line,) = [line for line in told.file.getvalue().splitlines() if TUNER in line]
+    assert "–" in line
+
+
 def test_the_middle_rollout_counts() -> None:
     rollouts = [written(TUNER, seconds, [seconds]) for seconds in (3.0, 1.0, 2.0, 9.0)]
     assert bench._middle(rollouts).seconds == 2.0
@@ -189,6 +207,11 @@ def test_regret_is_against_the_best_in_hindsight() -> None:
     assert found.off_host_share == pytest.approx(1e-3 * 10 / 4.4)
     assert (found.plain_spread, found.plain_drift) == (pytest.approx(0.25), pytest.approx(0.1))
     assert found.all_identical
+    few = [done for done in rollouts if done.variant.name in (PLAIN, WARM)]
+    told = bench.verdict(few, off_s=1e-3)
+    assert (told.best_fixed, told.warm_tuner_regret) == (PLAIN, pytest.approx(2.4 / 4.4 - 1))
+    absent = (told.tuner_regret, told.bandit_regret, told.tuner_over_plain, told.off_over_plain)
+    assert absent == (None,) * 4, "who did not write has no verdict, and hinders nobody's"
     by_name = {record.variant: record for record in bench.time(rollouts)}
     assert by_name[TUNER].speedup == pytest.approx(4.4 / 2.7)
     assert by_name[TUNER].fastest_speedup == pytest.approx(4.0 / 2.7)

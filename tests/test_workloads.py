@@ -25,12 +25,14 @@ import tail
 import workloads
 from workloads import WORKLOADS
 
-from tlt.bench.variants import PLAIN, Variant, Written
+from tlt.bench.variants import PLAIN, TUNER, Variant, Written
 from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings, WarmupSettings
 from tlt.engine.engine import Engine
+from tlt.engine.graphs import PoolReport
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
 from tlt.policy import open_policy
+from tlt.spec.costs import DRAFT, EXTEND, POLICY
 from tlt.spec.record import read_record
 from tlt.spec.shape import OFF, Shape
 from tlt.tasks.files import FileTask
@@ -230,6 +232,14 @@ def test_what_is_prepared_is_kept(work: Path, stand_in: str) -> None:
     assert record["policy"] == str(work / "c" / "policy")
     assert record["tuning"]["tokens"] > 0
     assert record["drafting"]["settings"]["steps"] == 3
+    measured = record["drafting"]["measured"]
+    assert measured["places"] > 0
+    for way in ("greedy", "β = 1", "β fitted"):
+        for reached in (measured[way]["before"], measured[way]["after"]):
+            assert 0 <= reached["first_hit"] <= 1
+            assert len(reached["lengths"]) == len(measured["widths"]) == 3
+            assert all(length >= 1 for length in reached["lengths"])
+    assert json.loads((work / "prepare-c.json").read_text())["drafting"]["measured"].keys() == measured.keys()
     before = (work / "c" / "drafter" / "model.safetensors").stat().st_mtime_ns
     arguments = ["prepare", "--workload", "c", "--work", str(work), "--model", stand_in, "--quick"]
     assert speculation.main(arguments) == 0
@@ -250,6 +260,8 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     assert found["answers"]["nats_per_token"] > 0
     assert {"sigma_log_length", "median", "p90", "p99", "max", "cap", "at_cap", "right"} <= set(found["answers"])
     assert found["verdict"]["all_identical"] is True
+    assert None not in found["verdict"].values()
+    check_what_a_simulation_needs(found)
     assert found["small_batch"]["eagle 2x2/4"]["accept_length"] >= 1
     by_length = found["accept_length_by_context"]["eagle 2x2/4"]
     assert by_length["shape"] == "eagle 2x2/4"
@@ -259,6 +271,39 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     assert found["same_lengths"]["tokens"] == found["answers"]["tokens"]
     assert sum(record["ticks"] for record in found["costs"]) > 0
     assert "S/AL ≤ 8" in capsys.readouterr().out
+
+
+def check_what_a_simulation_needs(found: dict[str, Any]) -> None:
+    """What runs cost, as the tuners were told, and how long the answers to each prompt became."""
+    roles = {cost["role"] for cost in found["measured_costs"]}
+    assert {POLICY, EXTEND, DRAFT} <= roles
+    assert all(cost["size"] >= 1 and cost["seconds"] > 0 for cost in found["measured_costs"] if cost["role"] == POLICY)
+    lengths = found["lengths"]
+    assert [row["prompt"] for row in lengths] == [0, 1]
+    assert {len(row["tokens"]) for row in lengths} == {2}
+    assert sum(sum(row["tokens"]) for row in lengths) == found["answers"]["tokens"]
+    tokens = sum(row["prompt_tokens"] for row in lengths) / 2
+    assert tokens == pytest.approx(found["answers"]["prompt_tokens_mean"], rel=1e-5)
+
+
+def test_a_verdict_needs_plain_decoding_and_a_tuner(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that was spent before the bandit's turn takes nothing from the others."""
+    write_all = speculation.write_all
+
+    def a_few(*given: Any) -> list[Written]:
+        return [done for done in write_all(*given) if done.variant.name in (PLAIN, TUNER)]
+
+    monkeypatch.setattr(speculation, "write_all", a_few)
+    verdict = run("measure", work)["verdict"]
+    assert verdict["best_fixed"] == PLAIN
+    assert verdict["tuner_regret"] == pytest.approx(verdict["tuner_over_plain"])
+    names = ("warm_tuner_regret", "bandit_regret", "off_over_plain")
+    assert [verdict[name] for name in names] == [None] * 3
+
+
+def test_fallbacks_of_graphs_are_kept() -> None:
+    row = recording.pool_row(PoolReport(7, 1 << 30, 0.5, replays=100, eager=4, first=3))
+    assert row == {"graphs": 7, "gib": 1.0, "capture_s": 0.5, "replays": 100, "eager": 4, "first": 3}
 
 
 def test_the_tail_is_drawn(work: Path, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Time:
     speedup: float  # over plain, middle by middle
     fastest_speedup: float  # fastest by fastest
     tail_s: float  # while at most an eighth of the requests still ran
-    tail_speedup: float
+    tail_speedup: float | None  # None where the last ones ended in one tick: there was no tail
     last_32_s: float | None  # while at most 32 still ran, where there are that many
     last_32_speedup: float | None
     ticks: int
@@ -118,13 +118,15 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """Of those that were written, plain decoding among them; what others would have come to is None."""
+
     best_fixed: str  # plain decoding among them
     best_fixed_s: float
-    tuner_regret: float  # share of time above the best fixed shape in hindsight; below 0: faster than any
-    warm_tuner_regret: float
-    bandit_regret: float
-    tuner_over_plain: float
-    off_over_plain: float  # share of time, as measured: no better than the spread of plain decoding
+    tuner_regret: float | None  # share of time above the best fixed shape in hindsight; below 0: faster than any
+    warm_tuner_regret: float | None
+    bandit_regret: float | None
+    tuner_over_plain: float | None
+    off_over_plain: float | None  # share of time, as measured: no better than the spread of plain decoding
     off_host_us: float  # what speculation that stays off adds to a tick on the host …
     off_host_share: float  # … as a share of a plain tick
     plain_spread: float  # slowest over fastest rollout of plain decoding, less 1: the machine's noise
@@ -208,6 +210,7 @@ def time(written: Sequence[Written]) -> Iterator[Time]:
     for name in _names(written):
         rollouts = _of(written, name)
         done, base = _middle(rollouts), _middle(plain)
+        tail, base_tail = _tail_s(done), _tail_s(base)
         last, base_last = _last_s(done), _last_s(base)
         yield Time(
             variant=name,
@@ -216,8 +219,8 @@ def time(written: Sequence[Written]) -> Iterator[Time]:
             tokens_per_s=done.tokens / done.seconds,
             speedup=base.seconds / done.seconds,
             fastest_speedup=_fastest_s(plain) / _fastest_s(rollouts),
-            tail_s=_tail_s(done),
-            tail_speedup=_tail_s(base) / max(_tail_s(done), 1e-9),
+            tail_s=tail,
+            tail_speedup=base_tail / tail if tail and base_tail else None,
             last_32_s=last,
             last_32_speedup=base_last / last if last and base_last else None,
             ticks=done.ticks,
@@ -264,8 +267,7 @@ def chosen(written: Sequence[Written]) -> Iterator[Chosen]:
 
 
 def verdict(written: Sequence[Written], off_s: float) -> Verdict:
-    names = (PLAIN, STAYS_OFF, TUNER, WARM, BANDIT)
-    plain, off, tuner, warm, bandit = (_middle(_of(written, name)) for name in names)
+    plain = _middle(_of(written, PLAIN))
     fixed = [_middle(_of(written, done.variant.name)) for done in written if done.variant.fixed]
     best = min([plain, *fixed], key=lambda done: done.seconds)
     spans = [done.seconds for done in _of(written, PLAIN)]
@@ -273,11 +275,11 @@ def verdict(written: Sequence[Written], off_s: float) -> Verdict:
     return Verdict(
         best_fixed=best.variant.name,
         best_fixed_s=best.seconds,
-        tuner_regret=tuner.seconds / best.seconds - 1.0,
-        warm_tuner_regret=warm.seconds / best.seconds - 1.0,
-        bandit_regret=bandit.seconds / best.seconds - 1.0,
-        tuner_over_plain=tuner.seconds / plain.seconds - 1.0,
-        off_over_plain=off.seconds / plain.seconds - 1.0,
+        tuner_regret=_above(best, _of(written, TUNER)),
+        warm_tuner_regret=_above(best, _of(written, WARM)),
+        bandit_regret=_above(best, _of(written, BANDIT)),
+        tuner_over_plain=_above(plain, _of(written, TUNER)),
+        off_over_plain=_above(plain, _of(written, STAYS_OFF)),
         off_host_us=1e6 * off_s,
         off_host_share=off_s * plain.ticks / plain.seconds,
         plain_spread=max(spans) / min(spans) - 1.0,
@@ -300,6 +302,11 @@ def _of(written: Sequence[Written], name: str) -> list[Written]:
 def _middle(rollouts: Sequence[Written]) -> Written:
     """With the median makespan; of an even number the faster of the two."""
     return sorted(rollouts, key=lambda done: done.seconds)[(len(rollouts) - 1) // 2]
+
+
+def _above(base: Written, rollouts: Sequence[Written]) -> float | None:
+    """Share of time that the middle one takes more; None where there is none."""
+    return _middle(rollouts).seconds / base.seconds - 1.0 if rollouts else None
 
 
 def _fastest_s(rollouts: Sequence[Written]) -> float:

@@ -166,9 +166,9 @@ class Stage:
         sizes = self._sizes()
         self._plain.warm_up(sizes)
         self._speculating.warm_up(sizes)
-        self._measured = self._speculating.measure()
+        self.measured: Sequence[Measured] = self._speculating.measure()  # what every tuner here starts from
         # tokens of a forward → seconds
-        self.decode_s = {cost.size: cost.seconds for cost in self._measured if cost.role == POLICY}
+        self.decode_s = {cost.size: cost.seconds for cost in self.measured if cost.role == POLICY}
         self.warm = self.chooser(Variant(WARM))
         self._rollouts = 0
 
@@ -219,10 +219,10 @@ class Stage:
         tuned = replace(spec, chooser="tuner")
         on_gpu = self._device.type == "cuda"
         if variant.name in (TUNER, WARM):
-            tuner = chooser_of(tuned, rows, self._measured, exact=exact, on_gpu=on_gpu)
+            tuner = chooser_of(tuned, rows, self.measured, exact=exact, on_gpu=on_gpu)
             make_ready(self._speculating, tuner, self._config)
             return tuner
-        return chooser_of(replace(tuned, drafter="none"), rows, self._measured, on_gpu=on_gpu)
+        return chooser_of(replace(tuned, drafter="none"), rows, self.measured, on_gpu=on_gpu)
 
     def off_seconds(self, ticks: int = 4096) -> float:
         """What an engine with speculation does more in a plain tick than one without, on the host."""
