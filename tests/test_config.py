@@ -79,6 +79,17 @@ def test_booleans(flags: list[str], expected: bool) -> None:
     assert load_config(None, flags).sampling.ignore_eos is expected
 
 
+def test_a_recipe_may_name_a_drafter_that_a_flag_leaves_out(tmp_path: Path) -> None:
+    """To compare; and what a run wrote down of such a configuration is read back."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[spec]\ndrafter = "both"\npath = "here"\n')
+    config = load_config(recipe, ["--spec.drafter=suffix"])
+    assert (config.spec.drafter, config.spec.path) == ("suffix", "here")
+    recipe.write_text(to_toml(config))
+    assert load_config(recipe) == config
+    assert load_config(recipe, ["--spec.path="]).spec.path == ""
+
+
 def test_flags_are_parted_from_the_rest() -> None:
     arguments = ["tiny", "--sampling.ignore_eos", "hello", "--run.seed", "-1", "--raw", "--", "--run.seed"]
     flags, rest = take_flags(arguments)
@@ -133,6 +144,8 @@ def test_a_wrong_recipe_is_refused(tmp_path: Path, text: str, expected: str) -> 
         (["--sampling.top_k"], "--sampling.top_k needs a value"),
         (["--sampling.top_k", "--run.seed", "1"], "--sampling.top_k needs a value"),
         (["stray"], "unexpected argument 'stray'"),
+        (["--spec.drafter=suffix", "--spec.path=/nope"], "--spec.path: spec.path is '/nope'; expected nothing, as"),
+        (["--spec.path=new"], "as spec.drafter is none: set spec.drafter to eagle or both"),
     ],
 )
 def test_a_wrong_flag_is_refused(flags: list[str], expected: str) -> None:

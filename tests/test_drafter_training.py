@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.cli import main
 from tlt.config import DraftSettings
-from tlt.draft import draft_export
+from tlt.draft import _not_held_out, draft_export
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import TltError
@@ -463,6 +463,31 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
         assert other.config == saved.config
         for name, tensor in saved.state_dict().items():
             assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_a_few_prompts_asked_again_are_not_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever trains on one prompt is told that what is measured is no measure; so is whoever measures on it."""
+    one = tmp_path / "one.jsonl"
+    one.write_text('{"prompt": "3+4="}\n')
+    small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
+    there = str(tmp_path / "drafter")
+    warning = "2 of the 2 held-out answers are to prompts that are learned from, too"
+    assert main(["draft", "train", "tiny", "--prompts", str(one), *small, "--draft.steps=1", "--out", there]) == 0
+    said = capsys.readouterr().out
+    assert f"{warning}: what is measured on them says nothing of other prompts" in said
+    assert "Give 6 different prompts (there is 1), or lower draft.answers and draft.held_out" in said
+    assert main(["draft", "measure", there, "--prompts", str(one), *small]) == 0
+    assert warning in capsys.readouterr().out
+    assert main(["draft", "measure", there, "--prompts", "toy", *small]) == 0
+    assert "held-out answers are to prompts" not in capsys.readouterr().out
+
+
+def test_some_prompts_are_asked_twice_and_many_are_told() -> None:
+    learned = [(1, n) for n in range(20)]
+    assert _not_held_out(learned, [(2, n) for n in range(10)]) == ""
+    assert _not_held_out(learned, [(1, 0), *((2, n) for n in range(9))]) == ""
+    assert "2 of the 10 held-out" in _not_held_out(learned, [(1, 0), (1, 1), *((2, n) for n in range(8))])
+    assert "(there are 28)" in _not_held_out(learned, [(1, 0), (1, 1), *((2, n) for n in range(8))])
 
 
 def test_a_narrower_drafter_is_trained_saved_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

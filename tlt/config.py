@@ -172,9 +172,13 @@ class SpecSettings:
         _require(max(self.verifies) <= 128, "verifies", self.verifies, "numbers up to 128")
         _require(max(self.widths) <= 16, "widths", self.widths, "numbers up to 16")
         _require(all(1.0 < share <= 128.0 for share in self.shares), "shares", self.shares, "numbers in (1, 128]")
-        learned = self.drafter in ("eagle", "both")
-        _require(bool(self.path) or not learned, "path", self.path, 'the directory of a learned drafter, or "new"')
+        _require(bool(self.path) or not self.learned, "path", self.path, 'the directory of a learned drafter, or "new"')
         _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")
+
+    @property
+    def learned(self) -> bool:
+        """Whether a learned drafter is asked: nobody else reads `path`."""
+        return self.drafter in ("eagle", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +212,7 @@ class DraftSettings:
     answers: int = 512  # answers written to learn from
     held_out: int = 64  # further answers, never learned from, to measure on
     steps: int = 200  # optimizer steps
-    seconds: float = 0.0  # for all of it, answers included: fewer steps where they would take longer; 0: no limit
+    seconds: float = 0.0  # for all of it, by fewer steps if need be: all answers and one step at least; 0: no limit
     tokens_per_batch: int = 2048  # tokens packed into one step, at most
     learning_rate: float = 6e-4  # peak of the schedule at a hidden size of 1024; in inverse proportion to it elsewhere
     warmup_steps: int = 10  # steps over which the learning rate rises from 0

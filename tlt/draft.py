@@ -43,14 +43,24 @@ from tlt.train.supervised import batches, endless
 from tlt.types import Completion, Key
 
 _FILLING = 0.25  # of the time left for training may pass before the first step
+_ASKED_AGAIN = 0.1  # of the held-out answers may be to prompts that were learned from: a task asks some of them twice
 
 _Lessons = Callable[[int], Iterator[DrafterBatch]]  # of so many steps
 
 
-def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a training: steps it took, and what the drafter reaches on answers held out."""
+
+    steps: int
+    before: Acceptance
+    after: Acceptance
+
+
+def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> Trained:
     """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it.
 
-    Says how many steps it took. `policy` is `config.model`, for whoever has it open already.
+    `policy` is `config.model`, for whoever has it open already.
     """
     console = Console(highlight=False)
     spent = _Spent()
@@ -87,7 +97,7 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
         console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
     console.print(f"time: {spent}", soft_wrap=True)
     console.print(f"saved {out}", soft_wrap=True)
-    return len(tokens)
+    return Trained(len(tokens), before, after)
 
 
 def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str | None) -> None:
@@ -176,12 +186,29 @@ def _answers(
 ) -> list[_Answer | None]:
     """To so many prompts behind the first ones; none where there is nothing to draft. Training learns from the first
     `draft.answers`, and measures on those behind them."""
-    asked = _prompts(config, policy, prompts, skip + count)[skip:]
+    every = _prompts(config, policy, prompts, skip + count)
+    if warning := _not_held_out(every[: config.draft.answers], every[config.draft.answers :]):
+        console.print(warning, style="bold yellow", soft_wrap=True)
     requests = [
-        Request(Key(config.run.seed, number), tokens, config.sampling) for number, tokens in enumerate(asked, skip)
+        Request(Key(config.run.seed, number), tokens, config.sampling)
+        for number, tokens in enumerate(every[skip:], skip)
     ]
     done = {completion.key: completion for completion in _complete(config, policy, requests, console)}
     return [_answer(done[request.key]) for request in requests]
+
+
+def _not_held_out(learned: Sequence[tuple[int, ...]], held_out: Sequence[tuple[int, ...]]) -> str:
+    """In words, if many of the prompts to measure on are learned from: a short file is gone through again and again."""
+    known = set(learned)
+    again = sum(prompt in known for prompt in held_out)
+    if again <= _ASKED_AGAIN * len(held_out):
+        return ""
+    different = len(known.union(held_out))
+    return (
+        f"{again} of the {len(held_out)} held-out answers are to prompts that are learned from, too: what is measured "
+        f"on them says nothing of other prompts. Give {len(learned) + len(held_out)} different prompts (there "
+        f"{'is' if different == 1 else 'are'} {different}), or lower draft.answers and draft.held_out"
+    )
 
 
 def _told(answers: Sequence[_Answer | None]) -> list[_Answer]:

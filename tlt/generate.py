@@ -32,7 +32,7 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
     print(stream.feed(completions[0].tokens[shown:]))
     seconds = time.perf_counter() - started
     count = len(completions[0].tokens)
-    pace = f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} tokens/s)"
+    pace = f"{_tokens(count)} in {seconds:.1f} s ({count / seconds:.0f} tokens/s)"
     end = f"ended by {completions[0].finish_reason}, seed {config.run.seed}"
     drafts = _of_drafts(engine.report().speculation)
     Console(stderr=True).print(f"{pace}, {end}{drafts}", style="dim", highlight=False, soft_wrap=True)
@@ -44,4 +44,8 @@ def _of_drafts(report: SpeculationReport | None) -> str:
         return ""
     if not report.verifies:
         return "; no drafts: they did not promise to pay"
-    return f"; {report.accepted} tokens of it drafted, accept length {report.accept_length:.2f}"
+    return f"; {_tokens(report.accepted)} of it drafted, accept length {report.accept_length:.2f}"
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

@@ -82,9 +82,21 @@ def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Ru
     remaining, rest = take_flags(flags)
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}; settings are given as --section.key value")
-    settings.update(_read_flags(remaining))
-    config: RunConfig = _build(RunConfig, "", settings)
+    given = _read_flags(remaining)
+    config: RunConfig = _build(RunConfig, "", settings | given)
+    _refuse_unread(given, config)
     return config
+
+
+def _refuse_unread(given: Mapping[str, _Setting], config: RunConfig) -> None:
+    """A drafter that a flag names and that nobody would read. A recipe may name one: to decode without it, to compare,
+    a flag for `spec.drafter` is enough."""
+    path = given.get("spec.path")
+    if path and path.value and not config.spec.learned:
+        raise ConfigError(
+            f"{path.origin}: spec.path is {path.value!r}; expected nothing, as spec.drafter is {config.spec.drafter}: "
+            "set spec.drafter to eagle or both"
+        )
 
 
 def take_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
