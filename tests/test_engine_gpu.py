@@ -1,6 +1,6 @@
 """On a GPU: graphs change no token, tokens follow the policy, and a tick waits for the device once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
+from tlt.spec.drafter import SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
@@ -76,10 +77,9 @@ def test_graphs_change_no_token() -> None:
     assert {k: c.tokens for k, c in plain.items()} == {k: c.tokens for k, c in captured.items()}
 
 
-def test_log_probs_are_those_of_the_packed_forward() -> None:
-    model = gpu_policy()
+def assert_log_probs_of_the_packed_forward(model: Transformer, completions: Iterable[Completion]) -> None:
     gaps = []
-    for completion in answers(model, rows=24).values():
+    for completion in completions:
         text = torch.tensor([*completion.prompt_tokens, *completion.tokens], device="cuda")
         hidden = model(text, PackedLayout.from_lengths([len(text)], "cuda")).hidden_TD
         logprobs = model.logits(hidden).float().log_softmax(-1).detach()
@@ -89,6 +89,37 @@ def test_log_probs_are_those_of_the_packed_forward() -> None:
     worst = torch.cat(gaps)
     assert worst.mean() < 0.02
     assert worst.max() < 0.25
+
+
+def test_log_probs_are_those_of_the_packed_forward() -> None:
+    model = gpu_policy()
+    assert_log_probs_of_the_packed_forward(model, answers(model, rows=24).values())
+
+
+@pytest.mark.parametrize("share", [0.0, 2.5])
+def test_log_probs_of_verified_tokens_are_those_of_the_packed_forward(share: float) -> None:
+    model = gpu_policy()
+    engine, _ = learned_engine(model, lambda: Shape(("eagle",), 4, 2, 7, share), graphs=True)
+    engine.submit(batch(24))
+    done = engine.drain()
+    assert len(done) == 24
+    report = engine.report().speculation
+    assert report is not None
+    assert report.verifies > 1000
+    assert_log_probs_of_the_packed_forward(model, done)
+
+
+def test_log_probs_of_accepted_tokens_are_those_of_the_packed_forward() -> None:
+    """A random drafter is seldom right: here is one who knows most of what will be written."""
+    from tests.test_speculation import Scripted, changing, oracle
+
+    model = gpu_policy()
+    plain = {key: list(completion.tokens) for key, completion in answers(model, rows=24).items()}
+    speculation = Scripted(oracle(plain, miss=0.2), changing(4))
+    engine = Engine(model, letters(), EngineSettings(rows=24), speculation=speculation)
+    engine.submit(batch(24))
+    assert_log_probs_of_the_packed_forward(model, engine.drain())
+    assert speculation.accept_length > 1.3
 
 
 def test_preempted_requests_are_answered() -> None:
@@ -119,7 +150,9 @@ def assert_waits_once(engine: Engine, max_tokens: int) -> None:
     assert len(engine.drain()) == 8
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(("eagle",), 4, 2, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(), *(Shape(who, 4, 2, 7) for who in (("eagle",), ("suffix",), ("eagle", "suffix")))], ids=str
+)
 def test_who_comes_in_makes_nobody_wait(shape: Shape) -> None:
     """Prompts are computed, their states recalled and rows moved while the device is still at the tick before."""
     engine, _ = learned_engine(gpu_policy(), lambda: shape, graphs=True)
@@ -208,7 +241,7 @@ def learned_engine(
     drafter.init_weights(3)
     learned = LearnedDrafting(drafter, model, rows=24, light=light)
     always = Always(lambda running: shapes() if running else Shape())
-    speculation = Speculating([learned], always, learned=learned, deepest=8)
+    speculation = Speculating([learned, SuffixDrafting(10_000)], always, learned=learned, deepest=8)
     return Engine(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
 
 
@@ -254,8 +287,11 @@ def test_trees_grown_in_graphs_are_those_grown_without(share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 2.5])
-def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens(share: float) -> None:
-    engine, _ = learned_engine(gpu_policy(), lambda: Shape(("eagle",), 4, 2, 7, share), graphs=True)
+@pytest.mark.parametrize("drafters", [("eagle",), ("suffix",), ("eagle", "suffix")], ids="+".join)
+def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens(drafters: tuple[str, ...], share: float) -> None:
+    """Whoever drafts on the host reads the tokens, and the learned drafter's trees, as they arrive: that is no wait for
+    whatever else the device does."""
+    engine, _ = learned_engine(gpu_policy(), lambda: Shape(drafters, 4, 2, 7, share), graphs=True)
     assert_waits_once(engine, max_tokens=400)
 
 
