@@ -16,6 +16,7 @@ from rich.console import Console
 import tlt.bench.rollout as bench
 from tests.tiny import letters, policy
 from tlt.bench.options import FULL_ROLLOUT, QUICK_ROLLOUT, RolloutOptions, RolloutScale, read_rollout_options
+from tlt.bench.paper import Beside
 from tlt.bench.report import _table
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, fixed_shapes, variants
 from tlt.cli import main
@@ -252,6 +253,7 @@ def test_the_whole_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         "speculation": bench.Speculated,
         "shapes": bench.Chosen,
         "verdict": bench.Verdict,
+        "paper": Beside,
     }
     records = {name: section["records"] for name, section in content["sections"].items()}
     assert list(records) == list(kinds)
@@ -275,6 +277,8 @@ def check_the_records(records: dict[str, list[dict[str, Any]]]) -> None:
     assert fixed["verifies"] > 0
     assert fixed["off_share"] == 0
     time = {record["variant"]: record for record in records["time"]}
+    beside = {record["what"]: record for record in records["paper"]}["speed-up of a rollout"]
+    assert (beside["here"], beside["paper"]) == (f"{time[WARM]['speedup']:.2f} ×", "2.44 ×")
     assert fixed["speedup_per_accept"] == pytest.approx(time[fixed["variant"]]["speedup"] / fixed["accept_length"])
     for record in records["shapes"]:
         assert record["variant"] in (BANDIT, TUNER, WARM)

@@ -13,6 +13,7 @@ from tlt.bench.fidelity import common_start
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.machine import describe
 from tlt.bench.options import RolloutOptions, RolloutScale
+from tlt.bench.paper import beside_the_paper
 from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
@@ -162,6 +163,7 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
         report.section("speculation", speculated(written), clock)
         report.section("shapes", chosen(written), clock)
         report.section("verdict", [verdict(written, stage.off_seconds())], clock)
+        report.section("paper", beside_the_paper([*time(written)], [*speculated(written)], WARM), clock)
     report.close()
 
 
