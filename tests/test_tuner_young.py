@@ -78,7 +78,7 @@ def test_a_drafter_that_was_measured_needs_no_try() -> None:
 
 def test_a_record_that_promises_too_much_is_found_out_at_once() -> None:
     """Of another temperature, or of another policy: a few ticks, and hardly any time."""
-    here, policy = world(0.05), tuner()
+    here, policy = world(0.05, 0.0), tuner()
     policy.recall(LEARNED, record(0.9))
     for _ in range(2000):
         here.tick(policy, 16)

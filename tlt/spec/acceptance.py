@@ -225,6 +225,7 @@ class Acceptance:
         keys = self._sets | {(drafter,) for drafters in self._sets for drafter in drafters}
         self._survival = {key: self._new_survival() for key in keys}
         self._foreseen = {key: _Foreseen() for key in keys}
+        self._rules: dict[Shape, float] = {}  # accept lengths by the rule of the tree, as of the last review
         self._real: dict[Shape, tuple[float, float]] = {}  # tokens emitted, tokens foreseen: both fading
         self._sampled = 0
 
@@ -252,6 +253,8 @@ class Acceptance:
         for index, drafter in enumerate(shape.drafters):
             self._survival[(drafter,)].see((walked.tracks[index] for walked in sample), shallow)
         if len(shape.drafters) > 1:
+            if not self.evidence(shape.drafters):
+                self._rules.clear()  # from here on there is more to go by than what each gives alone
             self._survival[shape.drafters].see((together(walked.tracks) for walked in sample), shallow)
         if self.known(shape.drafters) > _SETTLED:
             self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
@@ -268,6 +271,7 @@ class Acceptance:
         for key, survival in self._survival.items():
             if survival.fresh > _NEWS * survival.evidence:
                 self._foreseen[key] = _Foreseen()
+                self._rules.clear()
                 survival.fresh = 0.0
 
     def changed(self, drafter: str, worth: float) -> None:
@@ -279,6 +283,7 @@ class Acceptance:
     def forget(self, drafter: str) -> None:
         for key in self._of(drafter):
             self._survival[key], self._foreseen[key] = self._new_survival(), _Foreseen()
+        self._rules.clear()
         self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
 
     def by_depth(self, drafter: str) -> tuple[float, ...]:
@@ -297,6 +302,12 @@ class Acceptance:
 
     def _rule(self, shape: Shape) -> float:
         """Accept length by the rule of the tree alone."""
+        rule = self._rules.get(shape)
+        if rule is None:
+            rule = self._rules[shape] = self._by_rule(shape)
+        return rule
+
+    def _by_rule(self, shape: Shape) -> float:
         alone = max(self._tree((drafter,), shape, 1) for drafter in shape.drafters)
         if len(shape.drafters) == 1 or not self.evidence(shape.drafters):
             return alone

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from statistics import median
 
-from tlt.spec.shape import Shape
+from tlt.spec.shape import OFF, Shape
 
 POLICY = "policy"  # one run of the policy; size = tokens, those of rows that no request has too
 EXTEND = "extend"  # a learned drafter takes in what was accepted and names its first candidates; size = such tokens
@@ -92,6 +92,8 @@ _TRUSTED = 4  # ticks of its own on which a shape's correction stands alone; bef
 _FADE = 512  # ticks in which what was learned of shapes that are not in use loses half its weight
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share …
 _COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
+_LOOKS = 3  # plain ticks just after others; if they are quicker than foreseen …
+_MISTAKEN = 0.12  # … by this share, what all seemed to share was the other shape's own
 _LEAST = 0.1  # of what the table says a tick costs, whatever the corrections
 _IDLE = 8.0  # times as long as over idle rows a GPU may need for live ones when it catches up: 6 were seen
 _DEAREST = 32.0  # times as dear as many a newcomer's position may be: beyond that the machine stood still
@@ -106,6 +108,8 @@ class TickCosts:
     many nodes it has (a GPU), it is so many seconds: as a factor, large trees would be charged for it many times.
     What a shape costs beyond that is its own, by batch size: learned in the few ticks after a switch, when the shape
     before ran in the same conditions. A shape that never ran is taken to be as dear beyond the table as its like.
+    Ticks of one shape that become dearer do not tell whether others would too. They are taken to, until plain ticks
+    show that they are as quick as before: then what was known of that shape and its like is out of date.
     No single tick is believed: one that is read late makes the next one seem short, and only their sum is true.
     Sizes outside those measured are learned from their first plain ticks; what a model-free drafter takes, from every
     tick that says so.
@@ -130,8 +134,14 @@ class TickCosts:
         self._caught_up = False  # ever
         self._newcomers = _Newcomers()
         self._last: Shape | None = None
-        self._since = 0  # ticks since the shape changed …
-        self._ticks = 0  # … and ever
+        self._like = False  # the kind of the shape before …
+        self._in_use = 0  # … and the ticks it ran …
+        self._since = 0  # … before those since the shape changed …
+        self._ticks = 0  # … and those ever
+        self._at = self._alike = 0  # the size of late, and ticks of it in a row
+        self._plain_s: list[float] = []  # of the plain ticks just after others, and …
+        self._were_foreseen = 0.0  # … what had been foreseen of each; if they are far slower …
+        self._disturbed = False  # … a shape that comes back is not compared with them: something is going on
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
 
     def know(self, measured: Measured) -> None:
@@ -187,9 +197,7 @@ class TickCosts:
 
     def observe(self, shape: Shape, batch: int, seconds: float, drafts_s: Sequence[float] = ()) -> None:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""
-        self._since = self._since + 1 if self._last == shape else 1
-        self._last = shape
-        self._ticks += 1
+        self._count(shape, self.pad(batch))
         if self._ticks % _FADE == 0:
             self._own.fade(shape)
             self._newcomers.fade()
@@ -201,12 +209,22 @@ class TickCosts:
         if shape.off and (expected is None or self._learns(self.pad(batch))):
             alone = seconds / self._drift - self._shared_s
             self._table.record(POLICY, self.pad(batch), max(_LEAST * seconds, alone))
-        elif expected is not None and (shape.off or self._since > _SETTLED):
+        elif expected is not None and (shape.off or self._since > _SETTLED or self._in_a_bad_moment):
             self._own.close()
             self._see_shared(_clipped(seconds - expected, _STRANGE * expected), expected, shape.off)
+            if shape.off and self._since <= _LOOKS:
+                self._look_back(self.pad(batch), seconds, expected)
         elif expected is not None:
             beyond = seconds / self._drift - self._shared_s - (self._foreseen(shape, batch) or 0.0)
             self._own.see(self._kind(shape), shape, self.pad(batch), beyond)
+
+    def _count(self, shape: Shape, size: int) -> None:
+        if self._last != shape:
+            self._like, self._in_use = self._last is not None and self._kind(self._last), self._since
+            self._last, self._since = shape, 0
+        if self._at != size:
+            self._at, self._alike = size, 0
+        self._since, self._alike, self._ticks = self._since + 1, self._alike + 1, self._ticks + 1
 
     def ticks_of(self, shape: Shape, batch: int) -> int:
         """Of its own, on which the estimate rests."""
@@ -215,10 +233,40 @@ class TickCosts:
     def _see_shared(self, surprise: float, expected: float, plain: bool) -> None:
         weight = _COMPARED if plain and self._since <= _SETTLED else _DRIFT
         if self._read_once:  # contexts and busy hosts only add: what seems to be less is little, or an error
-            least = -_STRANGE * (self._table.estimate(POLICY, 1) or 0.0)
-            self._shared_s = max(least, self._shared_s + weight * surprise)
+            self._shared_s = max(self._least_shared_s, self._shared_s + weight * surprise)
         else:
             self._drift *= 1.0 + weight * surprise / expected
+
+    @property
+    def _in_a_bad_moment(self) -> bool:
+        return self._disturbed and self._in_use <= _SETTLED
+
+    @property
+    def _least_shared_s(self) -> float:
+        return -_STRANGE * (self._table.estimate(POLICY, 1) or 0.0)
+
+    def _look_back(self, size: int, seconds: float, expected: float) -> None:
+        """Plain ticks just after a shape that was in use may show that its ticks had become dearer, and no others. They
+        are believed if they are quick: what seems slow may be a bad moment, which is followed little by little."""
+        if self._since == 1:
+            self._plain_s, self._were_foreseen = [], expected
+        self._plain_s.append(seconds)
+        if len(self._plain_s) < _LOOKS:
+            return
+        took = median(self._plain_s)
+        self._disturbed = took > (1.0 + _STRANGE) * self._were_foreseen
+        if (
+            took > (1.0 - _MISTAKEN) * self._were_foreseen
+            or self._in_use <= _SETTLED + _TRUSTED  # hardly any of its own was ever taken to be shared
+            or self._alike <= self._since  # other ticks are compared with others
+        ):
+            return
+        now = self.seconds(OFF, size) or took
+        if self._read_once:
+            self._shared_s = max(self._least_shared_s, self._shared_s + took - now)
+        else:
+            self._drift *= took / now
+        self._own.forget(self._like, self._kind, size)
 
     def _learns(self, size: int) -> bool:
         """The first ticks of a size beyond all that were measured tell what it costs; later ones, how costs drift."""
@@ -318,6 +366,9 @@ class _Corrections:
 
     def _of_kind(self, kind: bool, size: int) -> float:
         """At the nearest size at which its kind ever ran."""
+        if self._now is not None and self._now[::2] == (kind, size) and len(self._said) >= _TRUSTED:
+            seconds, ticks = self._with_news((kind, size))
+            return seconds
         sizes = [known for key, known in self._known if key is kind]
         if not sizes:
             return 0.0
@@ -347,6 +398,14 @@ class _Corrections:
             key: (seconds, ticks if key[0] == used else ticks // 2) for key, (seconds, ticks) in self._known.items()
         }
         self._known = {key: known for key, known in halved.items() if known[1]}
+
+    def forget(self, kind: bool, kind_of: Callable[[Shape], bool], size: int) -> None:
+        """All of one kind, at this size."""
+        self._known = {
+            (key, known_at): known
+            for (key, known_at), known in self._known.items()
+            if known_at != size or (kind_of(key) if isinstance(key, Shape) else key) is not kind
+        }
 
     def _with_news(self, key: tuple[object, int]) -> tuple[float, int]:
         before, ticks = self._known.get(key, (0.0, 0))

@@ -1,7 +1,8 @@
 """What learning and one-off work may cost: time spent, what it earned, and what was lost or invested.
 
-What always holds: what is being tried counts as lost, at its worst, until it was seen; no more is invested than was
-saved, and what the promise at hand would have saved of late. Knows shapes and seconds.
+What always holds: what is being tried counts as lost, at its worst, until it was seen; more is lost than was earned by
+a comparison or two at most, which had a reason and could not wait, and then nothing is until it is earned; no more is
+invested than was saved, and what the promise at hand would have saved of late. Knows shapes and seconds.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from math import inf
 
 from tlt.spec.shape import Shape
 
+_LENT = 0.1  # of what learning may lose: if comparisons that had a reason lost less, the next one need not wait
 _FORESEEN = 256  # plain ticks: no promise is trusted for longer
 
 
@@ -31,6 +33,7 @@ class Ledger:
     tick_s: float = 0.0  # of a plain tick, of late
     spent: float = 0.0
     lost: float = 0.0  # a probe that paid off gives back, but never below 0
+    compared: float = 0.0  # of it, by comparisons that had a reason
     open: list[Probe] = field(default_factory=list)  # chosen, not yet observed: booked at their worst
     saved: float = 0.0  # by speculating, one-off work left out; may be negative
     invested: float = 0.0  # one-off work: captures, drafters catching up
@@ -39,6 +42,17 @@ class Ledger:
     def left(self) -> float:
         earned = max(self.share * self.spent, self.loan_ticks * self.tick_s)  # what was lent is paid back
         return earned - self.lost - sum(probe.worst for probe in self.open)
+
+    def lends(self, loss: float) -> bool:
+        """Whether a comparison that has a reason may be made: before it is earned too, if those before it lost little
+        of all that was."""
+        return loss <= self.left or self.compared <= _LENT * self.share * self.spent
+
+    def book(self, lost: float, for_a_reason: bool) -> None:
+        """What a comparison lost, or less than nothing if it turns out to have lost less than was booked."""
+        self.lost = max(0.0, self.lost + lost)
+        if for_a_reason:
+            self.compared = max(0.0, self.compared + lost)
 
     def affords(self, once_s: float, gain: float) -> bool:
         """Whether one-off work is worth a promise to need this share less time. As much time is taken to come as has

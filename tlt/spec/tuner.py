@@ -2,8 +2,9 @@
 
 What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; learning
 costs at most a small share of the time so far, counted against the best known shape, and a tick or two on loan: so
-nothing is tried at first where answers are short. Graphs and a drafter's catching up are paid for by what was saved, or
-by as much time to come as has passed.
+nothing is tried at first where answers are short. A shape whose ticks become clearly slower, and stay so, is compared
+with a few plain ticks soon, before that is earned if need be: only they tell whether it is the shape. Graphs and a
+drafter's catching up are paid for by what was saved, or by as much time to come as has passed.
 Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
 """
 
@@ -19,6 +20,7 @@ from tlt.spec.costs import CAPTURE, Measured, TickCosts
 from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.stand import Pause, Stand, Tally
+from tlt.spec.stand import TunerSettings as TunerSettings
 
 
 def forever() -> float:
@@ -69,29 +71,8 @@ class TunerPolicy(Protocol):
         """Its books; None if it keeps none."""
 
 
-@dataclass(frozen=True, slots=True)
-class TunerSettings:
-    exploration: float = 0.005  # share of all time that may be lost by learning …
-    loan: float = 2.0  # … and before that is earned so many plain ticks, if they are no larger a share of what may come
-    margin: float = 0.01  # a shape must promise this much more than the one in use …
-    doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
-    cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there
-    unused: float = 0.02  # a shape that never ran at such a batch size counts less: its graphs are yet to be captured
-    least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
-    settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
-    review_ticks: int = 128  # between two looks at a batch size; the first come sooner
-    horizon: float = 1000.0  # verifies after which an observation counts 1/e
-    probe_pause: int = 64  # ticks until a drafter found wanting is tried again; doubles every time
-    longest_pause: int = 4096
-    check_ticks: int = 6  # plain ones at a time, with which the shape in use is compared now and then
-    check_pause: int = 64  # ticks until the first such comparison at a batch size; doubles every time
-    check_gain: float = 0.25  # a shape that promises more over plain decoding is compared more rarely …
-    check_rarely: int = 8  # … by this factor
-    recall_worth: float = 128.0  # verifies that what was measured of a drafter elsewhere is worth
-    swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
-
-
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
+_SPOKEN, _SPOKEN_ENOUGH = 9, 6  # ticks in which a shape shows what it costs, and nearly so: where time is being lost
 
 
 class Tuner:
@@ -124,7 +105,7 @@ class Tuner:
         if stand.plain or self._check_is_due(stand, size):
             stand.plain -= 1
             return OFF
-        if stand.probe is not None and not self._ledger.open and stand.worst <= self._ledger.left:
+        if stand.probe is not None and self._may_try(stand):
             worst = stand.worst + self._costs.catching_up(stand.probe, stand.shape, size, behind)
             if worst <= self._ledger.left:
                 return self._try(stand, worst)
@@ -147,6 +128,9 @@ class Tuner:
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
+        stand = self._stands.get(size)
+        if stand is not None and outcome.shape == stand.shape and outcome.seconds is not None and not outcome.taken_in:
+            stand.took(seconds, self._settings)
         self._firsts.see(not self._ready(outcome.shape, size), outcome.once_s - outcome.caught_up_s)
         self._ran.setdefault(outcome.shape, set()).add(size)
         if not outcome.walks:
@@ -215,7 +199,7 @@ class Tuner:
     def _review(self, size: int, behind: int) -> Stand:
         stand = self._stands.setdefault(size, Stand())
         stand.reviews += 1
-        stand.until = self._ticks + min(self._settings.review_ticks, 2 << stand.reviews)
+        stand.until = max(stand.later, self._ticks + min(self._settings.review_ticks, 2 << stand.reviews))
         plain_s = self._costs.seconds(OFF, size)
         if not plain_s:
             return stand  # nothing was ever measured: plain ticks tell what plain ticks cost
@@ -223,7 +207,10 @@ class Tuner:
         self._acceptance.refresh()
         self.evaluations += len(self._shapes)
         seconds, rates = self._foreseen(size)
+        self._settle(stand, rates, plain_s)
         self._decide(stand, rates, size, behind)
+        if self._ticks - stand.since >= _SPOKEN and not stand.plain:
+            stand.usual_s = min(stand.usual_s, self._costs.seconds(stand.shape, size) or inf)
         self._plan_probe(stand, rates, seconds, size)
         return stand
 
@@ -244,13 +231,15 @@ class Tuner:
         used = stand.shape if stand.shape in known else OFF
         if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
             used = OFF
-        if self._ticks - stand.since >= self._settings.settle_ticks:
+        settled = self._ticks - stand.since >= self._settings.settle_ticks
+        if settled and not stand.suspects(self._ticks, self._settings):  # or it is about to be compared
             used = self._better(used, known, size, behind)
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
-            stand.shape, stand.since, stand.reviews = used, self._ticks, 1
-            stand.plain = stand.checks = 0
-            stand.check = self._ticks + self._check_pause(stand)
+            stand.change(used, self._ticks)
+            if not used.off and self._ticks + _SPOKEN < stand.until:
+                stand.look_at(self._ticks + _SPOKEN)
+            stand.check = self._ticks + stand.check_pause(self._settings)
         stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
 
     def _better(self, used: Shape, known: dict[Shape, float], size: int, behind: int) -> Shape:
@@ -297,21 +286,25 @@ class Tuner:
     def _check_is_due(self, stand: Stand, size: int) -> bool:
         """A promise rests on costs that were learned some time ago, in other conditions: a few plain ticks show what
         plain decoding costs now, and the shape is compared with them when it comes back."""
-        if stand.shape.off or self._ticks < stand.check:
+        slower = stand.is_slower(self._ticks, self._settings)
+        if stand.shape.off or not (slower or stand.has_its_turn(self._ticks, self._settings)):
             return False
-        rarely = self._settings.check_rarely * self._check_pause(stand)
-        if stand.gain > self._settings.check_gain and self._ticks < stand.check + rarely:
-            return False  # a large promise may be wrong too
-        loss = self._settings.check_ticks * max(0.0, stand.gain) * (self._costs.seconds(OFF, size) or 0.0)
-        if loss > self._ledger.left:
-            return False
-        self._ledger.lost += loss
-        stand.plain, stand.checks = self._settings.check_ticks, stand.checks + 1
-        stand.check = self._ticks + self._check_pause(stand)
+        plain_s = self._costs.seconds(OFF, size) or 0.0
+        ticks = self._settings.slower_check if slower else self._settings.check_ticks
+        loss = ticks * plain_s * max(0.0, 1.0 - 1.0 / (1.0 + stand.gain))
+        if not (self._ledger.lends(loss) if slower else 2 * loss <= self._ledger.left):
+            return False  # what has its turn leaves as much for what has a reason
+        self._ledger.book(loss, slower)
+        stand.compare(self._ticks, ticks, loss, slower, self._settings)
+        stand.look_at(self._ticks + ticks + (_SPOKEN_ENOUGH if slower else _SPOKEN))
         return True
 
-    def _check_pause(self, stand: Stand) -> int:
-        return min(self._settings.check_pause << stand.checks, self._settings.longest_pause)
+    def _settle(self, stand: Stand, rates: dict[Shape, float], plain_s: float) -> None:
+        """What a comparison did lose, or gain, by what is known after it."""
+        if stand.booked and not stand.plain:
+            lost = stand.looked * (plain_s - 1.0 / rates[stand.shape])
+            self._ledger.book(lost - stand.booked, stand.for_a_reason)
+            stand.booked = 0.0
 
     def _known_rates(self, rates: dict[Shape, float]) -> dict[Shape, float]:
         return {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
@@ -356,6 +349,10 @@ class Tuner:
             pause.until = self._ticks + pause.wait
             return False
         return True
+
+    def _may_try(self, stand: Stand) -> bool:
+        """One at a time, and not in a bad moment."""
+        return not self._ledger.open and stand.worst <= self._ledger.left and not stand.slower
 
     def _try(self, stand: Stand, worst: float) -> Shape:
         shape = stand.probe or OFF
@@ -408,4 +405,4 @@ class Tuner:
             if drafter in drafters:
                 self._pauses[drafters] = Pause(self._settings.probe_pause, until)
         for stand in self._stands.values():
-            stand.until, stand.reviews = self._ticks, 0
+            stand.until, stand.later, stand.reviews = self._ticks, 0, 0
