@@ -151,11 +151,16 @@ class Timed:
     observe_us: float
 
 
+def tuner_of(drafter: str) -> Tuner:
+    """The engine's own."""
+    tuner = chooser_of(SpecSettings(drafter=drafter, path="new"), EngineSettings().rows, measured(), on_gpu=True)
+    assert isinstance(tuner, Tuner)
+    return tuner
+
+
 def rollouts(drafter: str, options: argparse.Namespace) -> list[Timed]:
     """The same calls every time."""
-    rows = EngineSettings().rows
-    tuner = chooser_of(SpecSettings(drafter=drafter, path="new"), rows, measured(), on_gpu=True)
-    assert isinstance(tuner, Tuner)
+    tuner = tuner_of(drafter)
     tuner.expect(options.cap)
     world, ticks = World(random.Random(options.seed)), []
     for rollout in range(options.rollouts):

@@ -66,6 +66,7 @@ PLAIN = {
     "tlt.spec.alarm",
     "tlt.spec.backlog",
     "tlt.spec.bandit",
+    "tlt.spec.corrections",
     "tlt.spec.costs",
     "tlt.spec.record",
     "tlt.spec.shape",

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(tlt.__file__).parents[1] / "benchmarks"))
 import choosing
 
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.tuner import Tuner
 
 
 def test_decisions_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,3 +45,29 @@ def test_walks_are_thinned_as_the_engine_does_it() -> None:
     written = sum(200 - left for left in world.left.values())
     assert written == 64 + sum(walked.accepted for walked in outcome.walks)
     assert (world.tick(OFF).walks, world.behind) == ((), 1)
+
+
+def test_all_shapes_at_once_are_what_each_is_alone() -> None:
+    """A review looks at all shapes together: the same lengths, seconds and rates as one by one, at any moment."""
+    world, tuner = choosing.World(random.Random(1)), choosing.tuner_of("both")
+    looked = 0
+    for _ in range(2):
+        world.begin(48, median=120.0, sigma=1.0, cap=900)
+        while world.left:
+            batch = len(world.left)
+            tuner.observe(world.tick(tuner.choose(batch, world.behind)))
+            if tuner._ticks % 7 == 0:
+                looked += 1
+                check_all(tuner, batch)
+    assert looked > 40
+    assert tuner._acceptance._real
+    assert tuner._costs._own._known
+
+
+def check_all(tuner: Tuner, batch: int) -> None:
+    shapes, size = tuner._shapes, tuner._costs.pad(batch)
+    assert tuner._acceptance.lengths() == [tuner._acceptance.length(shape) for shape in shapes]
+    found = tuner._costs.seconds_of(shapes, tuner._index, size)
+    assert found == pytest.approx([tuner._costs.seconds(shape, size) for shape in shapes], rel=1e-12)
+    known = [place for place, shape in enumerate(shapes) if shape.off or tuner._known(shape) >= 1.0]
+    assert tuner._known_places() == known

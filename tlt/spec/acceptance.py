@@ -225,7 +225,10 @@ class Acceptance:
         keys = self._sets | {(drafter,) for drafters in self._sets for drafter in drafters}
         self._survival = {key: self._new_survival() for key in keys}
         self._foreseen = {key: _Foreseen() for key in keys}
-        self._rules: dict[Shape, float] = {}  # accept lengths by the rule of the tree, as of the last review
+        self._shapes = tuple(shapes)
+        self._index = {shape: place for place, shape in enumerate(self._shapes)}
+        self._rules: dict[Shape, float] = {}  # accept lengths by the rule of the tree, as of the last review …
+        self._unused: list[float] | None = None  # … and of every shape, if nothing corrects that
         self._real: dict[Shape, tuple[float, float]] = {}  # tokens emitted, tokens foreseen: both fading
         self._sampled = 0
 
@@ -240,9 +243,19 @@ class Acceptance:
         """Expected accept length."""
         if shape.off:
             return 1.0
-        emitted, foreseen = self._real.get(shape, (0.0, 0.0))
-        rule = self._rule(shape)
+        return self._length(self._rule(shape), *self._real.get(shape, (0.0, 0.0)))
+
+    def _length(self, rule: float, emitted: float, foreseen: float) -> float:
         return max(1.0, rule * (emitted + _MODEL_WORTH * rule) / (foreseen + _MODEL_WORTH * rule))
+
+    def lengths(self) -> list[float]:
+        """`length` of every shape, in the order they were given in, for less: few of them were ever in use."""
+        if self._unused is None:
+            self._unused = [1.0 if shape.off else self._length(self._rule(shape), 0.0, 0.0) for shape in self._shapes]
+        found = self._unused.copy()
+        for shape in self._real:
+            found[self._index[shape]] = self.length(shape)
+        return found
 
     def see(self, shape: Shape, walks: Sequence[Walked]) -> None:
         looked = [walked for walked in walks if walked.tracks]
@@ -254,7 +267,7 @@ class Acceptance:
             self._survival[(drafter,)].see((walked.tracks[index] for walked in sample), shallow)
         if len(shape.drafters) > 1:
             if not self.evidence(shape.drafters):
-                self._rules.clear()  # from here on there is more to go by than what each gives alone
+                self._forget_rules()  # from here on there is more to go by than what each gives alone
             self._survival[shape.drafters].see((together(walked.tracks) for walked in sample), shallow)
         if self.known(shape.drafters) > _SETTLED:
             self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
@@ -271,7 +284,7 @@ class Acceptance:
         for key, survival in self._survival.items():
             if survival.fresh > _NEWS * survival.evidence:
                 self._foreseen[key] = _Foreseen()
-                self._rules.clear()
+                self._forget_rules()
                 survival.fresh = 0.0
 
     def changed(self, drafter: str, worth: float) -> None:
@@ -283,7 +296,7 @@ class Acceptance:
     def forget(self, drafter: str) -> None:
         for key in self._of(drafter):
             self._survival[key], self._foreseen[key] = self._new_survival(), _Foreseen()
-        self._rules.clear()
+        self._forget_rules()
         self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
 
     def by_depth(self, drafter: str) -> tuple[float, ...]:
@@ -306,6 +319,10 @@ class Acceptance:
         if rule is None:
             rule = self._rules[shape] = self._by_rule(shape)
         return rule
+
+    def _forget_rules(self) -> None:
+        self._rules.clear()
+        self._unused = None
 
     def _by_rule(self, shape: Shape) -> float:
         alone = max(self._tree((drafter,), shape, 1) for drafter in shape.drafters)

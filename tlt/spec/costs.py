@@ -6,11 +6,12 @@ Knows nothing of acceptance, of who measures, or of what a role does.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import median
 
+from tlt.spec.corrections import SETTLED, TRUSTED, Corrections, Newcomers, clipped
 from tlt.spec.shape import OFF, Shape
 
 POLICY = "policy"  # one run of the policy; size = tokens, those of rows that no request has too
@@ -38,16 +39,23 @@ class CostTable:
     def __init__(self) -> None:
         self._measured: dict[str, dict[int, deque[float]]] = {}
         self._curves: dict[str, tuple[list[int], list[float]]] = {}  # role → sizes, seconds; built when asked for
+        self._changes: dict[str, int] = {}  # role → how often it was recorded or forgotten
 
     def record(self, role: str, size: int, seconds: float) -> None:
         if size < 1 or not 0.0 <= seconds < float("inf"):
             raise ValueError(f"{role} of size {size} took {seconds} s; expected a size ≥ 1 and finite seconds ≥ 0")
         self._measured.setdefault(role, {}).setdefault(size, deque(maxlen=_WINDOW)).append(seconds)
         self._curves.pop(role, None)
+        self._changes[role] = self._changes.get(role, 0) + 1
 
     def forget(self, role: str) -> None:
         self._measured.pop(role, None)
         self._curves.pop(role, None)
+        self._changes[role] = self._changes.get(role, 0) + 1
+
+    def changes(self, roles: Iterable[str]) -> tuple[int, ...]:
+        """The same as before: so are their estimates."""
+        return tuple(self._changes.get(role, 0) for role in roles)
 
     def spans(self, role: str, size: int) -> bool:
         """Whether this size lies among those ever measured."""
@@ -87,8 +95,6 @@ def never_falling(values: list[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-_SETTLED = 8  # ticks after a switch in which the new shape is compared with the one before
-_TRUSTED = 4  # ticks of its own on which a shape's correction stands alone; before, it leans on its neighbours'
 _FADE = 512  # ticks in which what was learned of shapes that are not in use loses half its weight
 _DRIFT = 1 / 16  # weight of a tick in what all shapes share …
 _COMPARED = 1 / 4  # … and of a plain one just after others: what is tried next is compared with it
@@ -96,7 +102,6 @@ _LOOKS = 3  # plain ticks just after others; if they are quicker than foreseen �
 _MISTAKEN = 0.12  # … by this share, what all seemed to share was the other shape's own
 _LEAST = 0.1  # of what the table says a tick costs, whatever the corrections
 _IDLE = 8.0  # times as long as over idle rows a GPU may need for live ones when it catches up: 6 were seen
-_DEAREST = 32.0  # times as dear as many a newcomer's position may be: beyond that the machine stood still
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 
 
@@ -129,10 +134,10 @@ class TickCosts:
         self._read_once = context_read_once
         self._drift = 1.0  # what all shapes share: a factor …
         self._shared_s = 0.0  # … or seconds
-        self._own = _Corrections()
+        self._own = Corrections()
         self._idle = CostTable()  # of catching up, measured beforehand
         self._caught_up = False  # ever
-        self._newcomers = _Newcomers()
+        self._newcomers = Newcomers()
         self._last: Shape | None = None
         self._like = False  # the kind of the shape before …
         self._in_use = 0  # … and the ticks it ran …
@@ -143,6 +148,7 @@ class TickCosts:
         self._were_foreseen = 0.0  # … what had been foreseen of each; if they are far slower …
         self._disturbed = False  # … a shape that comes back is not compared with them: something is going on
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
+        self._kept_of: dict[int, _Kept] = {}  # by size
 
     def know(self, measured: Measured) -> None:
         """Measured beforehand."""
@@ -159,14 +165,40 @@ class TickCosts:
         own = 0.0 if shape.off else self._own.of(self._kind(shape), shape, self.pad(batch))
         return max(_LEAST * foreseen, foreseen + own + self._shared_s) * self._drift
 
+    def seconds_of(self, shapes: Sequence[Shape], index: Mapping[Shape, int], batch: int) -> list[float]:
+        """`seconds` of each, for less; 0 where they cannot be told. `index`: where among them each shape stands."""
+        size = self.pad(batch)
+        kept = self._kept(shapes, size)
+        lookup_s, shared_s, drift = self._table.estimate(LOOKUP, size) or 0.0, self._shared_s, self._drift
+        found = []
+        for (runs_s, lookups), own_s in zip(kept.runs, self._own.of_all(kept.kinds, index, size), strict=True):
+            foreseen = runs_s + lookups * lookup_s
+            found.append(max(_LEAST * foreseen, foreseen + own_s + shared_s) * drift)
+        if OFF in index:
+            found[index[OFF]] = self.seconds(OFF, size) or 0.0
+        return found
+
+    def _kept(self, shapes: Sequence[Shape], size: int) -> "_Kept":
+        """Until the table changes."""
+        changes, kept = self._table.changes((POLICY, EXTEND, DRAFT)), self._kept_of.get(size)
+        if kept is None or kept.changes != changes or kept.shapes is not shapes:
+            kinds = [self._kind(shape) for shape in shapes]
+            lookups = [len(shape.drafters) - kind for shape, kind in zip(shapes, kinds, strict=True)]
+            runs_s = [self._run_s(shape, size) or 0.0 for shape in shapes]
+            kept = self._kept_of[size] = _Kept(changes, shapes, kinds, [*zip(runs_s, lookups, strict=True)])
+        return kept
+
     def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
         return 0.0 if self._kind(before) else self._taking_in(shape, batch, behind)
 
     def entering(self, shape: Shape, batch: int, positions: float) -> float:
         """Seconds that learned drafters need for what newcomers bring: so many positions of a request, on average."""
-        times = self._newcomers.times(self._idle_times, self._position_s)
-        return self._kind(shape) * positions * times * self._position_s(self.pad(batch))
+        return self._kind(shape) * positions * self.newcomer_s(batch) if positions else 0.0
+
+    def newcomer_s(self, batch: int) -> float:
+        """Of one position of every request, if a learned drafter takes part."""
+        return self._newcomers.times(self._idle_times, self._position_s) * self._position_s(self.pad(batch))
 
     def _taking_in(self, shape: Shape, batch: int, positions: float) -> float:
         """The same if all requests have as many."""
@@ -209,9 +241,9 @@ class TickCosts:
         if shape.off and (expected is None or self._learns(self.pad(batch))):
             alone = seconds / self._drift - self._shared_s
             self._table.record(POLICY, self.pad(batch), max(_LEAST * seconds, alone))
-        elif expected is not None and (shape.off or self._since > _SETTLED or self._in_a_bad_moment):
+        elif expected is not None and (shape.off or self._since > SETTLED or self._in_a_bad_moment):
             self._own.close()
-            self._see_shared(_clipped(seconds - expected, _STRANGE * expected), expected, shape.off)
+            self._see_shared(clipped(seconds - expected, _STRANGE * expected), expected, shape.off)
             if shape.off and self._since <= _LOOKS:
                 self._look_back(self.pad(batch), seconds, expected)
         elif expected is not None:
@@ -231,7 +263,7 @@ class TickCosts:
         return self._own.ticks(shape, self.pad(batch))
 
     def _see_shared(self, surprise: float, expected: float, plain: bool) -> None:
-        weight = _COMPARED if plain and self._since <= _SETTLED else _DRIFT
+        weight = _COMPARED if plain and self._since <= SETTLED else _DRIFT
         if self._read_once:  # contexts and busy hosts only add: what seems to be less is little, or an error
             self._shared_s = max(self._least_shared_s, self._shared_s + weight * surprise)
         else:
@@ -239,7 +271,7 @@ class TickCosts:
 
     @property
     def _in_a_bad_moment(self) -> bool:
-        return self._disturbed and self._in_use <= _SETTLED
+        return self._disturbed and self._in_use <= SETTLED
 
     @property
     def _least_shared_s(self) -> float:
@@ -257,7 +289,7 @@ class TickCosts:
         self._disturbed = took > (1.0 + _STRANGE) * self._were_foreseen
         if (
             took > (1.0 - _MISTAKEN) * self._were_foreseen
-            or self._in_use <= _SETTLED + _TRUSTED  # hardly any of its own was ever taken to be shared
+            or self._in_use <= SETTLED + TRUSTED  # hardly any of its own was ever taken to be shared
             or self._alike <= self._since  # other ticks are compared with others
         ):
             return
@@ -282,16 +314,16 @@ class TickCosts:
 
     def _foreseen(self, shape: Shape, batch: int) -> float | None:
         """By the table alone."""
-        requests = self.pad(batch)  # graphs compute rows that no request has too, and nothing beyond them
-        total = self._table.estimate(POLICY, shape.tokens(requests))
-        if total is None:
-            return None
-        for drafter in shape.drafters:
-            if drafter in self._learned:
-                taken_in = ceil(requests * shape.most_tokens)
-                total += self._run(EXTEND, taken_in) + (shape.depth - 1) * self._run(DRAFT, requests * shape.width)
-            else:
-                total += self._table.estimate(LOOKUP, requests) or 0.0
+        size = self.pad(batch)  # graphs compute rows that no request has too, and nothing beyond them
+        runs_s, lookups = self._run_s(shape, size), len(shape.drafters) - self._kind(shape)
+        return None if runs_s is None else runs_s + lookups * (self._table.estimate(LOOKUP, size) or 0.0)
+
+    def _run_s(self, shape: Shape, size: int) -> float | None:
+        """What runs on the device."""
+        total = self._table.estimate(POLICY, shape.tokens(size))
+        if total is not None and self._kind(shape):
+            taken_in = ceil(size * shape.most_tokens)
+            total += self._run(EXTEND, taken_in) + (shape.depth - 1) * self._run(DRAFT, size * shape.width)
         return total
 
     def _run(self, role: str, size: int) -> float:
@@ -300,121 +332,11 @@ class TickCosts:
         return known if known is not None else self._table.estimate(POLICY, size) or 0.0
 
 
-class _Newcomers:
-    """How many times as dear as a position that all rows take in at once is one that newcomers bring.
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the table says of some shapes at one size, as long as it stays as it is."""
 
-    They come few at a time, and passes have room in steps: by the position it is dearest where the fewest come. So
-    what some arrivals took together is compared with what was foreseen of them together, without the strangest ones.
-    """
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW)  # seconds, positions of a row, rows
-        self._compared: float | None = None  # kept until something changes: it is asked for of every shape
-
-    def changed(self) -> None:
-        """What a position costs otherwise is another number now."""
-        self._compared = None
-
-    def see(self, seconds: float, positions: float, rows: int) -> None:
-        self._seen.append((seconds, positions, rows))
-        self._compared = None
-
-    def fade(self) -> None:
-        """What was seen long ago, perhaps in a bad moment, is forgotten in the end: or nobody would look again."""
-        if self._seen:
-            self._seen.popleft()
-            self._compared = None
-
-    def times(self, believed: float, position_s: Callable[[int], float]) -> float:
-        """`believed`: before anything was seen, and less and less of it until enough was."""
-        known = min(len(self._seen), _TRUSTED)
-        if known and self._compared is None:
-            self._compared = self._compare(position_s)
-        return ((self._compared or 0.0) * known + believed * (_TRUSTED - known)) / _TRUSTED
-
-    def _compare(self, position_s: Callable[[int], float]) -> float:
-        foreseen = [(seconds, positions * position_s(rows)) for seconds, positions, rows in self._seen]
-        pairs = [(min(took, _DEAREST * usual), usual) for took, usual in foreseen if usual > 0.0]
-        pairs.sort(key=lambda pair: pair[0] / pair[1])
-        cut = len(pairs) // 4
-        middle = pairs[cut : len(pairs) - cut]
-        return max(0.0, sum(took for took, _ in middle)) / sum(usual for _, usual in middle) if middle else 0.0
-
-
-def _clipped(value: float, most: float) -> float:
-    return min(max(value, -most), most)
-
-
-class _Corrections:
-    """Seconds beyond the table: of a shape at a batch size, and of all of its kind there."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, int], tuple[float, int]] = {}  # (shape or kind, size) → seconds, ticks
-        self._now: tuple[bool, Shape, int] | None = None  # who is being compared …
-        self._said: list[float] = []  # … and what its ticks have said so far
-
-    def of(self, kind: bool, shape: Shape, size: int) -> float:
-        if self._now == (kind, shape, size) and len(self._said) >= _TRUSTED:
-            return self._with_news((shape, size))[0]
-        own, ticks = self._known.get((shape, size), (0.0, 0))
-        if ticks >= _TRUSTED:
-            return own
-        return (ticks * own + (_TRUSTED - ticks) * self._of_kind(kind, size)) / _TRUSTED
-
-    def ticks(self, shape: Shape, size: int) -> int:
-        return self._known.get((shape, size), (0.0, 0))[1]
-
-    def _of_kind(self, kind: bool, size: int) -> float:
-        """At the nearest size at which its kind ever ran."""
-        if self._now is not None and self._now[::2] == (kind, size) and len(self._said) >= _TRUSTED:
-            seconds, ticks = self._with_news((kind, size))
-            return seconds
-        sizes = [known for key, known in self._known if key is kind]
-        if not sizes:
-            return 0.0
-        nearest = min(sizes, key=lambda known: abs(known - size))
-        seconds, ticks = self._known[kind, nearest]
-        return seconds * min(1.0, ticks / _TRUSTED)
-
-    def see(self, kind: bool, shape: Shape, size: int, beyond: float) -> None:
-        """A tick took so many seconds more than the table says."""
-        if self._now != (kind, shape, size):
-            self.close()
-            self._now = (kind, shape, size)
-        self._said.append(beyond)
-
-    def close(self) -> None:
-        """The comparison is over: what it said counts as much as what was known before, tick for tick."""
-        if self._now is not None:
-            kind, shape, size = self._now
-            for key in ((shape, size), (kind, size)):
-                self._known[key] = self._with_news(key)
-        self._now, self._said = None, []
-
-    def fade(self, used: Shape) -> None:
-        """What was learned long ago, perhaps while the machine was busy, is forgotten in the end: or whoever seemed too
-        dear then would never be used again."""
-        halved = {
-            key: (seconds, ticks if key[0] == used else ticks // 2) for key, (seconds, ticks) in self._known.items()
-        }
-        self._known = {key: known for key, known in halved.items() if known[1]}
-
-    def forget(self, kind: bool, kind_of: Callable[[Shape], bool], size: int) -> None:
-        """All of one kind, at this size."""
-        self._known = {
-            (key, known_at): known
-            for (key, known_at), known in self._known.items()
-            if known_at != size or (kind_of(key) if isinstance(key, Shape) else key) is not kind
-        }
-
-    def _with_news(self, key: tuple[object, int]) -> tuple[float, int]:
-        before, ticks = self._known.get(key, (0.0, 0))
-        new = len(self._said)
-        return before + (_middle(self._said) - before) * new / (ticks + new), min(ticks + new, _SETTLED)
-
-
-def _middle(values: list[float]) -> float:
-    """The mean of the middle half: two ticks of which one was read late cancel out, and a busy moment says nothing."""
-    cut = len(values) // 4
-    middle = sorted(values)[cut : len(values) - cut]
-    return sum(middle) / len(middle)
+    changes: tuple[int, ...]
+    shapes: Sequence[Shape]
+    kinds: list[bool]
+    runs: list[tuple[float, int]]  # seconds of runs on the device, and how many drafters look things up

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
+from operator import itemgetter
 from typing import Protocol
 
 from tlt.spec.acceptance import Acceptance, Drafters, Walked
@@ -72,6 +73,7 @@ class TunerPolicy(Protocol):
 
 
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
+_OFF = 0  # where plain decoding stands among the shapes
 _SPOKEN, _SPOKEN_ENOUGH = 9, 6  # ticks in which a shape shows what it costs, and nearly so: where time is being lost
 
 
@@ -81,9 +83,15 @@ class Tuner:
     def __init__(self, shapes: Sequence[Shape], costs: TickCosts, settings: TunerSettings | None = None) -> None:
         self._settings = settings or TunerSettings()
         self._shapes = tuple(sorted({OFF, *shapes}))
+        self._index = {shape: place for place, shape in enumerate(self._shapes)}
         self._costs = costs
         self._acceptance = Acceptance(self._shapes, self._settings.horizon)
         self._sets = sorted({shape.drafters for shape in self._shapes if not shape.off}, key=lambda s: (-len(s), s))
+        self._places = {  # of each set's shapes
+            drafters: [place for place, shape in enumerate(self._shapes) if shape.drafters == drafters]
+            for drafters in self._sets
+        }
+        self._most_tokens = [shape.most_tokens for shape in self._shapes]
         self._drafters = sorted({drafter for drafters in self._sets for drafter in drafters})
         self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
         self._pauses = {drafters: Pause(self._settings.probe_pause) for drafters in self._sets}
@@ -158,8 +166,8 @@ class Tuner:
         for size in sizes:
             if not self._costs.seconds(OFF, size):
                 continue
-            known = self._known_rates(self._foreseen(size)[1])
-            best = max(known, key=known.__getitem__)
+            rates = self._foreseen(size)[1]
+            best = self._shapes[max(self._known_places(), key=rates.__getitem__)]
             if not best.off:
                 self._ran.setdefault(best, set()).add(self._costs.pad(size))
                 found.append((best, size))
@@ -214,46 +222,46 @@ class Tuner:
         self._plan_probe(stand, rates, seconds, size)
         return stand
 
-    def _foreseen(self, size: int) -> tuple[dict[Shape, float], dict[Shape, float]]:
-        """Of every shape the seconds of a tick, and the tokens per second of a request."""
-        lengths = {shape: self._acceptance.length(shape) for shape in self._shapes}
-        seconds = {shape: self._cost(shape, size, length) for shape, length in lengths.items()}
-        return seconds, {shape: lengths[shape] / cost for shape, cost in seconds.items()}
+    def _foreseen(self, size: int) -> tuple[list[float], list[float]]:
+        """Of every shape, in their order, the seconds of a tick, and the tokens per second of a request."""
+        lengths, seconds = self._acceptance.lengths(), self._costs.seconds_of(self._shapes, self._index, size)
+        if per_token := self._arrivals.per_token:  # the more are answered, the more come
+            costs = zip(self._shapes, seconds, lengths, strict=True)
+            seconds = [cost + self._costs.entering(one, size, length * per_token) for one, cost, length in costs]
+        return seconds, [length / cost for length, cost in zip(lengths, seconds, strict=True)]
 
-    def _cost(self, shape: Shape, size: int, length: float) -> float:
-        """Seconds of a tick, with what newcomers bring: the more are answered, the more come."""
-        newcomers_s = self._costs.entering(shape, size, length * self._arrivals.per_token)
-        return (self._costs.seconds(shape, size) or 0.0) + newcomers_s
-
-    def _decide(self, stand: Stand, rates: dict[Shape, float], size: int, behind: int) -> None:
+    def _decide(self, stand: Stand, rates: Sequence[float], size: int, behind: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
-        known = self._known_rates(rates)
-        used = stand.shape if stand.shape in known else OFF
-        if known[used] < known[OFF] * (1.0 + self._settings.least_gain):
+        known, plain = self._known_places(), rates[_OFF]
+        used = stand.shape if self._index[stand.shape] in known else OFF
+        if rates[self._index[used]] < plain * (1.0 + self._settings.least_gain):
             used = OFF
         settled = self._ticks - stand.since >= self._settings.settle_ticks
         if settled and not stand.suspects(self._ticks, self._settings):  # or it is about to be compared
-            used = self._better(used, known, size, behind)
+            used = self._better(used, rates, known, size, behind)
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
             stand.change(used, self._ticks)
             if not used.off and self._ticks + _SPOKEN < stand.until:
                 stand.look_at(self._ticks + _SPOKEN)
             stand.check = self._ticks + stand.check_pause(self._settings)
-        stand.rate, stand.gain = known[used], known[used] / known[OFF] - 1.0
+        stand.rate = rates[self._index[used]]
+        stand.gain = stand.rate / plain - 1.0
 
-    def _better(self, used: Shape, known: dict[Shape, float], size: int, behind: int) -> Shape:
+    def _better(self, used: Shape, rates: Sequence[float], known: Sequence[int], size: int, behind: int) -> Shape:
         """The best of those that are better beyond doubt and worth the change; else the one in use."""
-        worth = {shape: rate * self._readiness(shape, size) for shape, rate in known.items()}
+        rate = rates[self._index[used]]
+        better = [(self._shapes[place], rates[place]) for place in known if rates[place] > rate]
+        worth = [(promise * self._readiness(shape, size), shape, promise) for shape, promise in better]
         near_s = sum(other.spent for near, other in self._stands.items() if size <= 2 * near <= 4 * size)
         to_come_s: float | None = None  # asked for once, if at all: who answers looks at every request
-        for best in sorted(worth, key=worth.__getitem__, reverse=True):
-            if best == used or worth[best] <= known[used]:
+        for counted, best, promise in sorted(worth, key=itemgetter(0), reverse=True):
+            if counted <= rate:
                 break
-            promised = known[best] if used.off else worth[best]
-            if promised <= known[used] * (1.0 + self._margin(used, best, size)):
+            promised = promise if used.off else counted
+            if promised <= rate * (1.0 + self._margin(used, best, size)):
                 continue
-            caught_up_s, gain = self._costs.catching_up(best, used, size, behind), 1.0 - known[used] / known[best]
+            caught_up_s, gain = self._costs.catching_up(best, used, size, behind), 1.0 - rate / promise
             first_s = self._first_s(best, size)
             to_come_s = self._to_come() * self._ledger.tick_s if to_come_s is None else to_come_s
             if (
@@ -299,41 +307,43 @@ class Tuner:
         stand.look_at(self._ticks + ticks + (_SPOKEN_ENOUGH if slower else _SPOKEN))
         return True
 
-    def _settle(self, stand: Stand, rates: dict[Shape, float], plain_s: float) -> None:
+    def _settle(self, stand: Stand, rates: Sequence[float], plain_s: float) -> None:
         """What a comparison did lose, or gain, by what is known after it."""
         if stand.booked and not stand.plain:
-            lost = stand.looked * (plain_s - 1.0 / rates[stand.shape])
+            lost = stand.looked * (plain_s - 1.0 / rates[self._index[stand.shape]])
             self._ledger.book(lost - stand.booked, stand.for_a_reason)
             stand.booked = 0.0
 
-    def _known_rates(self, rates: dict[Shape, float]) -> dict[Shape, float]:
-        return {shape: rate for shape, rate in rates.items() if shape.off or self._known(shape) >= 1.0}
+    def _known_places(self) -> list[int]:
+        """Of plain decoding, and of shapes whose drafters something is known about."""
+        known = [drafters for drafters in self._sets if self._acceptance.known(drafters) >= 1.0]
+        return sorted([_OFF, *(place for drafters in known for place in self._places[drafters])])
 
     def _known(self, shape: Shape) -> float:
         return self._acceptance.known(shape.drafters)
 
     # ---- learning
 
-    def _plan_probe(self, stand: Stand, rates: dict[Shape, float], seconds: dict[Shape, float], size: int) -> None:
+    def _plan_probe(self, stand: Stand, rates: Sequence[float], seconds: Sequence[float], size: int) -> None:
         """The drafters least is known about that are worth a try now, in the shape that promises most. That it may have
         no graphs yet is part of what a try costs."""
         stand.probe = None
         for drafters in sorted(self._sets, key=self._acceptance.evidence):
-            mine = [
-                shape
-                for shape in rates
-                if shape.drafters == drafters and shape.most_tokens / seconds[shape] > stand.rate
-            ]  # others could not pay if everything were accepted
-            if not mine or drafters == stand.shape.drafters:
+            if drafters == stand.shape.drafters:
                 continue
-            if self._worth_a_try(drafters, max(rates[shape] for shape in mine), stand.rate):
-                once = {shape: 0.0 if self._ready(shape, size) else self._firsts.trial_s for shape in mine}
-                worst = {shape: max(0.0, seconds[shape] - 1.0 / stand.rate) + once[shape] for shape in mine}
+            mine = [place for place in self._places[drafters] if self._most_tokens[place] > seconds[place] * stand.rate]
+            if mine and self._worth_a_try(drafters, max(rates[place] for place in mine), stand.rate):
+                worst = {place: self._worst(place, seconds[place], stand, size) for place in mine}
                 left = self._ledger.left
-                affordable = [shape for shape in mine if worst[shape] <= left] or [min(mine, key=worst.__getitem__)]
-                stand.probe = max(affordable, key=rates.__getitem__)
-                stand.worst = worst[stand.probe]
+                affordable = [place for place in mine if worst[place] <= left] or [min(mine, key=worst.__getitem__)]
+                place = max(affordable, key=rates.__getitem__)
+                stand.probe, stand.worst = self._shapes[place], worst[place]
                 return
+
+    def _worst(self, place: int, seconds: float, stand: Stand, size: int) -> float:
+        """Seconds that a try loses if nothing is accepted."""
+        once_s = 0.0 if self._ready(self._shapes[place], size) else self._firsts.trial_s
+        return max(0.0, seconds - 1.0 / stand.rate) + once_s
 
     def _worth_a_try(self, drafters: Drafters, promised: float, used: float) -> bool:
         """As long as it might be better; then now and then, more rarely every time."""
