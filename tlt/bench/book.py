@@ -25,8 +25,9 @@ from tlt.spec.fixed import Fixed
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.types import Key, SamplingParams
 
-_SHORT, _LONG = 16, 1024  # tokens of prompts
-_BATCH = {False: 16, True: 64}  # requests, on a CPU and on a GPU
+_SHORT = 16  # tokens of prompts, and of long ones …
+_LONG = {False: 256, True: 1024}  # … on a CPU, whose caches many tokens would not fit, and on a GPU
+_BATCH = {False: 32, True: 64}  # requests
 _TICKS = {False: 12, True: 48}
 _SETTLE = 4  # ticks before them
 
@@ -101,7 +102,7 @@ class _Bench:
         batch = min(self._config.engine.rows, _BATCH[self._gpu])
         behind = MOST_NODES + (_SETTLE + _TICKS[self._gpu]) * (1 + max(self._config.spec.depths))
         most = min(cache_tokens // (2 * batch), self._policy.model.config.max_positions) - behind
-        return batch, max(2 * _SHORT, min(_LONG, most))
+        return batch, max(2 * _SHORT, min(_LONG[self._gpu], most))
 
     def _beside(self, book: CostBook, shape: Shape, batch: int, seconds: float) -> float:
         """What a tick takes beside what the book knows of it."""
