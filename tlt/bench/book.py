@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import count
 from statistics import median
 
-from tlt.bench.machine import describe, wait_for
+from tlt.bench.machine import describe, free_memory, wait_for
 from tlt.bench.variants import Understudy
 from tlt.config import RunConfig, SpecSettings
 from tlt.engine.build import build_engine, record_of, shapes_of
@@ -38,6 +38,7 @@ def measure_book(policy: Policy, config: RunConfig) -> CostBook:
     plain = _Bench(policy, alone, build_engine(policy, alone), Understudy()).plain_book()
     if config.spec.drafter == "none":
         return plain
+    free_memory()
     chooser = Understudy()
     return _Bench(policy, config, build_engine(policy, config, chooser), chooser).drafting_book(plain)
 

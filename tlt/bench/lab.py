@@ -4,14 +4,13 @@ An engine is warmed up before it is handed out: graphs are captured and kernels 
 Two engines never lie on the device together, so that each gets the memory a user's would get.
 """
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from tlt.bench.machine import Machine, read_bandwidth, wait_for
+from tlt.bench.machine import Machine, free_memory, read_bandwidth, wait_for
 from tlt.bench.options import Scale
 from tlt.bench.published import Published, published
 from tlt.config import RunConfig
@@ -138,9 +137,7 @@ class Lab:
     def release(self) -> None:
         """Gives the engine's memory back."""
         self._engine = None
-        gc.collect()
-        if self.on_gpu:
-            torch.cuda.empty_cache()
+        free_memory()
 
     def _fresh(self, rows: int) -> Engine:
         wait_for(self.device)

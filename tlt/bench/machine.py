@@ -1,5 +1,6 @@
 """The machine: what it is called, what is installed on it, and how fast it reads memory."""
 
+import gc
 import os
 import platform
 import shlex
@@ -73,6 +74,13 @@ def read_bandwidth(device: torch.device, gib: float) -> float:
     ways: tuple[Callable[[], object], ...] = (numbers.sum, lambda: rows.sum(1), lambda: rows.amax(1))
     fastest = min(_fastest(way, device) for way in ways)
     return numbers.nbytes / fastest
+
+
+def free_memory() -> None:
+    """What nobody holds any more goes, before somebody asks for what is free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def wait_for(device: torch.device) -> None:

@@ -14,7 +14,6 @@ steps. With a budget no step is begun once it is spent, and plain decoding leave
 # T tokens of a row, N answer tokens in it
 
 import copy
-import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ import torch
 
 from tlt.bench.fidelity import common_start
 from tlt.bench.lab import check_shape, widened
-from tlt.bench.machine import describe, wait_for
+from tlt.bench.machine import describe, free_memory, wait_for
 from tlt.bench.options import VARIANTS, TrainOptions, TrainScale
 from tlt.bench.report import Clock, Report, Subject
 from tlt.config import RunConfig, SpecSettings
@@ -144,12 +143,12 @@ def _prepared(config: RunConfig, shape: str | None, scale: TrainScale, scratch: 
         save_policy(widened(policy.model, shape), scratch / "policy", tokenizer_from=policy.source)
         config = replace(config, model=replace(config.model, path=str(scratch / "policy")))
         del policy
-        _free_memory()
+        free_memory()
     if config.spec.drafter != "suffix" and config.spec.path in ("", NEW):
         unseen = replace(config, run=replace(config.run, seed=-1 - config.run.seed))  # prompts no step asks
         draft_train(unseen, config.task.name, str(scratch / "drafter"))
         config = replace(config, spec=replace(config.spec, drafter="both", path=str(scratch / "drafter")))
-        _free_memory()
+        free_memory()
     return config
 
 
@@ -180,7 +179,7 @@ class _Bench:
 
     def steps(self, name: str) -> Iterator[StepRecord]:
         """No more of them than plain decoding took: there would be nothing to compare with."""
-        _free_memory()
+        free_memory()
         now = time.perf_counter()
         until = self._ends_s if name != PLAIN else now + _PLAIN_SHARE * (self._ends_s - now)
         records = self._records[name] = []
@@ -344,10 +343,3 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _ratio(one: float, other: float) -> float | None:
     return one / other if one and other else None
-
-
-def _free_memory() -> None:
-    """What the last variant held goes before the next one asks for what is free."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
