@@ -111,15 +111,22 @@ def test_log_probs_of_verified_tokens_are_those_of_the_packed_forward(share: flo
 
 def test_log_probs_of_accepted_tokens_are_those_of_the_packed_forward() -> None:
     """A random drafter is seldom right: here is one who knows most of what will be written."""
+    model = gpu_policy()
+    _, done = with_an_oracle(model)
+    assert_log_probs_of_the_packed_forward(model, done)
+
+
+def with_an_oracle(model: Transformer) -> tuple[dict[Key, list[int]], list[Completion]]:
+    """What plain decoding writes, and what is written with drafts that mostly say just that."""
     from tests.test_speculation import Scripted, changing, oracle
 
-    model = gpu_policy()
     plain = {key: list(completion.tokens) for key, completion in answers(model, rows=24).items()}
     speculation = Scripted(oracle(plain, miss=0.2), changing(4))
     engine = Engine(model, letters(), EngineSettings(rows=24), speculation=speculation)
     engine.submit(batch(24))
-    assert_log_probs_of_the_packed_forward(model, engine.drain())
+    done = engine.drain()
     assert speculation.accept_length > 1.3
+    return plain, done
 
 
 def test_preempted_requests_are_answered() -> None:
@@ -214,21 +221,14 @@ def test_tapping_changes_no_bit(length: int) -> None:
 
 def test_speculation_keeps_the_tokens_up_to_rounding() -> None:
     """Other batch shapes round otherwise in bfloat16; few tokens may turn, and drafts must really be accepted."""
-    from tests.test_speculation import Scripted, changing, oracle
-
-    model = gpu_policy()
-    plain = {key: list(completion.tokens) for key, completion in answers(model, rows=24).items()}
-    speculation = Scripted(oracle(plain, miss=0.2), changing(4))
-    engine = Engine(model, letters(), EngineSettings(rows=24), speculation=speculation)
-    engine.submit(batch(24))
-    done = {completion.key: list(completion.tokens) for completion in engine.drain()}
+    plain, written = with_an_oracle(gpu_policy())
+    done = {completion.key: list(completion.tokens) for completion in written}
     tokens = turned = 0
     for key, expected in plain.items():
         agreed = next((i for i, (a, b) in enumerate(zip(done[key], expected, strict=False)) if a != b), len(expected))
         tokens += agreed + 1
         turned += done[key] != expected
     assert turned / tokens < 0.03, f"{turned} answers left their course within {tokens} tokens"
-    assert speculation.accept_length > 1.3
 
 
 def learned_engine(
