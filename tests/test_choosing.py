@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(tlt.__file__).parents[1] / "benchmarks"))
 
 import choosing
 
+from tlt.spec.costs import POLICY, Measured
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.tuner import Tuner
 
@@ -58,6 +59,9 @@ def test_all_shapes_at_once_are_what_each_is_alone() -> None:
             tuner.observe(world.tick(tuner.choose(batch, world.behind)))
             if tuner._ticks % 7 == 0:
                 looked += 1
+                check_all(tuner, batch)
+            if tuner._ticks % 70 == 0:  # a run turns out to cost something else
+                tuner.know([Measured(POLICY, size, choosing.policy_s(size) * 2) for size in (8, 64)] * 5)
                 check_all(tuner, batch)
     assert looked > 40
     assert tuner._acceptance._real

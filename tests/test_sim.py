@@ -151,6 +151,20 @@ def test_time_is_what_the_book_says() -> None:
     assert seconds == pytest.approx(5 * 3e-3 + 10 * (5e-3 + 1e-5 + 2e-3) + 1e-4 * looked_back)
 
 
+def test_a_drafter_catches_up_once() -> None:
+    """Its prompt, with the first draft; what is written after that is part of every tick."""
+    trace = Trace((Asked((41,), 60),), 60, "a test")
+    late = tuple(Measured(cost.role, cost.size, 1e-3) if cost.role == CATCH_UP else cost for cost in book().measured)
+    ranks = ((1.0,),)
+    dear, free = (
+        fleet(trace, book(measured=measured, ranks=ranks), chooser=lambda: Fixed(CHAIN)).rollout().seconds
+        for measured in (late, tuple(cost for cost in late if cost.role != CATCH_UP))
+    )
+    assert 59 * 1e-3 * 0.9 < dear - free < 9 * 64 * 1e-3, "of one window at most, by its safe guess of live rows"
+    plain = fleet(trace, book(measured=late)).rollout().seconds
+    assert plain == fleet(trace, book()).rollout().seconds, "who never drafts never catches up"
+
+
 def test_a_tree_reads_its_context_once_on_a_gpu_and_by_every_node_on_a_cpu() -> None:
     for gpu, times in ((True, 1), (False, 4)):
         world = World(book(gpu=gpu, context_s=1e-3), (CHAIN,), int, 0)
@@ -274,7 +288,9 @@ def test_lengths_are_drawn_as_asked_for() -> None:
     assert trace == draw_trace("median=300,sigma=1.1,cap=4000,prompt=77", config)
 
 
-@pytest.mark.parametrize("wanted", ["median=300", "median=-1,sigma=1", "median=x,sigma=1", "median=3,sigma=1,most=4"])
+@pytest.mark.parametrize(
+    "wanted", ["median=300,sigma=1", "median=300", "median=-1,sigma=1", "median=x,sigma=1", "median=3,sigma=1,most=4"]
+)
 def test_strange_distributions_are_refused(wanted: str) -> None:
     with pytest.raises(ConfigError, match="--lengths"):
         trace_of(wanted, RunConfig())
@@ -297,6 +313,8 @@ def test_a_file_and_a_missing_one(tmp_path: Path) -> None:
     rows = [("a", 3), ("b", 5), ("a", 7)]
     file.write_text("".join(json.dumps({"prompt": name, "tokens": n, "prompt_tokens": 9}) + "\n" for name, n in rows))
     assert trace_of(str(file), RunConfig()).asked == (Asked((3, 7), 9), Asked((5,), 9))
+    file.write_text('{"prompt": "a", "tokens": 4000}\n')
+    assert trace_of(str(file), RunConfig()).cap == 4000, "nothing is cut, whatever answers may have here"
     with pytest.raises(ConfigError, match="is not there"):
         trace_of(str(tmp_path / "none.jsonl"), RunConfig())
     file.write_text("\n")
@@ -318,7 +336,16 @@ def test_a_run_is_foreseen_from_its_own_lengths(
     (tmp_path / "r.toml").write_text('[model]\npath = "tiny"\n')
     assert main([verb, "r.toml", *flags, *more]) == 0
     capsys.readouterr()
-    simulate = ["--lengths", "runs/run", "--workers", "1,2", "--json", "found.json", *flags]
+    simulate = [
+        "--lengths",
+        "runs/run",
+        "--workers",
+        "1,2",
+        "--json",
+        "found.json",
+        *flags,
+        "--engine.prefill_tokens=8",
+    ]
     assert main(["simulate", "tiny", "--save", "book.json", *simulate]) == 0
     said = capsys.readouterr().out
     assert "8 answers to 4 prompts" in said
@@ -343,6 +370,14 @@ def test_what_cannot_be_foreseen_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert "depends on the text" in capsys.readouterr().err
     assert main(["simulate", str(tmp_path / "none.json"), *drawn]) == 2
     assert "is not there" in capsys.readouterr().err
+    assert main(["simulate", "book.json", *drawn, "--save", "other.json"]) == 2
+    assert "was measured before" in capsys.readouterr().err
+    assert main(["simulate", "tiny", *drawn, "--rollouts", "2,9"]) == 2
+    assert "expected one whole number" in capsys.readouterr().err
+    assert main(["simulate", "tiny", *drawn, "--workers", "²"]) == 2
+    assert "--workers is" in capsys.readouterr().err
+    assert main(["simulate", "tiny", *drawn, "--spec.drafter", "eagle", "--spec.path", "new"]) == 2
+    assert "nobody has measured what the policy accepts" in capsys.readouterr().err
 
 
 def test_a_book_with_a_drafter_foresees_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

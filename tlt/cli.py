@@ -234,7 +234,11 @@ def _simulate(options: Namespace, flags: list[str]) -> None:
     config = load_config(options.recipe, [*named, *flags])
     if options.lengths is None:
         raise ConfigError("tlt simulate needs --lengths; see tlt simulate --help")
+    if options.save and not named:
+        raise ConfigError(f"--save keeps what is measured, but {options.subject} was measured before; leave it out")
     counts = {name: _counts(f"--{name}", getattr(options, name)) for name in ("workers", "rollouts")}
+    if len(counts["rollouts"]) > 1:
+        raise ConfigError(f"--rollouts is {options.rollouts!r}; expected one whole number ≥ 1")
     from tlt.simulate import SimulateOptions, simulate
 
     given: dict[str, Any] = {"workers": counts["workers"], "rollouts": counts["rollouts"] and counts["rollouts"][0]}
@@ -245,7 +249,7 @@ def _simulate(options: Namespace, flags: list[str]) -> None:
 
 def _counts(name: str, value: str | None) -> tuple[int, ...]:
     parts = value.split(",") if value else []
-    if not all(part.strip().isdigit() and int(part) for part in parts):
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise ConfigError(f"{name} is {value!r}; expected whole numbers ≥ 1, as in 1,2,8")
     return tuple(map(int, parts))
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tlt.bench.book import measure_book, pad_of
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import chooser_of, shapes_of
+from tlt.engine.build import NEW, chooser_of, record_of, shapes_of
 from tlt.errors import ConfigError
 from tlt.policy import open_policy
 from tlt.sim.book import CostBook, read_book, write_book
@@ -76,21 +76,22 @@ def simulate(config: RunConfig, options: SimulateOptions) -> None:
 
 
 def _book(config: RunConfig, options: SimulateOptions, console: Console) -> CostBook:
-    if options.subject.endswith(".json"):
-        return read_book(Path(options.subject))
     if config.spec.drafter in ("suffix", "both"):
         raise ConfigError(
             f'spec.drafter is "{config.spec.drafter}"; what a suffix drafter finds depends on the text, which no trace '
             'has: expected "none", or "eagle" and the drafter\'s spec.path'
         )
+    if options.subject.endswith(".json"):
+        return read_book(Path(options.subject))
+    if config.spec.drafter == EAGLE and record_of(config.spec) is None:
+        known = "a drafter that has learned nothing" if config.spec.path == NEW else config.spec.path
+        raise ConfigError(
+            f"nobody has measured what the policy accepts of {known}; train a drafter with `tlt draft train`, or "
+            "measure one with `tlt draft measure DRAFTER --prompts FILE`"
+        )
     policy = open_policy(config.model)
     with console.status("measuring what runs cost on this machine"):
         book = measure_book(policy, config)
-    if config.spec.drafter == EAGLE and not book.drafts:
-        raise ConfigError(
-            f"{config.spec.path} has no record of what the policy accepts; make one with `tlt draft measure "
-            f"{config.spec.path} --prompts FILE`"
-        )
     if options.save:
         write_book(book, options.save)
         console.print(f"wrote {options.save}", soft_wrap=True)
@@ -207,7 +208,8 @@ def _measured(found: list[Foreseen], trace: Trace) -> str:
     error = foreseen.seconds / trace.rollout_s - 1.0
     return (
         f"That rollout took {trace.rollout_s:.3g} s on {trace.workers} worker{'s'[: trace.workers > 1]} "
-        f"(spec.drafter {trace.drafter}); foreseen are {foreseen.seconds:.3g} s, {error:+.0%}."
+        f"(spec.drafter {trace.drafter}); foreseen are {foreseen.seconds:.3g} s, {error:+.0%} "
+        "if it ran on what was measured."
     )
 
 

@@ -6,14 +6,14 @@ requests with short prompts and with long ones, plainly and with a chain of draf
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
 
 from tlt.bench.machine import describe, free_memory, wait_for
 from tlt.bench.variants import Understudy
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import build_engine, record_of, shapes_of
 from tlt.engine.engine import Engine
 from tlt.engine.graphs import padding
@@ -34,13 +34,17 @@ _SETTLE = 4  # ticks before them
 
 def measure_book(policy: Policy, config: RunConfig) -> CostBook:
     """`spec.drafter` is none or eagle. One engine after the other: a GPU's memory may hold but one."""
+    at_once = max(config.engine.prefill_tokens, EngineSettings().prefill_tokens)  # or the first would end meanwhile
+    config = replace(config, engine=replace(config.engine, prefill_tokens=at_once))
     alone = replace(config, spec=SpecSettings())
     plain = _Bench(policy, alone, build_engine(policy, alone), Understudy()).plain_book()
     if config.spec.drafter == "none":
         return plain
     free_memory()
     chooser = Understudy()
-    return _Bench(policy, config, build_engine(policy, config, chooser), chooser).drafting_book(plain)
+    book = _Bench(policy, config, build_engine(policy, config, chooser), chooser).drafting_book(plain)
+    free_memory()
+    return book
 
 
 def pad_of(book: CostBook) -> Callable[[int], int]:
@@ -59,9 +63,9 @@ class _Bench:
         config, census = self._config, self._engine.report().pages
         pages = census.free + census.used + census.cached
         batch, long = self._sizes(pages * config.engine.page_size)
-        self._ticks(OFF, batch, _SHORT)  # what is compiled or loaded at first
-        _, short_s = self._ticks(OFF, batch, _SHORT)
-        prefill_s, long_s = self._ticks(OFF, batch, long)
+        for length in (_SHORT, long):
+            self._ticks(OFF, batch, length)  # what is compiled or loaded at first
+        short, later = self._ticks(OFF, batch, _SHORT), self._ticks(OFF, batch, long)
         book = CostBook(
             device=describe(self._policy.model.embed.device, None).device,
             policy=config.model.path,
@@ -70,14 +74,14 @@ class _Bench:
             pages=pages,
             page_size=config.engine.page_size,
             measured=tuple(self._engine.measure()),
-            context_s=max(0.0, long_s - short_s) / (batch * (long - _SHORT)),
+            context_s=max(0.0, later.tick_s - short.tick_s) / (batch * (later.position - short.position)),
             padded=not self._gpu,
-            prefill_s=max(0.0, prefill_s - long_s) / (batch * long),
+            prefill_s=max(0.0, later.first_s - later.tick_s) / (batch * long),
             plain_tick_s=0.0,
             off_tick_s=0.0,
             verify_tick_s=0.0,
         )
-        return replace(book, plain_tick_s=self._beside(book, OFF, batch, short_s))
+        return replace(book, plain_tick_s=self._beside(book, OFF, batch, short))
 
     def drafting_book(self, plain: CostBook) -> CostBook:
         """The same engine with a drafter: what it measures, and what its ticks take beside that."""
@@ -94,27 +98,25 @@ class _Bench:
         chain = sorted(chains, key=lambda shape: shape.verify)[len(chains) // 2]  # neither short nor long
         for shape in (OFF, chain):
             self._ticks(shape, batch, _SHORT)
-        off_s, verify_s = (self._ticks(shape, batch, _SHORT)[1] for shape in (OFF, chain))
-        beside = [self._beside(book, OFF, batch, off_s), self._beside(book, chain, batch, verify_s)]
+        beside = [self._beside(book, shape, batch, self._ticks(shape, batch, _SHORT)) for shape in (OFF, chain)]
         return replace(book, off_tick_s=beside[0], verify_tick_s=beside[1])
 
     def _sizes(self, cache_tokens: int) -> tuple[int, int]:
         """Requests and tokens of long prompts, as far as there is room."""
         batch = min(self._config.engine.rows, _BATCH[self._gpu])
-        behind = MOST_NODES + (_SETTLE + _TICKS[self._gpu]) * (1 + max(self._config.spec.depths))
+        behind = MOST_NODES + 4 * _SETTLE + 2 * _TICKS[self._gpu]
         most = min(cache_tokens // (2 * batch), self._policy.model.config.max_positions) - behind
         return batch, max(2 * _SHORT, min(_LONG[self._gpu], most))
 
-    def _beside(self, book: CostBook, shape: Shape, batch: int, seconds: float) -> float:
+    def _beside(self, book: CostBook, shape: Shape, batch: int, ticks: "_Ticks") -> float:
         """What a tick takes beside what the book knows of it."""
-        each = _SHORT + (_SETTLE + _TICKS[self._gpu] // 2) * (shape.depth + 1)
-        known_s = World(book, (), pad_of(book), seed=0).tick_s(shape, [each] * batch, may_draft=True)
-        return max(0.0, seconds - known_s)
+        known_s = World(book, (), pad_of(book), seed=0).tick_s(shape, [round(ticks.position)] * batch, may_draft=True)
+        return max(0.0, ticks.tick_s - known_s)
 
-    def _ticks(self, shape: Shape, batch: int, prompt_tokens: int) -> tuple[float, float]:
-        """Seconds until so many new prompts were taken in and a token of each was drawn, and of a tick after that."""
+    def _ticks(self, shape: Shape, batch: int, prompt_tokens: int) -> "_Ticks":
+        """Of so many new prompts, once all of them decode."""
         self._chooser.now = Fixed(shape)
-        self._engine.submit(self._requests(shape, batch, prompt_tokens))
+        keys = self._submit(shape, batch, prompt_tokens)
         wait_for(self._policy.model.embed.device)
         started = time.perf_counter()
         self._engine.tick()
@@ -124,19 +126,35 @@ class _Bench:
         first_s = time.perf_counter() - started
         for _ in range(_SETTLE):
             self._engine.tick()
-        seconds = []
+        seconds, written = [], self._written(keys)
         for _ in range(_TICKS[self._gpu]):
             started = time.perf_counter()
             self._engine.tick()
             seconds.append(time.perf_counter() - started)
+        written += self._written(keys)
         self._engine.drain()
-        return first_s, median(seconds)
+        return _Ticks(first_s, median(seconds), prompt_tokens + written / (2 * batch))
 
-    def _requests(self, shape: Shape, batch: int, prompt_tokens: int) -> Iterator[Request]:
-        ticks = 2 * _SETTLE + _TICKS[self._gpu]
-        params = SamplingParams(max_tokens=ticks * (1 + shape.depth), ignore_eos=True)
-        vocab = self._policy.model.config.vocab
+    def _written(self, keys: Sequence[Key]) -> int:
+        return sum(len(self._engine.written(key)) for key in keys)
+
+    def _submit(self, shape: Shape, batch: int, prompt_tokens: int) -> list[Key]:
+        """With room for as many tokens as may come before the last tick that is timed, those of prefill too."""
+        prefills = 1 + batch * prompt_tokens // self._config.engine.prefill_tokens
+        params = SamplingParams(
+            max_tokens=(prefills + 2 * _SETTLE + _TICKS[self._gpu]) * (1 + shape.depth), ignore_eos=True
+        )
+        vocab, requests = self._policy.model.config.vocab, list[Request]()
         for _ in range(batch):
             prompt = tuple(self._luck.randrange(vocab) for _ in range(prompt_tokens))
             number = next(self._numbers)
-            yield Request(Key(self._config.run.seed, number), prompt, params, f"book {number}")
+            requests.append(Request(Key(self._config.run.seed, number), prompt, params, f"book {number}"))
+        self._engine.submit(requests)
+        return [request.key for request in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticks:
+    first_s: float  # until all prompts were taken in and a token of each was drawn
+    tick_s: float  # after that
+    position: float  # tokens that a request looked back on meanwhile

@@ -48,7 +48,9 @@ def write_book(book: CostBook, file: Path) -> None:
 
 def read_book(file: Path) -> CostBook:
     if not file.is_file():
-        raise ConfigError(f"--costs {file} is not there; expected a file that `tlt simulate MODEL --costs FILE` wrote")
+        raise ConfigError(
+            f"{file} is not there; expected a book of costs, which `tlt simulate MODEL … --save FILE` writes"
+        )
     try:
         words = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -60,7 +60,8 @@ def trace_of(wanted: str, config: RunConfig) -> Trace:
             f"--lengths {wanted} is not there; expected a run's directory, a JSONL file with `prompt` and `tokens`, or "
             "a distribution as in median=400,sigma=1,cap=8192"
         )
-    return Trace(_by_prompt(_rows(path)), config.sampling.max_tokens, str(path))
+    asked = _by_prompt(_rows(path))
+    return Trace(asked, max(config.sampling.max_tokens, *(max(one.lengths) for one in asked)), str(path))
 
 
 # ---- what was measured
@@ -143,7 +144,7 @@ def _by_prompt(rows: Sequence[dict[str, Any]]) -> tuple[Asked, ...]:
 def draw_trace(wanted: str, config: RunConfig) -> Trace:
     """Logarithms of lengths are normal; half of their variance is the prompt's."""
     numbers = _numbers(wanted)
-    median, sigma, cap = numbers["median"], numbers["sigma"], int(numbers.get("cap", config.sampling.max_tokens))
+    median, sigma, cap = numbers["median"], numbers["sigma"], int(numbers["cap"])
     prompt_tokens = int(numbers.get("prompt", _PROMPT_TOKENS))
     luck = random.Random(f"lengths/{config.run.seed}/{wanted}")
     asked = []
@@ -166,7 +167,7 @@ def _numbers(wanted: str) -> dict[str, float]:
             lowest = None
         if lowest is None or not lowest <= found[name.strip()] < 1e9:
             raise ConfigError(f"--lengths: {part!r} in {wanted!r}; expected median, sigma, cap or prompt, and a number")
-    missing = {"median", "sigma"} - found.keys()
+    missing = {"median", "sigma", "cap"} - found.keys()
     if missing:
         raise ConfigError(f"--lengths {wanted!r} lacks {sorted(missing)}; expected as in median=400,sigma=1,cap=8192")
     return found

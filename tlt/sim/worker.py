@@ -103,7 +103,8 @@ class SimWorker:
         self._backlog.wrote(1, 1.0)
         if self._chooser is not None:
             told = None if plan.chunks else seconds
-            self._observe(Outcome(OFF, len(plan.stays), seconds=told, arrived=self._newly_arrived()))
+            arrived, to_come = self._newly_arrived(), lambda: self._scheduler.to_come
+            self._observe(Outcome(OFF, len(plan.stays), seconds=told, arrived=arrived, to_come=to_come))
         return self._written(plan.stays, [1] * len(plan.stays))
 
     def _verify(self, plan: Plan, shape: Shape) -> list[Answered]:
@@ -122,7 +123,8 @@ class SimWorker:
         self.accepted += sum(emitted) - count
         told = None if plan.chunks else seconds
         spent = (told, caught_up_s, (), caught_up_s, behind, newly)
-        self._observe(Outcome(shape, count, walks, *spent, arrived=self._newly_arrived()))
+        arrived, to_come = self._newly_arrived(), lambda: self._scheduler.to_come
+        self._observe(Outcome(shape, count, walks, *spent, arrived=arrived, to_come=to_come))
         return self._written(plan.stays, emitted)
 
     def _tick_s(self, plan: Plan, shape: Shape) -> float:

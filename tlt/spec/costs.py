@@ -144,9 +144,9 @@ class TickCosts:
         self._since = 0  # … before those since the shape changed …
         self._ticks = 0  # … and those ever
         self._at = self._alike = 0  # the size of late, and ticks of it in a row
-        self._plain_s: list[float] = []  # of the plain ticks just after others, and …
-        self._were_foreseen = 0.0  # … what had been foreseen of each; if they are far slower …
-        self._disturbed = False  # … a shape that comes back is not compared with them: something is going on
+        self._then = 1.0, 0.0  # what all shapes seemed to share when the shape changed
+        self._looks: list[float] = []  # times as long as foreseen then, plain ticks since; if they took far longer …
+        self._disturbed_until = 0  # … whoever is in use but briefly is not compared with them: something is going on
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
         self._kept_of: dict[int, _Kept] = {}  # by size
 
@@ -239,13 +239,14 @@ class TickCosts:
                     self._table.record(LOOKUP, self.pad(batch), spent)
         expected = self.seconds(shape, batch)
         if shape.off and (expected is None or self._learns(self.pad(batch))):
+            self._own.close()
             alone = seconds / self._drift - self._shared_s
             self._table.record(POLICY, self.pad(batch), max(_LEAST * seconds, alone))
         elif expected is not None and (shape.off or self._since > SETTLED or self._in_a_bad_moment):
             self._own.close()
             self._see_shared(clipped(seconds - expected, _STRANGE * expected), expected, shape.off)
             if shape.off and self._since <= _LOOKS:
-                self._look_back(self.pad(batch), seconds, expected)
+                self._look_back(self.pad(batch), seconds)
         elif expected is not None:
             beyond = seconds / self._drift - self._shared_s - (self._foreseen(shape, batch) or 0.0)
             self._own.see(self._kind(shape), shape, self.pad(batch), beyond)
@@ -254,6 +255,7 @@ class TickCosts:
         if self._last != shape:
             self._like, self._in_use = self._last is not None and self._kind(self._last), self._since
             self._last, self._since = shape, 0
+            self._then, self._looks = (self._drift, self._shared_s), []
         if self._at != size:
             self._at, self._alike = size, 0
         self._since, self._alike, self._ticks = self._since + 1, self._alike + 1, self._ticks + 1
@@ -271,33 +273,34 @@ class TickCosts:
 
     @property
     def _in_a_bad_moment(self) -> bool:
-        return self._disturbed and self._in_use <= SETTLED
+        return self._ticks < self._disturbed_until and self._in_use <= SETTLED
 
     @property
     def _least_shared_s(self) -> float:
         return -_STRANGE * (self._table.estimate(POLICY, 1) or 0.0)
 
-    def _look_back(self, size: int, seconds: float, expected: float) -> None:
+    def _look_back(self, size: int, seconds: float) -> None:
         """Plain ticks just after a shape that was in use may show that its ticks had become dearer, and no others. They
         are believed if they are quick: what seems slow may be a bad moment, which is followed little by little."""
-        if self._since == 1:
-            self._plain_s, self._were_foreseen = [], expected
-        self._plain_s.append(seconds)
-        if len(self._plain_s) < _LOOKS:
+        drift, shared_s = self._then
+        foreseen = self._foreseen(OFF, size) or seconds
+        foreseen = max(_LEAST * foreseen, foreseen + shared_s) * drift
+        self._looks.append(seconds / foreseen)
+        if not len(self._looks) == self._since == _LOOKS or not self._in_use:  # nothing came before, or some were odd
             return
-        took = median(self._plain_s)
-        self._disturbed = took > (1.0 + _STRANGE) * self._were_foreseen
+        took = median(self._looks)
+        self._disturbed_until = self._ticks + 8 * _FADE if took > 1.0 + _STRANGE else 0
         if (
-            took > (1.0 - _MISTAKEN) * self._were_foreseen
+            took > 1.0 - _MISTAKEN
             or self._in_use <= SETTLED + TRUSTED  # hardly any of its own was ever taken to be shared
             or self._alike <= self._since  # other ticks are compared with others
         ):
             return
-        now = self.seconds(OFF, size) or took
+        now = self.seconds(OFF, size) or took * foreseen
         if self._read_once:
-            self._shared_s = max(self._least_shared_s, self._shared_s + took - now)
+            self._shared_s = max(self._least_shared_s, self._shared_s + took * foreseen - now)
         else:
-            self._drift *= took / now
+            self._drift *= took * foreseen / now
         self._own.forget(self._like, self._kind, size)
 
     def _learns(self, size: int) -> bool:

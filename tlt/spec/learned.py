@@ -37,6 +37,8 @@ from tlt.spec.shape import MOST_HELD_BACK, Draft, Shape
 from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
 from tlt.types import Key, SamplingParams
 
+_MOST_NODES = 2048  # of a level, of all rows together: so many nobody grows
+
 
 class LearnedDrafting:
     """An Eagle behind the drafters' protocol, and the keeper of the states it reads."""
@@ -381,8 +383,9 @@ class LearnedDrafting:
         grove_of = {shape: self._grove(min(shape.width, self.drafter.config.draft_vocab)) for shape in shapes}
         for rows in sorted({stage.padded(rows) for rows in range(1, most + 1)}):
             self._taking_in(rows, TAKEN_IN[0], ROOM[0]).work(rows)
-            for level in (level for grove in set(grove_of.values()) for level in self._levels(rows, grove)):
-                level.work(rows)
+            for grove in {grove for grove in grove_of.values() if rows * grove.width <= _MOST_NODES}:
+                for level in self._levels(rows, grove):
+                    level.work(rows)
         self._move([(0, 0)])
         for shape, grove in grove_of.items():
             for halved in range(most.bit_length() if shape.share else 1):

@@ -90,6 +90,10 @@ class Stand:
         """Whether it may soon be slower."""
         return 2 * self.slower > settings.slower_ticks and tick >= self.wary
 
+    def loss(self, plain_s: float) -> float:
+        """By so many seconds of plain ticks, if the shape in use is as good as it seems."""
+        return plain_s * max(0.0, 1.0 - 1.0 / (1.0 + self.gain))
+
     def has_its_turn(self, tick: int, settings: TunerSettings) -> bool:
         rarely = settings.check_rarely * self.check_pause(settings)  # a large promise may be wrong too
         return tick >= self.check + (rarely if self.gain > settings.check_gain else 0)

@@ -216,7 +216,7 @@ class Tuner:
         self.evaluations += len(self._shapes)
         seconds, rates = self._foreseen(size)
         self._settle(stand, rates, plain_s)
-        self._decide(stand, rates, size, behind)
+        self._decide(stand, rates, plain_s, size, behind)
         if self._ticks - stand.since >= _SPOKEN and not stand.plain:
             stand.usual_s = min(stand.usual_s, self._costs.seconds(stand.shape, size) or inf)
         self._plan_probe(stand, rates, seconds, size)
@@ -230,14 +230,15 @@ class Tuner:
             seconds = [cost + self._costs.entering(one, size, length * per_token) for one, cost, length in costs]
         return seconds, [length / cost for length, cost in zip(lengths, seconds, strict=True)]
 
-    def _decide(self, stand: Stand, rates: Sequence[float], size: int, behind: int) -> None:
+    def _decide(self, stand: Stand, rates: Sequence[float], plain_s: float, size: int, behind: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
         known, plain = self._known_places(), rates[_OFF]
         used = stand.shape if self._index[stand.shape] in known else OFF
         if rates[self._index[used]] < plain * (1.0 + self._settings.least_gain):
             used = OFF
         settled = self._ticks - stand.since >= self._settings.settle_ticks
-        if settled and not stand.suspects(self._ticks, self._settings):  # or it is about to be compared
+        doubted = stand.suspects(self._ticks, self._settings)  # then it is about to be compared, if that is lent
+        if settled and not (doubted and self._ledger.lends(stand.loss(self._settings.slower_check * plain_s))):
             used = self._better(used, rates, known, size, behind)
         if used != stand.shape:
             self._tally.switches += stand.since >= 0
@@ -297,9 +298,8 @@ class Tuner:
         slower = stand.is_slower(self._ticks, self._settings)
         if stand.shape.off or not (slower or stand.has_its_turn(self._ticks, self._settings)):
             return False
-        plain_s = self._costs.seconds(OFF, size) or 0.0
         ticks = self._settings.slower_check if slower else self._settings.check_ticks
-        loss = ticks * plain_s * max(0.0, 1.0 - 1.0 / (1.0 + stand.gain))
+        loss = stand.loss(ticks * (self._costs.seconds(OFF, size) or 0.0))
         if not (self._ledger.lends(loss) if slower else 2 * loss <= self._ledger.left):
             return False  # what has its turn leaves as much for what has a reason
         self._ledger.book(loss, slower)
