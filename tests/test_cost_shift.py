@@ -199,3 +199,18 @@ def test_a_comparison_that_has_a_reason_is_lent_if_those_before_lost_little() ->
     ledger.book(-3.5, True)
     assert (ledger.compared, ledger.lost) == (0.0, 9.5)
     assert ledger.lends(3.0)
+
+
+@pytest.mark.parametrize("read_once", [False, True])
+def test_batches_that_grow_are_no_bad_moment(read_once: bool) -> None:
+    """Plain ticks of more and more requests, each as foreseen: what comes after them shows what it costs."""
+    costs = TickCosts(table(), pad, [LEARNED], context_read_once=read_once)
+    used, other = (Shape((LEARNED,), depth, 1, depth + 1) for depth in (3, 1))
+    for shape, batch, ticks in ((used, 8, 40), (OFF, 8, 1), (OFF, 16, 1), (OFF, 32, 1)):
+        for _ in range(ticks):
+            costs.observe(shape, batch, costs.seconds(shape, batch) or 0.0)
+    plain, twice = costs.seconds(OFF, 32), 2 * (costs.seconds(other, 32) or 0.0)
+    for _ in range(6):
+        costs.observe(other, 32, twice)
+    assert costs.seconds(other, 32) == pytest.approx(twice, rel=0.05)
+    assert costs.seconds(OFF, 32) == pytest.approx(plain, rel=0.05)
