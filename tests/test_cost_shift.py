@@ -50,7 +50,7 @@ def over(here: World, batch: int, ticks: int, policy: Tuner, rate: Callable[[], 
     return 1.0 / (1.0 - steady(policy, here, batch, ticks, rate))
 
 
-FEW = {(1.5, 8), (2.0, 32), (3.0, 1)}  # the others take long
+FEW = {(1.5, 8), (2.0, 8), (3.0, 1), (3.0, 8)}  # the others take long
 
 
 @pytest.mark.parametrize("read_once", [False, True])
@@ -86,7 +86,7 @@ def test_without_a_look_nobody_would_notice() -> None:
 
 
 @pytest.mark.parametrize("read_once", [False, True])
-@pytest.mark.parametrize(("first", "batch"), [(0.6, 8), (0.8, 1), (0.8, 32)])
+@pytest.mark.parametrize(("first", "batch"), [(0.6, 8), (0.8, 1), pytest.param(0.8, 32, marks=pytest.mark.slow)])
 def test_it_is_found_out_in_a_hundred_ticks_and_forgotten_when_it_is_over(
     first: float, batch: int, read_once: bool
 ) -> None:
@@ -103,7 +103,7 @@ def test_it_is_found_out_in_a_hundred_ticks_and_forgotten_when_it_is_over(
 
 
 @pytest.mark.parametrize("read_once", [False, True])
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, 8, pytest.param(32, marks=pytest.mark.slow)])
 def test_contexts_that_grow_are_no_reason_to_look_again_and_again(batch: int, read_once: bool) -> None:
     """All ticks become twice as long in 3,000 ticks."""
     losses = []
