@@ -27,7 +27,7 @@ from tlt.config import RunConfig
 from tlt.errors import TltError
 from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config, take_flags
-from tlt.sim.book import CostBook
+from tlt.sim.book import words_of
 from tlt.sim.trace import Asked, Trace
 from tlt.simulate import Foreseen, foresee
 from tlt.tasks.toy import ToyTask
@@ -69,14 +69,10 @@ def compare(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     found = foresee(book, trace_of(runs[PLAIN][-1], prompts, cap), config, workers=1, rollouts=1 + _WARM_UP)
     return {
         "machine": asdict(describe(policy.model.embed.device, options.commit)),
-        "book": told_of(book),
+        "book": words_of(book),
         "rollouts": {name: [run.seconds for run in written] for name, written in runs.items()},
         "compared": table(found, runs),
     }
-
-
-def told_of(book: CostBook) -> dict[str, Any]:
-    return asdict(book) | {"measured": [[cost.role, cost.size, cost.seconds] for cost in book.measured]}
 
 
 def table(found: Foreseen, runs: dict[str, list[Written]]) -> dict[str, Any]:

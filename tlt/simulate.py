@@ -7,7 +7,7 @@ what that run took is told beside.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import log
 from pathlib import Path
@@ -19,12 +19,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tlt.bench.book import measure_book, pad_of
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import NEW, chooser_of, record_of, shapes_of
 from tlt.errors import ConfigError
 from tlt.policy import open_policy
-from tlt.sim.book import CostBook, read_book, write_book
-from tlt.sim.fleet import SimFleet, Simulated, check_room
+from tlt.sim.book import CostBook, read_book, words_of, write_book
+from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Trace, trace_of
 from tlt.sim.world import EAGLE, World
 from tlt.spec.shape import by_batch
@@ -62,9 +62,7 @@ def simulate(config: RunConfig, options: SimulateOptions) -> None:
     trace = trace_of(options.lengths, config)
     console = Console(highlight=False)
     book = _book(config, options, console)
-    check_room(trace, book)
     _tell_subject(console, book, trace)
-    config = replace(config, spec=_eagle_only(config.spec, book))
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=len(options.workers) * (1 + options.rollouts * book.drafts))
         done = partial(progress.advance, task)
@@ -98,11 +96,6 @@ def _book(config: RunConfig, options: SimulateOptions, console: Console) -> Cost
     return book
 
 
-def _eagle_only(spec: SpecSettings, book: CostBook) -> SpecSettings:
-    """What may be chosen: the learned drafter's shapes where the book knows one, else nothing."""
-    return replace(spec, drafter="eagle" if book.drafts else "none", path=spec.path or "in the book")
-
-
 def foresee(
     book: CostBook,
     trace: Trace,
@@ -111,9 +104,11 @@ def foresee(
     rollouts: int,
     done: Callable[[], None] = lambda: None,
 ) -> Foreseen:
-    """The last of some rollouts, plainly and with a tuner for each worker; `done` is called after each."""
+    """The last of some rollouts, plainly and with a tuner for each worker; `done` is called after each. What may be
+    chosen are the learned drafter's shapes, where the book knows one."""
+    spec = replace(config.spec, drafter="eagle" if book.drafts else "none", path=NEW)
     engine = replace(config.engine, rows=book.rows, page_size=book.page_size)
-    shapes, pad = shapes_of(config.spec, exact=config.engine.exact) if book.drafts else (), pad_of(book)
+    shapes, pad = shapes_of(spec, exact=engine.exact) if book.drafts else (), pad_of(book)
 
     def run(chooser: Callable[[], TunerPolicy | None], count: int) -> Simulated:
         fleet = SimFleet(
@@ -122,20 +117,21 @@ def foresee(
             lambda number: World(book, shapes, pad, config.run.seed + number),
             engine,
             chooser,
-            max(config.spec.depths),
+            max(spec.depths),
         )
         for _ in range(count):
             found = fleet.rollout()
             done()
         return found
 
-    return Foreseen(workers, run(lambda: None, 1), run(lambda: _tuner(config, book), rollouts) if book.drafts else None)
-
-
-def _tuner(config: RunConfig, book: CostBook) -> TunerPolicy:
-    tuner = chooser_of(
-        replace(config.spec, path="new"), book.rows, book.measured, exact=config.engine.exact, on_gpu=book.gpu
+    return Foreseen(
+        workers, run(lambda: None, 1), run(lambda: _tuner(spec, engine, book), rollouts) if book.drafts else None
     )
+
+
+def _tuner(spec: SpecSettings, engine: EngineSettings, book: CostBook) -> TunerPolicy:
+    """It knows of the drafter what the book does."""
+    tuner = chooser_of(spec, book.rows, book.measured, exact=engine.exact, on_gpu=book.gpu)
     tuner.recall(EAGLE, book.ranks)
     return tuner
 
@@ -230,7 +226,7 @@ def _step(found: list[Foreseen], trace: Trace) -> str:
 def _write(file: Path, book: CostBook, trace: Trace, found: list[Foreseen]) -> None:
     foreseen = _compared(found, trace)
     content = {
-        "book": asdict(book),
+        "book": words_of(book),
         "trace": {
             "source": trace.source,
             "answers": len(trace.lengths),

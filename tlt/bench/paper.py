@@ -4,33 +4,8 @@
 one scale: other cards, policies and lengths of answers. What is compared is what both have a figure for.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-
-class Timed(Protocol):
-    """Of one way to write the rollout."""
-
-    @property
-    def variant(self) -> str: ...
-
-    @property
-    def speedup(self) -> float: ...
-
-    @property
-    def last_32_speedup(self) -> float | None: ...
-
-
-class Drafted(Protocol):
-    @property
-    def variant(self) -> str: ...
-
-    @property
-    def accept_length(self) -> float | None: ...
-
-    @property
-    def speedup_per_accept(self) -> float | None: ...
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +22,16 @@ _LENGTH = Beside("accept length", "", "6.53", "adaptive EAGLE drafter on the RL-
 _REALISED = Beside("… of which becomes speed (S/AL)", "", "0.34 to 0.42", "its speed-ups over its accept lengths")
 
 
-def beside_the_paper(timed: Sequence[Timed], drafted: Sequence[Drafted], variant: str) -> Iterator[Beside]:
-    """Of the variant that stands for TLT here; what nobody measured is left out."""
-    time = next((one for one in timed if one.variant == variant), None)
-    drafts = next((one for one in drafted if one.variant == variant), None)
+def beside_the_paper(
+    *, speedup: float, last_32: float | None, accept_length: float | None, realised: float | None
+) -> Iterator[Beside]:
+    """What nobody measured here is left out."""
     found = (
-        (_ROLLOUT, time and f"{time.speedup:.2f} ×"),
-        (_TAIL, time and time.last_32_speedup and f"{time.last_32_speedup:.2f} ×"),
-        (_LENGTH, drafts and drafts.accept_length and f"{drafts.accept_length:.2f}"),
-        (_REALISED, drafts and drafts.speedup_per_accept and f"{drafts.speedup_per_accept:.2f}"),
+        (_ROLLOUT, f"{speedup:.2f} ×"),
+        (_TAIL, last_32 and f"{last_32:.2f} ×"),
+        (_LENGTH, accept_length and f"{accept_length:.2f}"),
+        (_REALISED, realised and f"{realised:.2f}"),
     )
     for row, here in found:
         if here:
-            yield Beside(row.what, here, row.paper, row.where)
+            yield replace(row, here=here)

@@ -40,10 +40,14 @@ class CostBook:
         return bool(self.ranks)
 
 
+def words_of(book: CostBook) -> dict[str, Any]:
+    """As it stands in a file."""
+    return asdict(book) | {"measured": [[cost.role, cost.size, cost.seconds] for cost in book.measured]}
+
+
 def write_book(book: CostBook, file: Path) -> None:
-    words = asdict(book) | {"measured": [[cost.role, cost.size, cost.seconds] for cost in book.measured]}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(words, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(words_of(book), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_book(file: Path) -> CostBook:

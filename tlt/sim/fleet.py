@@ -89,8 +89,8 @@ class SimFleet:
             now = self._now(number)
             self._hear(number, answered)
             finished += answered
-        self._close()
-        return self._told(finished, writing_s)
+        drafting_s = self._close()
+        return self._told(finished, writing_s, drafting_s)
 
     def _requests(self) -> list[Request]:
         """In the trace's order; prompts of as many tokens as it says, no two alike."""
@@ -134,18 +134,19 @@ class SimFleet:
         for order in self._desk.orders():
             self._seats[order.worker].hear(order)
 
-    def _close(self) -> None:
-        """Everyone who is dry trains until the last answer is in, and stops then."""
+    def _close(self) -> list[float]:
+        """Everyone who is dry trains until the last answer is in, and stops then. For how long each did."""
         drafting = [seat.worker for seat in self._seats if seat.state is State.DRAFTING]
         last_s = max(worker.now for worker in self._workers)
-        self._drafting_s = [last_s - self._dry_s[n] if n in drafting else 0.0 for n in range(len(self._workers))]
+        drafting_s = [last_s - self._dry_s[n] if n in drafting else 0.0 for n in range(len(self._workers))]
         self._desk.close()
         self._tell()
         self._tell()
         if not self._desk.all_ready:
             raise AssertionError("some worker has not heard that the rollout is over")
+        return drafting_s
 
-    def _told(self, finished: Sequence[Answered], writing_s: Sequence[float]) -> Simulated:
+    def _told(self, finished: Sequence[Answered], writing_s: Sequence[float], drafting_s: Sequence[float]) -> Simulated:
         shapes = sum((worker.shapes for worker in self._workers), Counter[tuple[int, Shape]]())
         verifies = sum(worker.verifies for worker in self._workers)
         return Simulated(
@@ -155,7 +156,7 @@ class SimFleet:
             ticks=sum(worker.ticks for worker in self._workers),
             finished_s=tuple(sorted(answer.at_s for answer in finished)),
             writing_s=tuple(writing_s),
-            drafting_s=tuple(self._drafting_s),
+            drafting_s=tuple(drafting_s),
             accept_length=1.0 + sum(worker.accepted for worker in self._workers) / max(1, verifies),
             shapes=dict(shapes),
         )

@@ -7,7 +7,7 @@ compilers are left out: what is foreseen is a worker that has met its shapes bef
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
@@ -101,10 +101,7 @@ class SimWorker:
         seconds = self._tick_s(plan, OFF)
         self.now += seconds
         self._backlog.wrote(1, 1.0)
-        if self._chooser is not None:
-            told = None if plan.chunks else seconds
-            arrived, to_come = self._newly_arrived(), lambda: self._scheduler.to_come
-            self._observe(Outcome(OFF, len(plan.stays), seconds=told, arrived=arrived, to_come=to_come))
+        self._observe(Outcome(OFF, len(plan.stays), seconds=None if plan.chunks else seconds))
         return self._written(plan.stays, [1] * len(plan.stays))
 
     def _verify(self, plan: Plan, shape: Shape) -> list[Answered]:
@@ -123,8 +120,7 @@ class SimWorker:
         self.accepted += sum(emitted) - count
         told = None if plan.chunks else seconds
         spent = (told, caught_up_s, (), caught_up_s, behind, newly)
-        arrived, to_come = self._newly_arrived(), lambda: self._scheduler.to_come
-        self._observe(Outcome(shape, count, walks, *spent, arrived=arrived, to_come=to_come))
+        self._observe(Outcome(shape, count, walks, *spent))
         return self._written(plan.stays, emitted)
 
     def _tick_s(self, plan: Plan, shape: Shape) -> float:
@@ -132,8 +128,10 @@ class SimWorker:
         return self._world.tick_s(shape, looked_back, may_draft=self._chooser is not None)
 
     def _observe(self, outcome: Outcome) -> None:
+        """With what the engine knows beside the tick."""
         if self._chooser is not None:
-            self._chooser.observe(outcome)
+            arrived = self._newly_arrived()
+            self._chooser.observe(replace(outcome, arrived=arrived, to_come=lambda: self._scheduler.to_come))
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._backlog.arrived

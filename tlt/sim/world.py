@@ -14,7 +14,7 @@ from itertools import accumulate
 from tlt.sim.book import CostBook
 from tlt.spec.acceptance import Acceptance, Track, Walked
 from tlt.spec.costs import CostTable, TickCosts
-from tlt.spec.shape import Shape
+from tlt.spec.shape import OFF, Shape
 
 EAGLE = "eagle"
 _CERTAIN = 1e9  # verifies that the table is worth: here it is the truth
@@ -51,7 +51,7 @@ class World:
         return self.book.prefill_s * tokens
 
     def catch_up_s(self, shape: Shape, batch: int, behind: int) -> float:
-        return self._costs.catching_up(shape, Shape(), batch, behind)
+        return self._costs.catching_up(shape, OFF, batch, behind)
 
     def entering_s(self, shape: Shape, batch: int, positions: float) -> float:
         return self._costs.entering(shape, batch, positions)

@@ -194,9 +194,9 @@ class TickCosts:
 
     def entering(self, shape: Shape, batch: int, positions: float) -> float:
         """Seconds that learned drafters need for what newcomers bring: so many positions of a request, on average."""
-        return self._kind(shape) * positions * self.newcomer_s(batch) if positions else 0.0
+        return self._kind(shape) * positions * self._newcomer_s(batch) if positions else 0.0
 
-    def newcomer_s(self, batch: int) -> float:
+    def _newcomer_s(self, batch: int) -> float:
         """Of one position of every request, if a learned drafter takes part."""
         return self._newcomers.times(self._idle_times, self._position_s) * self._position_s(self.pad(batch))
 
