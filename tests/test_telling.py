@@ -89,6 +89,8 @@ def test_a_worker_tells_what_its_books_say() -> None:
     assert (told.verifies, told.accepted, told.saved_s, told.switches, told.once_s) == (12, 6, 0.25, 2, 0.125)
     assert told.chosen == ((4, str(BOTH), 5), (4, "off", 1))
     assert rollout_report(report(0, {"eagle": (0.5,)})).by_depth == (), "what was recalled is no news of this rollout"
+    alone = replace(report(12, {"eagle": (0.0,), "suffix": (0.9,)}), ticks={(3, Shape(("suffix",), 3, 1, 4)): 5})
+    assert rollout_report(alone).by_depth == (("suffix", (0.9,)),), "who was not asked has nothing to tell"
     assert rollout_report(None) == RolloutReport()
 
 

@@ -37,7 +37,7 @@ class RolloutReport:
     accepted: int = 0  # draft tokens
     saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs
     chosen: TicksByBatch = ()  # in which shapes
-    by_depth: ByDepth = ()  # as the tuners knew it afterwards; nothing where nothing was verified
+    by_depth: ByDepth = ()  # as the tuners knew it afterwards, of those that were asked
     switches: int = 0  # ticks in another shape than the tick before
     once_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
 

@@ -131,12 +131,13 @@ def rollout_report(spent: SpeculationReport | None) -> RolloutReport:
     if spent is None:
         return RolloutReport()
     known = spent.tuner.by_depth if spent.tuner and spent.verifies else {}
+    asked = {drafter for (_, shape), ticks in spent.ticks.items() if ticks for drafter in shape.drafters}
     return RolloutReport(
         verifies=spent.verifies,
         accepted=spent.accepted,
         saved_s=spent.tuner.saved_s if spent.tuner else 0.0,
         chosen=by_batch(spent.ticks.items()),
-        by_depth=tuple((drafter, shares) for drafter, shares in known.items() if shares),
+        by_depth=tuple((drafter, shares) for drafter, shares in known.items() if shares and drafter in asked),
         switches=spent.switches,
         once_s=spent.once_s,
     )

@@ -135,7 +135,7 @@ class StepFinished(Event):
 class ShapesChosen(Event):
     """How a step's rollout speculated, all workers together.
 
-    `by_depth` is what the tuner knew afterwards, newer verifies counting more; nothing where nothing was verified.
+    `by_depth` is what the tuner knew afterwards, newer verifies counting more, of the drafters asked in this step.
     """
 
     step: int
