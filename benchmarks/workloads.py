@@ -57,7 +57,7 @@ WORKLOADS = {
             "b",
             cap=1024,
             draft=replace(_DRAFT, answers=12288, vocab=8192),
-            tune=WarmupSettings(steps=420, tokens_per_batch=16384, learning_rate=3e-4, warmup_steps=30),
+            tune=WarmupSettings(steps=960, tokens_per_batch=16384, learning_rate=3e-4, warmup_steps=30),
         ),
         Workload(
             "c",
