@@ -206,7 +206,7 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     tell_shapes(by_batch(written))
     tell(in_short(written, small))
     if options.rollouts:
-        results.add("rollouts", rollouts(stage, options.rollouts))
+        results.add("rollouts", rollouts(stage, options.rollouts, options.same_lengths))
     results.add("graphs", graph_memory(stage, setting.policy, setting.config))
     print(f"wrote {results.file}")
 
@@ -276,15 +276,17 @@ def _fixed(setting: Setting) -> list[Shape]:
     return sorted((shape for shape in few if shape.drafters == names), key=lambda shape: -shape.verify)[: options.fixed]
 
 
-def rollouts(stage: Recording, count: int) -> dict[str, Any]:
+def rollouts(stage: Recording, count: int, also_same_lengths: bool = False) -> dict[str, Any]:
     """Other answers to the same prompts, plainly and by the warm tuner, one or the other first. A rollout lasts as long
-    as its longest answer, and half precision turns tokens: several say more than one."""
+    as its longest answer, and half precision turns tokens: several say more than one, or, if wanted, plain decoding
+    once more with answers as long as the tuner's were."""
     runs: list[dict[str, Any]] = []
     names = (PLAIN, WARM)
     for number in range(1, count + 1):
         stage.reseed(workloads.MEASURE_SEED + number)
         done = {name: stage.write(Variant(name)) for name in (names if number % 2 else names[::-1])}
         few = small_batch(done[PLAIN], {WARM: stage.latest[WARM]}, _SMALL).get(WARM, {})
+        alike = same_lengths(stage, [done[WARM]]) if also_same_lengths else None
         runs.append(
             {
                 **{f"{name} s": done[name].seconds for name in names},
@@ -292,12 +294,15 @@ def rollouts(stage: Recording, count: int) -> dict[str, Any]:
                 "longest": [max(len(completion.tokens) for completion in done[name].completions) for name in names],
                 "last 32 s": [done[name].tail_s(32) for name in names],
                 f"S, AL ≤ {_SMALL}": [few.get("speedup"), few.get("accept_length")],
+                **({"plain, same lengths s": alike["plain_s"]} if alike else {}),
             }
         )
     stage.reseed(workloads.MEASURE_SEED)
     plain, warm = ([run[f"{name} s"] for run in runs] for name in names)
+    alike_s = [run["plain, same lengths s"] for run in runs if "plain, same lengths s" in run]
     return {
         "runs": runs,
+        "speedup at the same lengths": sum(alike_s) / sum(warm) if alike_s else None,
         "speedup": sum(plain) / sum(warm),
         "mean": mean(a / b for a, b in zip(plain, warm, strict=True)),
         "error": _ratio_error(plain, warm),
@@ -714,6 +719,7 @@ def _measure_options(part: argparse.ArgumentParser) -> None:
     part.add_argument("--budget", type=float, default=300.0, help="seconds after which no further rollout is begun")
     part.add_argument("--repeats", type=int, default=1)
     part.add_argument("--rollouts", type=int, default=0, help="how many more, of other seeds, plainly and warm")
+    part.add_argument("--same-lengths", action="store_true", help="of those, plainly once more in the tuner's lengths")
     part.add_argument("--fixed", type=int, default=3, help="how many fixed shapes")
     part.add_argument("--fixed-shapes", help='which ones, as in "eagle 4x2/9,eagle+suffix 8x1/9"')
 

@@ -1,9 +1,10 @@
 """The three workloads on which speculation is measured: who answers what, with fixed seeds.
 
 (a) the policy as it is on GSM8K's questions: high entropy, the hard case; (b) the same after a minute of supervised
-tuning on GSM8K's answers; (c) tuned on the steps task, arithmetic line by line in varied words: peaked and long-tailed.
-What always holds: tuning, drafter training and measuring use different prompts, and everything drawn is drawn from the
-seeds below. Files are GSM8K's own JSONL, with `question` and `answer`.
+tuning on two thirds of GSM8K's answers; (c) tuned on the steps task, arithmetic line by line in varied words: peaked
+and long-tailed. What always holds: tuning, drafter training and measuring use different prompts (a drafter that saw
+what its policy learned by heart would not know how it writes otherwise), and everything drawn is drawn from the seeds
+below. Files are GSM8K's own JSONL, with `question` and `answer`.
 """
 
 import json
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from zlib import crc32
 
 from tlt.config import DraftSettings, RunConfig, StepsSettings, WarmupSettings
 from tlt.errors import TaskError
@@ -28,6 +30,7 @@ TUNE_SEED, DRAFT_SEED, MEASURE_SEED = 101, 202, 303
 _PER_QUANTILE = 64  # prompts drawn for each that is measured
 _PAGE = 64  # prompts that one process encodes at a time
 _PAGES_AHEAD = 4  # per process
+_DRAFTED_FROM = 3  # where a file serves both, one question in so many is the drafter's, and the others tune
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ WORKLOADS = {
             "b",
             cap=1024,
             draft=replace(_DRAFT, answers=12288, vocab=8192),
-            tune=WarmupSettings(steps=960, tokens_per_batch=16384, learning_rate=3e-4, warmup_steps=30),
+            tune=WarmupSettings(steps=560, tokens_per_batch=32768, learning_rate=1.5e-4, warmup_steps=30),
         ),
         Workload(
             "c",
@@ -127,15 +130,21 @@ def _needed(file: Path | None, option: str) -> Path:
 
 
 def drafting(workload: Workload, config: RunConfig, data: Path | None, measured: Sequence[Prompt], work: Path) -> str:
-    """What `tlt draft train` is given as --prompts. Nothing of what is measured."""
+    """What `tlt draft train` is given as --prompts. Nothing of what is measured, or of what the policy was tuned on."""
     if workload.steps:
         return config.task.name
     asked = {_question(prompt) for prompt in measured}
     others = [_question(prompt) for prompt in _questions(_needed(data, "--data"), DRAFT_SEED)]
     file = work / "drafter_prompts.jsonl"
+    if workload.tune:
+        others = [text for text in others if _is_the_drafters(text)]
     lines = [json.dumps({"question": text}) for text in others if text not in asked]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(file)
+
+
+def _is_the_drafters(question: str) -> bool:
+    return crc32(question.encode()) % _DRAFTED_FROM == 0
 
 
 def _question(prompt: Prompt) -> str:
@@ -159,7 +168,7 @@ def tuning_examples(
     """Endless. The steps task is never asked twice the same; `processes` write and encode ahead, 0 does it here."""
     if workload.steps is None:
         tokenizer = Tokenizer.load(source)
-        pairs = [_as_chat(pair) for pair in read_pairs(_needed(data, "--data"))]
+        pairs = [_as_chat(pair) for pair in read_pairs(_needed(data, "--data")) if not _is_the_drafters(_asked(pair))]
         yield from endless([encode_pair(pair, tokenizer, longest) for pair in pairs], TUNE_SEED)
     elif processes:
         yield from _encoded_elsewhere(workload.steps, source, longest, processes)
@@ -168,6 +177,10 @@ def tuning_examples(
         while True:
             yield from _encoded_page(workload.steps, source, longest, page)
             page += 1
+
+
+def _asked(pair: Pair) -> str:
+    return pair.content if isinstance(pair.content, str) else pair.content[-1].content
 
 
 def _as_chat(pair: Pair) -> Pair:

@@ -95,6 +95,18 @@ def test_prompts_to_measure_are_not_those_to_learn_from(tmp_path: Path, stand_in
     assert not set(asked) & {text_of(prompt) for prompt in held}
 
 
+def test_a_drafter_learns_from_no_question_that_the_policy_was_tuned_on(tmp_path: Path, stand_in: str) -> None:
+    tokenizer, data = Tokenizer.load(stand_in), questions(tmp_path / "train.jsonl", 90)
+    given = workloads.drafting(WORKLOADS["b"], RunConfig(), data, [], tmp_path)
+    drafted = {json.loads(line)["question"] for line in Path(given).read_text().splitlines()}
+    examples = workloads.tuning_examples(WORKLOADS["b"], Path(stand_in), data, 2048, processes=0)
+    once = [next(examples) for _ in range(90 - len(drafted))]
+    tuned = {tokenizer.decode(example.tokens[: example.answer_start]) for example in once}
+    assert len(tuned) + len(drafted) == 90
+    assert 15 < len(drafted) < 45
+    assert not [question for question in drafted if any(question in text for text in tuned)]
+
+
 def test_the_measured_steps_are_those_of_the_whole_distribution() -> None:
     """In log steps: as wide as the task's own, and centred where it is."""
     assert STEPS is not None
