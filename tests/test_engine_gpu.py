@@ -320,3 +320,23 @@ def test_drafts_in_8_bits_are_nearly_those_in_16(monkeypatch: pytest.MonkeyPatch
     alike, others = (sum(grown[0][at] == guessed[at] for at in common) / len(common) for guessed in grown[1:])
     assert alike > 0.6, f"{alike:.2f} of the guesses in 8 bits are those in 16"
     assert alike - others > 0.1, f"{others:.2f} are those of the drafter before it changed"
+
+
+def test_what_is_compiled_beforehand_changes_nothing() -> None:
+    """No kernel ran, and rows, trees and memories are as new: answers are the same, up to rounding, and are drafted."""
+    model, shape = gpu_policy(), Shape(("eagle",), 4, 2, 7, 2.5)
+    done: list[dict[Key, tuple[int, ...]]] = []
+    verified = []
+    for compiled in (False, True):
+        engine, learned = learned_engine(model, lambda: shape, graphs=True)
+        if compiled:
+            learned.compile([shape, Shape(("eagle",), 4, 2, 7)])
+            engine._runner.compile(8, 5)
+            torch.cuda.synchronize()
+        engine.submit(batch(24))
+        done.append({completion.key: completion.tokens for completion in engine.drain()})
+        report = engine.report().speculation
+        assert report is not None
+        verified.append((report.verifies, report.accepted))
+    assert sum(tokens == done[1][key] for key, tokens in done[0].items()) > 12
+    assert verified[1][0] == pytest.approx(verified[0][0], rel=0.2)

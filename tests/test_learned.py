@@ -26,6 +26,7 @@ from tlt.engine.request import Request
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
+from tlt.kernels import compiling
 from tlt.kernels import states as state_kernels
 from tlt.model.attention import PackedLayout
 from tlt.spec import backlog
@@ -343,10 +344,11 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
     engine = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12)
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_forward_trees", spy)
-        engine._runner.compile_trees(9, 4)
+        engine._runner.compile(9, 4)
         assert not seen, "a CPU compiles nothing"
-        patch.setattr(engine._runner, "_pool", object())
-        engine._runner.compile_trees(9, 4)
+        patch.setattr(compiling, "compile_ahead", lambda work: work())
+        patch.setattr(engine._runner, "_pool", object())  # then sizes are padded
+        engine._runner.compile(9, 4)
     alone = {(rows, nodes, False) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
     assert seen == alone | {(rows, 2, True) for rows in (12, 8, 4)}, "and where requests share"
     batch = requests(12, group=3, seed=4)
@@ -778,5 +780,6 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_module, "Part", noted)
+        patch.setattr(compiling, "compile_ahead", lambda work: work())
         learned.compile(shapes)
     return ran

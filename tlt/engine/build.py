@@ -41,7 +41,9 @@ def build_engine(
     `on_features` is handed the states that the learned drafter reads.
     """
     if config.spec.drafter == "none":
-        return Engine(policy.model, policy.tokenizer, config.engine)
+        engine = Engine(policy.model, policy.tokenizer, config.engine)
+        engine.compile()
+        return engine
     learned = learned or learned_drafting(policy, config)
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
     drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]

@@ -281,19 +281,20 @@ class Engine:
         """Another version of the learned drafter, between two ticks."""
         self._speculation.load_drafter(weights, version)
 
+    def compile(self) -> None:
+        """What the policy's runs need, before anybody waits for it."""
+        self._runner.compile(self._speculation.widest, self._speculation.deepest + 1)
+
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""
+        self.compile()
         return self._runner.capture(sizes)
 
     def measure(self) -> list[Measured]:
         """What runs of the policy and of its drafter cost: what a tuner wants to know beforehand."""
-        sizes = self._runner.measured_sizes()
-        policy = [Measured(POLICY, size, seconds) for size, seconds in self.warm_up(sizes).items()]
-        if self._speculation.widest > 1:
-            steps = self._speculation.deepest + 1
-            policy += [Measured(POLICY, *pair) for pair in self._runner.time_trees(self._speculation.widest, steps)]
-            self._runner.compile_trees(self._speculation.widest, steps)
-        measured = policy + self._speculation.keeper.measure(sizes)
+        sizes, speculation = self._runner.measured_sizes(), self._speculation
+        runs = [*self.warm_up(sizes).items(), *self._runner.time_trees(speculation.widest, speculation.deepest + 1)]
+        measured = [Measured(POLICY, *run) for run in runs] + speculation.keeper.measure(sizes)
         graphs = self._runner.report()
         return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])
 

@@ -23,7 +23,9 @@ from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
 from tlt.engine.thrift import Waste
+from tlt.kernels import compiling
 from tlt.kernels.states import Kept
+from tlt.kernels.twin import twin
 from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
@@ -210,12 +212,9 @@ class Runner:
 
     @torch.no_grad()
     def time_trees(self, widest: int, steps: int) -> list[tuple[int, float]]:
-        """(tokens, seconds) of verifying trees of 2, 4, … nodes in all rows: what decoding so many would take.
-
-        Beyond `_DEAREST` tokens, or `_DEAR_S`, nobody will want to know: there every token costs the same.
-        """
-        found: list[tuple[int, float]] = []
-        nodes = 2
+        """(tokens, seconds) of verifying trees of 2, 4, … nodes in all rows: what decoding so many would take. Beyond
+        `_DEAREST` tokens, or `_DEAR_S`, nobody will want to know: there every token costs the same."""
+        found, nodes = list[tuple[int, float]](), 2
         while nodes <= widest and self._max_rows * nodes <= _DEAREST[self._device.type]:
             if found and found[-1][1] > _DEAR_S:
                 break
@@ -226,18 +225,22 @@ class Runner:
         return found
 
     @torch.no_grad()
-    def compile_trees(self, widest: int, steps: int) -> None:
-        """Verifies idle trees of all sizes, many and few of them: or rollouts would wait for a compiler, a second and
-        more, whenever a size first comes up."""
-        if self._pool is None:
-            return
-        live, powers = self._rows.set_count(0), range(1, 1 + (widest - 1).bit_length())
-        trees = [Shape(verify=2, share=1.5), *(Shape(verify=2**power) for power in powers)]
-        for shape, halved in product(trees, range(self._max_rows.bit_length())):
+    def compile(self, widest: int, steps: int) -> None:
+        """All that decodes, and verifies trees of all sizes, many and few: or rollouts would wait for a compiler, a
+        second and more, whenever a size first comes up."""
+        live = self._rows.set_count(0)
+        twin(compiling, self._device).compile_ahead(partial(self._run_idle, widest, steps))
+        self._rows.set_count(live)
+
+    def _run_idle(self, widest: int, steps: int) -> None:
+        for size in self._sizes:
+            self._forward(size, filtered=False)
+        trees = [Shape(verify=2**power) for power in range(1, 1 + (widest - 1).bit_length())]
+        sharing = [Shape(verify=2, share=1.5)] if trees else []
+        for shape, halved in product(trees + sharing, range(self._max_rows.bit_length())):
             rows = self.padded(self._max_rows >> halved)
             if shape.tokens(rows) <= _DEAREST[self._device.type]:
                 self._verification(shape, min(steps, shape.verify), filtered=False)[1](rows)
-        self._rows.set_count(live)
 
     @torch.no_grad()
     def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:

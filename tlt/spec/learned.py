@@ -10,12 +10,13 @@ grown behind a verification whose tokens nobody has read yet.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels import entering, moving, states
+from tlt.kernels import compiling, entering, moving, states
 from tlt.kernels.drafter import Intake
 from tlt.kernels.linear import Light
 from tlt.kernels.linear_table import ever_light
@@ -375,9 +376,12 @@ class LearnedDrafting:
 
     @torch.no_grad()
     def compile(self, shapes: Iterable[Shape]) -> None:
-        """Before any request comes: takes nothing in, grows and prunes nothing, moves a row to where it is, so that no
-        rollout waits for a compiler, which takes tenths of a second for a kernel. Which ones run depends on how many
-        rows there are; pruning only where they share."""
+        """Before any request comes, so that no rollout waits for a compiler, half a second for a kernel. Which ones
+        run depends on how many rows there are; pruning only where they share."""
+        twin(compiling, self._row.device).compile_ahead(partial(self._run_idle, shapes))
+
+    def _run_idle(self, shapes: Iterable[Shape]) -> None:
+        """Takes nothing in, grows and prunes nothing, moves a row to where it is."""
         stage, most = self._staged(), len(self._row)
         shapes = [shape for shape in shapes if self.name in shape.drafters]
         grove_of = {shape: self._grove(min(shape.width, self.drafter.config.draft_vocab)) for shape in shapes}

@@ -1,0 +1,199 @@
+"""How many kernels an engine has, and how long they take to compile: here, for a Hopper GPU that need not be there.
+
+    python benchmarks/compiling.py [--shape 7B --rows 256 --threads 1,2] [--json FILE]
+
+Goes through what an engine with a learned drafter goes through when it is built, with tensors of one layer of the shape
+on the CPU and a driver that knows nothing but the name of the GPU; kernels are compiled, by so many threads into an
+empty cache each time, and never launched. Prints and writes seconds, and how often each kernel was compiled.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tlt.bench.machine import describe
+from tlt.config import RunConfig
+from tlt.engine import build, runner
+from tlt.engine.engine import Engine
+from tlt.kernels import attention_triton, compiling_triton
+from tlt.model.config import ModelConfig
+from tlt.model.transformer import Transformer
+from tlt.model.widen import SHAPES
+from tlt.spec.learned import LearnedDrafting
+
+_TARGET = GPUTarget("cuda", 90, 32)
+_PROCESSORS = 132
+_POLICY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "num_hidden_layers": 3,  # a drafter reads the states of three; all layers launch the same kernels
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+
+
+class NoDriver:
+    """Of a GPU that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return _TARGET
+
+
+class NoProducts(TorchFunctionMode):
+    """Large products are the vendor's library's, and are not computed here."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.linear:
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        if function in (torch.mm, torch.addmm) and "out" in (kwargs or {}):
+            return kwargs["out"]
+        if function is torch.addmm:
+            return args[0].new_zeros(len(args[1]), args[2].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+def in_triton(reference: ModuleType, device: torch.device) -> ModuleType:
+    return import_module(f"{reference.__name__}_triton")
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Every tensor says that it lies on one, and its kernels are Triton's."""
+    properties = SimpleNamespace(multi_processor_count=_PROCESSORS)
+    choosers = [module for name, module in sys.modules.items() if name.startswith("tlt.") and hasattr(module, "twin")]
+    with ExitStack() as patches:
+        for target, name, value in (
+            (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+            (attention_triton, "multiprocessors_of", lambda device: _PROCESSORS),
+            *(
+                (module, "twin", lambda module, device: import_module(f"{module.__name__}_triton"))
+                for module in choosers
+            ),
+        ):
+            patches.enter_context(patch.object(target, name, value))
+        patches.enter_context(patch.dict(runner._DEAREST, {"cpu": runner._DEAREST["cuda"]}))
+        yield
+
+
+def policy_of(shape: str) -> Any:
+    size = SHAPES[shape]
+    source = {
+        **_POLICY,
+        "hidden_size": size["hidden"],
+        "intermediate_size": size["mlp"],
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["kv_heads"],
+    }
+    model = Transformer(ModelConfig.from_hf(source), dtype=torch.bfloat16)
+    return SimpleNamespace(model=model, tokenizer=SimpleNamespace(eos_ids=frozenset([0]), eos_id=0))
+
+
+def engine_of(policy: Any, config: RunConfig) -> tuple[Engine, LearnedDrafting]:
+    learned = build.learned_drafting(policy, config)
+    assert learned is not None
+    chooser = build.chooser_of(config.spec, config.engine.rows, on_gpu=True)
+    widest, deepest = max(config.spec.verifies), max(config.spec.depths)
+    speculating = build.Speculating([learned], chooser, learned=learned, deepest=deepest, widest=widest)
+    taps = learned.drafter.config.taps
+    return Engine(policy.model, policy.tokenizer, config.engine, taps=taps, speculation=speculating), learned
+
+
+def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
+    """With nothing compiled before, in memory or on disk; and, once more with all of it, what going through takes."""
+    kernels: Counter[str] = Counter()
+
+    def compiled(*, fn: Any, **told: Any) -> None:
+        kernels[fn.name] += 1
+
+    for kernel in {kernel for kernel in gc.get_objects() if type(kernel) is triton.JITFunction}:
+        kernel.device_caches.clear()
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        patch.dict(os.environ, {"TRITON_CACHE_DIR": cache}),
+        patch.object(compiling_triton, "_threads", lambda: threads),
+        patch.object(triton.knobs.runtime, "jit_post_compile_hook", compiled),
+        as_on_a_gpu(),
+        NoProducts(),
+    ):
+        engine, learned = engine_of(policy, config)
+        seconds = []
+        for _ in range(2):
+            started = time.perf_counter()
+            learned.compile(build.shapes_of(config.spec))
+            engine.compile()
+            seconds.append(time.perf_counter() - started)
+    return {
+        "threads": threads,
+        "seconds": seconds[0],
+        "none_left_s": seconds[1],
+        "kernels": kernels.total(),
+        "by_kernel": dict(kernels),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="7B")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
+    options = parser.parse_args(arguments)
+    driver.set_active(NoDriver())
+    config = RunConfig()
+    config = replace(
+        config,
+        engine=replace(config.engine, kv_gib=0.5, rows=options.rows),
+        spec=replace(config.spec, drafter="eagle", path=build.NEW),
+        draft=replace(config.draft, vocab=16384, mlp=0.5),
+    )
+    policy, found = policy_of(options.shape), []
+    for threads in map(int, options.threads.split(",")):
+        found.append(measured(policy, config, threads))
+        words = "{threads} threads: {kernels} kernels in {seconds:.1f} s; when there are none left, {none_left_s:.1f} s"
+        print(words.format(**found[-1]), flush=True)
+    if options.json:
+        machine = asdict(describe(torch.device("cpu"), options.commit))
+        record = {
+            "machine": machine,
+            "target": str(_TARGET),
+            "shape": options.shape,
+            "rows": options.rows,
+            "runs": found,
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

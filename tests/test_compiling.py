@@ -1,0 +1,154 @@
+"""Kernels compiled before they run: none is launched, all are there, and what reads them meanwhile finds zeros."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import JITFunction
+from triton.runtime.jit import JITCallable
+
+from tlt.kernels import compiling, compiling_triton
+
+
+def a_kernel(x: Any) -> None:
+    """Never called."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every launch, whether it would only have compiled."""
+    seen: list[bool] = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, grid, warmup, **options: seen.append(warmup))
+    return seen
+
+
+def test_nothing_is_launched(launched: list[bool]) -> None:
+    kernel, before = JITFunction(a_kernel), JITFunction.run
+    compiling_triton.compile_ahead(lambda: kernel[(1,)](1))
+    kernel[(1,)](1)
+    assert launched == [True, False]
+    assert JITFunction.run is before
+
+
+def test_other_threads_go_on(launched: list[bool]) -> None:
+    kernel = JITFunction(a_kernel)
+    with ThreadPoolExecutor(1) as another:
+        compiling_triton.compile_ahead(lambda: another.submit(lambda: kernel[(1,)](1)).result())
+    assert launched == [False]
+
+
+def test_sources_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or Python would object."""
+    inside, most = 0, 0
+
+    def parse(kernel: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    monkeypatch.setattr(JITCallable, "parse", parse)
+    kernel = JITFunction(a_kernel)
+    with ThreadPoolExecutor(4) as others:
+        compiling_triton.compile_ahead(lambda: list(others.map(lambda _: kernel.parse(), range(8))))
+    assert most == 1
+
+
+def test_all_is_as_before_when_the_work_fails(launched: list[bool]) -> None:
+    run, parse = JITFunction.run, JITFunction.parse
+    with pytest.raises(ZeroDivisionError):
+        compiling_triton.compile_ahead(lambda: 1 // 0)
+    assert JITFunction.run is run
+    assert JITFunction.parse is parse
+    compiling_triton.compile_ahead(lambda: JITFunction(a_kernel)[(1,)](1))
+    assert launched == [True], "and it can be done again"
+
+
+def test_what_no_kernel_fills_is_zero() -> None:
+    table, found = torch.arange(3.0), list[torch.Tensor]()
+
+    def work() -> None:
+        for index in (torch.empty(400, dtype=torch.int64), torch.empty_like(table, dtype=torch.int64)):
+            found.append(table[index])
+        found.append(table.new_empty((5, 5)))
+
+    compiling_triton.compile_ahead(work)
+    assert not any(tensor.any() for tensor in found)
+
+
+def test_a_cpu_compiles_nothing() -> None:
+    compiling.compile_ahead(lambda: pytest.fail("it was run"))
+
+
+COMPILED = """
+import json
+import sys
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from tlt.kernels import compiling_triton
+
+
+class NoDriver:
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def scale(x, n, FACTOR: tl.constexpr):
+    at = tl.arange(0, 64)
+    tl.store(x + at, FACTOR * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+driver.set_active(NoDriver())
+compiling_triton._threads = lambda: 3
+x, threads = torch.zeros(64), set()
+generate = ASTSource.make_ir
+ASTSource.make_ir = lambda *args, **options: (threads.add(threading.get_ident()), generate(*args, **options))[1]
+compiling_triton.compile_ahead(lambda: [scale[(1,)](x, n, factor) for factor in (2, 3, 4) for n in (1, 5, 7, 16)])
+there = scale.device_caches[0][0]
+told = {
+    "kernels": len(there),
+    "compiled": sum(bool(kernel.asm["cubin"]) for kernel in there.values()),
+    "threads": len(threads),
+    "here": threading.get_ident() in threads,
+}
+print(json.dumps(told))
+"""
+
+
+def test_many_are_compiled_at_a_time(tmp_path: Path) -> None:
+    """For a GPU that is not there. Numbers that are 1, that 16 divides and others are told apart: three times three."""
+    script = tmp_path / "script.py"  # a kernel's source is read from its file
+    script.write_text(COMPILED, encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(compiling.__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    assert (told["kernels"], told["compiled"]) == (9, 9)
+    assert told["threads"] > 1
+    assert not told["here"]
