@@ -181,9 +181,12 @@ def prepare(options: argparse.Namespace, config: RunConfig) -> None:
 
 
 def measure(options: argparse.Namespace, config: RunConfig) -> None:
-    results = Results(options)
+    results, started = Results(options), time.perf_counter()
     setting = set_up(options, config, options.groups)
+    opened = time.perf_counter()
     stage = Recording(setting.policy, setting.config, setting.encoded, setting.scale())
+    built_s = time.perf_counter() - opened  # both engines: kernels compiled, graphs captured, costs measured
+    results.add("set_up", {"opening_s": opened - started, "engines_s": built_s})
     results.add("decode_ms", {size: 1e3 * seconds for size, seconds in stage.decode_s.items()}, show=False)
     results.add("measured_costs", [asdict(cost) for cost in stage.measured], show=False)
     written = write_all(stage, setting, results)

@@ -60,7 +60,7 @@ WORKLOADS = {
             "b",
             cap=1024,
             draft=replace(_DRAFT, answers=12288, vocab=8192),
-            tune=WarmupSettings(steps=560, tokens_per_batch=32768, learning_rate=1.5e-4, warmup_steps=30),
+            tune=WarmupSettings(steps=700, tokens_per_batch=32768, learning_rate=1e-4, warmup_steps=30),
         ),
         Workload(
             "c",

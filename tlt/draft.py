@@ -237,6 +237,7 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
 
 def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], console: Console) -> list[Completion]:
     engine = Engine(policy.model, policy.tokenizer, config.engine)
+    engine.compile()
     engine.submit(requests)
     done: list[Completion] = []
     with _progress("answers", console) as progress:
@@ -246,7 +247,7 @@ def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], co
             progress.update(bar, completed=len(done), note=f"{engine.running} running")
     graphs = engine.report().graphs
     if graphs:
-        console.print(f"{graphs.graphs} graphs captured, compilation included, in {graphs.capture_s:.0f} s")
+        console.print(f"{graphs.graphs} graphs captured in {graphs.capture_s:.0f} s")
     return done + engine.drain()  # raises if a request failed
 
 

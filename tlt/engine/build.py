@@ -59,7 +59,8 @@ def build_engine(
         on_features=on_features if taps else None,
         speculation=speculating,
     )
-    if learned is not None and on_gpu:
+    engine.compile()
+    if learned is not None:
         learned.compile(shapes_of(config.spec, exact=config.engine.exact))
     chooser.know(engine.measure())
     make_ready(engine, chooser, config)

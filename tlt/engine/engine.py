@@ -287,7 +287,6 @@ class Engine:
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""
-        self.compile()
         return self._runner.capture(sizes)
 
     def measure(self) -> list[Measured]:

@@ -22,9 +22,14 @@ _MOST_THREADS = 16
 
 def compile_ahead(work: Callable[[], object]) -> None:
     """Has everything compiled that this work would launch. It must read no number back: they are zeros, or old."""
-    with ThreadPoolExecutor(_threads()) as pool, _parsing_in_turn(), _launching_nothing():
-        with AsyncCompileMode(pool), _Zeros():
-            work()
+    with (
+        ThreadPoolExecutor(_threads()) as pool,
+        _parsing_in_turn(),
+        _launching_nothing(),
+        AsyncCompileMode(pool),
+        _Zeros(),
+    ):
+        work()
 
 
 def _threads() -> int:
