@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import speculation
+import staging
+import workloads
 
 from tlt.bench.book import measure_book
 from tlt.bench.machine import describe
@@ -38,7 +39,7 @@ _WARM_UP = 2  # rollouts of a tuner before those that count
 def subject(options: argparse.Namespace, config: RunConfig) -> tuple[Policy, RunConfig, list[tuple[int, ...]], int]:
     """The policy, its configuration with a drafter, the prompts and the cap."""
     if options.workload:
-        setting = speculation.set_up(options, config, options.groups)
+        setting = staging.set_up(options, config, options.groups)
         return setting.policy, setting.config, setting.encoded, setting.cap
     spec = replace(config.spec, drafter="eagle", path=options.drafter_path)
     config = replace(config, model=replace(config.model, path=options.model), spec=spec)
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--drafter", dest="drafter_path", help="of --model: a directory")
-    parser.add_argument("--workload", choices=sorted(speculation.WORKLOADS))
+    parser.add_argument("--workload", choices=sorted(workloads.WORKLOADS))
     parser.add_argument("--work", default=".")
     parser.add_argument("--shape", default="own")
     parser.add_argument("--prompts", type=Path)

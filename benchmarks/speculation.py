@@ -16,138 +16,41 @@ drafter training. Every knob is a flag too: --spec.depths 2,4. Each part prints 
 """
 
 import argparse
-import gc
-import json
-import math
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median, pstdev, stdev
 from typing import Any
 from unittest.mock import patch
 
+import measuring
+import never
 import preparing
 import scoring
-import torch
-import workloads
-from recording import Recording, by_batch, by_context, graph_memory, small_batch, switching, tick_costs
-from workloads import WORKLOADS, Workload
+from staging import (
+    Results,
+    Setting,
+    answer,
+    divergence,
+    place_of,
+    release,
+    requests,
+    set_up,
+    tell,
+    workload_of,
+)
+from workloads import WORKLOADS
 
-from tlt.bench import rollout as bench
-from tlt.bench.fidelity import common_start
-from tlt.bench.machine import describe
-from tlt.bench.options import RolloutScale
-from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Variant, Written, fixed_shapes
 from tlt.config import RunConfig
-from tlt.engine.build import NEW, build_engine, learned_drafting, shapes_of
+from tlt.engine.build import build_engine, learned_drafting
 from tlt.engine.engine import Engine
-from tlt.engine.request import Request
 from tlt.errors import ConfigError, TltError
-from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config, take_flags
 from tlt.spec.candidates import GREEDY, Sharpness
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
-from tlt.types import Completion, Key, Prompt
 
-_SMALL = 8  # requests up to which a batch is small
-_CAPTURED = 0.005  # a warm rollout that still spent this share of its time on new graphs is not the last …
-_MOST_RUNS = 8  # … unless there were so many already
-_CASE_S = 8.0  # of plain decoding in a case in which speculation might lose: short ones take many turns …
-_MOST_TURNS = 24  # … but no more than these
-_WARM_TOKENS = 64  # of an answer, in the rollout that only warms plain decoding up
 _GROUPS, _GROUP_SIZE = 32, 8
-
-
-# ---- what every part needs
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A prepared workload in one shape, and everything that was asked for."""
-
-    options: argparse.Namespace
-    workload: Workload
-    config: RunConfig
-    policy: Policy
-    prompts: list[Prompt]
-
-    @property
-    def encoded(self) -> list[tuple[int, ...]]:
-        return [tuple(self.policy.tokenizer.encode_prompt(prompt.content)) for prompt in self.prompts]
-
-    def scale(self, **changes: int) -> RolloutScale:
-        return replace(RolloutScale(len(self.prompts), self.options.group_size, self.cap, 1), **changes)
-
-    @property
-    def cap(self) -> int:
-        return self.options.cap or self.workload.cap
-
-
-def workload_of(options: argparse.Namespace) -> Workload:
-    chosen = WORKLOADS[options.workload]
-    return workloads.quick(chosen) if options.quick else chosen
-
-
-def place_of(options: argparse.Namespace) -> preparing.Place:
-    return preparing.Place(Path(options.work) / options.workload)
-
-
-def set_up(options: argparse.Namespace, config: RunConfig, groups: int) -> Setting:
-    """The policy in its shape, and a configuration that speculates with the drafter of that shape."""
-    workload, place = workload_of(options), place_of(options)
-    config = replace(config, model=replace(config.model, path=place.policy()))
-    small = open_policy(config.model)
-    policy = preparing.in_shape(small, options.shape)
-    learned = options.drafter in ("eagle", "both")
-    drafter = str(preparing.ready_drafter(place, small.model, policy, options.shape)) if learned else ""
-    spec = replace(config.spec, drafter=options.drafter, path=drafter)
-    sampling = replace(config.sampling, temperature=options.temperature)
-    config = replace(config, spec=spec, sampling=sampling, run=replace(config.run, seed=workloads.MEASURE_SEED))
-    return Setting(options, workload, config, policy, workloads.measured_prompts(workload, options.prompts, groups))
-
-
-class Results:
-    """One JSON file, complete at any moment; what goes in is printed, or told in short."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        name = "-".join(x for x in (options.part, options.workload, getattr(options, "shape", "")) if x)
-        self.file = Path(options.json or Path(options.work) / f"{name}.json")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._content: dict[str, Any] = {
-            "options": {key: str(value) for key, value in vars(options).items()},
-            "machine": asdict(describe(device, options.commit)),
-        }
-        self._started = time.perf_counter()
-
-    def add(self, name: str, value: Any, *, show: bool = True) -> None:
-        self._content[name] = value
-        self._content["seconds"] = round(time.perf_counter() - self._started, 1)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(_plain(self._content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if show:
-            print(f"{name}: {json.dumps(_plain(value, digits=4), ensure_ascii=False)}", flush=True)
-
-
-def _plain(value: Any, digits: int = 6) -> Any:
-    """As JSON has it: infinities in words, floats short."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item, digits) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, digits) for item in value]
-    return value if isinstance(value, str | int | bool | None) else str(value)
-
-
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # ---- prepare
@@ -175,260 +78,6 @@ def prepare(options: argparse.Namespace, config: RunConfig) -> None:
     )
     for name, value in preparing.prepare(config, wanted).items():
         results.add(name, value)
-
-
-# ---- measure
-
-
-def measure(options: argparse.Namespace, config: RunConfig) -> None:
-    results, started = Results(options), time.perf_counter()
-    setting = set_up(options, config, options.groups)
-    opened = time.perf_counter()
-    stage = Recording(setting.policy, setting.config, setting.encoded, setting.scale())
-    built_s = time.perf_counter() - opened  # both engines: kernels compiled, graphs captured, costs measured
-    results.add("set_up", {"opening_s": opened - started, "engines_s": built_s})
-    results.add("decode_ms", {size: 1e3 * seconds for size, seconds in stage.decode_s.items()}, show=False)
-    results.add("measured_costs", [asdict(cost) for cost in stage.measured], show=False)
-    written = write_all(stage, setting, results)
-    small = small_batch(written[0], stage.latest, _SMALL)
-    results.add("answers", answers(setting, written[0]))
-    results.add("lengths", lengths(setting, written[0]), show=False)
-    results.add("time", [asdict(record) for record in bench.time(written)], show=False)
-    results.add("finished_s", {done.variant.name: finished(done) for done in written}, show=False)
-    results.add("speculation", [asdict(record) for record in bench.speculated(written)], show=False)
-    results.add("divergence", {done.variant.name: divergence(written[0], done) for done in written[1:]}, show=False)
-    results.add("small_batch", small, show=False)
-    results.add("switching_on", switching(stage.latest))
-    results.add("prefills", {done.variant.name: done.prefills for done in written})
-    results.add("costs", tick_costs(stage.latest.get(WARM, []), stage.warm), show=False)
-    results.add("same_lengths", same_lengths(stage, written))
-    results.add("shapes", by_batch(written), show=False)
-    results.add("accept_length_by_context", by_context(stage.latest))
-    if {TUNER, WARM} & {done.variant.name for done in written}:
-        results.add("verdict", asdict(bench.verdict(written, stage.off_seconds())))
-    tell_shapes(by_batch(written))
-    tell(in_short(written, small))
-    if options.rollouts:
-        results.add("rollouts", rollouts(stage, options.rollouts, options.same_lengths))
-    results.add("graphs", graph_memory(stage, setting.policy, setting.config))
-    print(f"wrote {results.file}")
-
-
-def write_all(stage: Recording, setting: Setting, results: Results) -> list[Written]:
-    """The rollouts in order of importance, each variant once to warm up and then for good, while the budget lasts.
-
-    A tuner's first rollout is told beside: what a new engine captures and compiles is in it. The warm tuner writes
-    rollouts as training does, one after the other, until it asks for no new graphs, or until the budget is spent: then
-    what it spent on them is in its time, and in the record beside it.
-    """
-    options = setting.options
-    fixed = [Variant(str(shape), shape) for shape in _fixed(setting)]
-    order = [Variant(PLAIN), Variant(TUNER), Variant(WARM), Variant(PLAIN), Variant(BANDIT), *fixed, Variant(STAYS_OFF)]
-    started, warmed = time.perf_counter(), set[str]()
-    runs: list[dict[str, Any]] = []
-    written: list[Written] = []
-    for variant in order * options.repeats:
-        if written and time.perf_counter() - started > options.budget:
-            runs.append({"variant": variant.name, "skipped": f"the budget of {options.budget:g} s was spent"})
-            continue
-        if variant.name not in warmed and variant.name != STAYS_OFF:  # which runs what plain decoding runs
-            first = warm_up(stage, variant)
-            warmed.add(variant.name)
-            if variant.name in (TUNER, WARM):
-                runs.append(_run(f"{variant.name}, first", first))
-        done = stage.write(variant)
-        while variant.name == WARM and done.capture_s > _CAPTURED * done.seconds and len(runs) < _MOST_RUNS:
-            if time.perf_counter() - started > options.budget:
-                break
-            runs.append(_run(f"{WARM}, still capturing", done))
-            print(f"{WARM}: {done.seconds:.2f} s, {done.capture_s:.2f} s of it capturing: once more", flush=True)
-            done = stage.write(variant)
-        written.append(done)
-        runs.append(_run(variant.name, done))
-        results.add("runs", runs, show=False)
-        print(f"{variant.name}: {done.seconds:.2f} s, {done.ticks} ticks, {done.tokens / done.seconds:,.0f} tokens/s")
-    return written
-
-
-def _run(name: str, done: Written) -> dict[str, Any]:
-    captured = {"capture_s": done.capture_s, "captures": done.captures, "stalls": done.stalls}
-    return {"variant": name, "makespan_s": done.seconds, **captured}
-
-
-def warm_up(stage: Recording, variant: Variant) -> Written:
-    """Plain decoding was captured at every size: a few tokens show it the rest. Others meet shapes as they go."""
-    cap = stage.cap
-    if variant.name == PLAIN:
-        stage.cap = min(cap, _WARM_TOKENS)
-    done = stage.write(variant)
-    stage.cap = cap
-    return done
-
-
-def _fixed(setting: Setting) -> list[Shape]:
-    """Those named, or a few: with the learned drafter alone, if there is one, the larger trees first."""
-    options = setting.options
-    known = {str(shape): shape for shape in shapes_of(setting.config.spec)}
-    if options.fixed_shapes:
-        missing = [name for name in options.fixed_shapes.split(",") if name not in known]
-        if missing:
-            raise ConfigError(f"--fixed-shapes: no shape {missing[0]!r}; known: {', '.join(known)}")
-        return [known[name] for name in options.fixed_shapes.split(",")]
-    few = fixed_shapes(list(known.values()))
-    names = ("eagle",) if setting.config.spec.drafter in ("eagle", "both") else ("suffix",)
-    return sorted((shape for shape in few if shape.drafters == names), key=lambda shape: -shape.verify)[: options.fixed]
-
-
-def rollouts(stage: Recording, count: int, also_same_lengths: bool = False) -> dict[str, Any]:
-    """Other answers to the same prompts, plainly and by the warm tuner, one or the other first. A rollout lasts as long
-    as its longest answer, and half precision turns tokens: several say more than one, or, if wanted, plain decoding
-    once more with answers as long as the tuner's were."""
-    runs: list[dict[str, Any]] = []
-    names = (PLAIN, WARM)
-    for number in range(1, count + 1):
-        stage.reseed(workloads.MEASURE_SEED + number)
-        done = {name: stage.write(Variant(name)) for name in (names if number % 2 else names[::-1])}
-        few = small_batch(done[PLAIN], {WARM: stage.latest[WARM]}, _SMALL).get(WARM, {})
-        alike = same_lengths(stage, [done[WARM]]) if also_same_lengths else None
-        runs.append(
-            {
-                **{f"{name} s": done[name].seconds for name in names},
-                "capturing s": done[WARM].capture_s,
-                "longest": [max(len(completion.tokens) for completion in done[name].completions) for name in names],
-                "last 32 s": [done[name].tail_s(32) for name in names],
-                f"S, AL ≤ {_SMALL}": [few.get("speedup"), few.get("accept_length")],
-                **({"plain, same lengths s": alike["plain_s"]} if alike else {}),
-            }
-        )
-    stage.reseed(workloads.MEASURE_SEED)
-    plain, warm = ([run[f"{name} s"] for run in runs] for name in names)
-    alike_s = [run["plain, same lengths s"] for run in runs if "plain, same lengths s" in run]
-    return {
-        "runs": runs,
-        "speedup at the same lengths": sum(alike_s) / sum(warm) if alike_s else None,
-        "speedup": sum(plain) / sum(warm),
-        "mean": mean(a / b for a, b in zip(plain, warm, strict=True)),
-        "error": _ratio_error(plain, warm),
-    }
-
-
-def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any] | None:
-    """Half precision turns a token here and there, and the longest answer decides: plain decoding once more, with
-    answers as long as the warm tuner's were."""
-    warm = next((done for done in written if done.variant.name == WARM), None)
-    if warm is None:
-        return None
-    lengths = [len(completion.tokens) for completion in warm.completions]
-    plain = stage.write(Variant(PLAIN), lengths)
-    last = {name: done.tail_s(32) for name, done in ((PLAIN, plain), (WARM, warm))}
-    return {
-        "tokens": sum(lengths),
-        "plain_s": plain.seconds,
-        "warm_s": warm.seconds,
-        "speedup": plain.seconds / warm.seconds,
-        "last_32_speedup": last[PLAIN] / last[WARM],
-    }
-
-
-def answers(setting: Setting, done: Written) -> dict[str, Any]:
-    """What was asked and written: without it, no speed-up means anything."""
-    completions = done.completions
-    lengths = sorted(len(completion.tokens) for completion in completions)
-    asked = [prompt for prompt in setting.prompts for _ in range(setting.options.group_size)]
-    logprobs = [value for completion in completions for value in completion.policy_logprobs]
-    rewards = [workloads.right(setting.workload, *pair) for pair in zip(asked, completions, strict=True)]
-    return {
-        "prompts": len(setting.prompts),
-        "group_size": setting.options.group_size,
-        "answers": len(completions),
-        "tokens": sum(lengths),
-        "prompt_tokens_mean": mean(map(len, setting.encoded)),
-        "median": lengths[len(lengths) // 2],
-        "p90": lengths[int(0.9 * len(lengths))],
-        "p99": lengths[int(0.99 * len(lengths))],
-        "max": lengths[-1],
-        "cap": setting.cap,
-        "at_cap": sum(completion.finish_reason == "length" for completion in completions) / len(completions),
-        "sigma_log_length": pstdev([math.log(length) for length in lengths]),
-        "nats_per_token": -mean(logprobs),  # at temperature 1: of the policy's own draws, hence its entropy
-        "right": mean(rewards),
-        "temperature": setting.config.sampling.temperature,
-        "rows": setting.config.engine.rows,
-    }
-
-
-def lengths(setting: Setting, done: Written) -> list[dict[str, Any]]:
-    """How long the answers to each prompt became: with what runs cost, all that `tlt simulate` needs of a rollout."""
-    size, tokens = setting.options.group_size, [len(completion.tokens) for completion in done.completions]
-    return [
-        {"prompt": index, "prompt_tokens": len(prompt), "tokens": tokens[index * size : (index + 1) * size]}
-        for index, prompt in enumerate(setting.encoded)
-    ]
-
-
-def finished(done: Written) -> list[float]:
-    """When each answer ended, in order: `tail.py` draws it."""
-    return sorted(completion.timing.finished_s for completion in done.completions)
-
-
-def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Completion]) -> dict[str, Any]:
-    """How often two runs of the same requests turn into another token, per token that could have."""
-    pairs = list(zip(_completions(one), _completions(other), strict=True))
-    same = sum(a.tokens == b.tokens for a, b in pairs)
-    tokens = sum(common_start(a.tokens, b.tokens) for a, b in pairs) + len(pairs) - same
-    return {
-        "requests": len(pairs),
-        "identical": same,
-        "identical_share": same / len(pairs),
-        "tokens_compared": tokens,
-        "per_1000_tokens": 1e3 * (len(pairs) - same) / max(1, tokens),
-    }
-
-
-def _completions(run: Written | Sequence[Completion]) -> Sequence[Completion]:
-    return run.completions if isinstance(run, Written) else run
-
-
-def in_short(written: Sequence[Written], small: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that count, a row per variant."""
-    speculated = {record.variant: record for record in bench.speculated(written)}
-    rows = []
-    for record in bench.time(written):
-        told, few = speculated[record.variant], small.get(record.variant, {})
-        rows.append(
-            {
-                "variant": record.variant,
-                "makespan s": record.makespan_s,
-                "speed-up": record.speedup,
-                "last 32 s": record.last_32_s,
-                "speed-up of it": record.last_32_speedup,
-                "accept": told.accept_length,
-                "off": told.off_share,
-                "identical": told.identical / len(written[0].completions),
-                f"AL ≤ {_SMALL}": few.get("accept_length"),
-                f"S/AL ≤ {_SMALL}": few.get("speedup_per_accept"),
-            }
-        )
-    return rows
-
-
-def tell(rows: Sequence[dict[str, Any]]) -> None:
-    cells = [[_cell(value) for value in row.values()] for row in rows]
-    columns = list(zip(list(rows[0]), *cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    for line in zip(*columns, strict=True):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def _cell(value: Any) -> str:
-    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def tell_shapes(shares: dict[str, dict[str, dict[str, float]]]) -> None:
-    """What the tuner chose, by number of requests."""
-    for size, chosen in shares.get(WARM, shares.get(TUNER, {})).items():
-        most = sorted(chosen.items(), key=lambda pair: -pair[1])[:3]
-        print(f"requests {size}: " + ", ".join(f"{shape} {share:.0%}" for shape, share in most))
 
 
 # ---- drafts: greedy, β = 1, β fitted
@@ -474,133 +123,6 @@ def _accepted(setting: Setting, shape: Shape, beta: float | None) -> dict[str, A
         "tokens": sum(len(completion.tokens) for completion in completions),
         "beta": learned.beta,
     }
-
-
-def requests(setting: Setting, cap: int, group_size: int = 0) -> list[Request]:
-    params = replace(setting.config.sampling, max_tokens=cap)
-    times = group_size or setting.options.group_size
-    pairs = [(index, prompt) for index, prompt in enumerate(setting.encoded) for _ in range(times)]
-    seed = setting.config.run.seed
-    return [Request(Key(seed, number), prompt, params, f"prompt {i}") for number, (i, prompt) in enumerate(pairs)]
-
-
-def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
-    engine.submit(asked)
-    return sorted(engine.drain(), key=lambda completion: completion.key.request)
-
-
-# ---- never slower
-
-
-def _ratio_error(plain: Sequence[float], other: Sequence[float]) -> float | None:
-    """Standard error of the mean ratio over the turns."""
-    ratios = [a / b for a, b in zip(plain, other, strict=True)]
-    return stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
-
-
-def never(options: argparse.Namespace, config: RunConfig) -> None:
-    """Every case in one engine, but for the useless drafter, which needs another."""
-    results = Results(options)
-    wanted = options.cases.split(",")
-    missing = [case for case in wanted if case not in CASES]
-    if missing:
-        raise ConfigError(f"--cases: there is no case {missing[0]!r}; expected some of {','.join(CASES)}")
-    most = max(CASES[case].times for case in wanted)
-    setting = set_up(options, config, most * options.groups)
-    found: dict[str, Any] = {}
-    for useless in (True, False):
-        cases = [case for case in wanted if CASES[case].useless == useless]
-        if not cases:
-            continue
-        stage = Recording(
-            setting.policy,
-            _with_a_useless_drafter(setting.config) if useless else setting.config,
-            setting.encoded[: max(CASES[case].times for case in cases) * options.groups],
-            setting.scale(),
-        )
-        for name in cases:
-            found[name] = _case(stage, setting, CASES[name])
-            results.add("never_slower", found, show=False)
-            shown = {key: value for key, value in found[name].items() if not isinstance(value, dict)}
-            tell([{"case": name, **shown}])
-        del stage
-        release()
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """In which speculation might lose."""
-
-    times: int = 1  # as many prompts as asked for
-    cap: int = 1 << 30  # tokens, if that is less than asked for
-    heat: float = 1.0
-    useless: bool = False
-
-
-CASES = {"useless": Case(useless=True), "hot": Case(heat=1.2), "many": Case(times=4), "short": Case(cap=32)}
-
-
-def _with_a_useless_drafter(config: RunConfig) -> RunConfig:
-    """A learned drafter that has learned nothing, and nobody else to ask."""
-    return replace(config, spec=replace(config.spec, drafter="eagle", path=NEW), draft=replace(config.draft, vocab=0))
-
-
-def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
-    """Everybody's first rollout only warms up, and the warm tuner's first ones, until it asks for no new graphs."""
-    sampling = setting.config.sampling
-    stage.ask(
-        setting.encoded[: case.times * setting.options.groups],
-        min(setting.cap, case.cap),
-        replace(sampling, temperature=case.heat * sampling.temperature),
-    )
-    first = {name: warm_up(stage, Variant(name)).seconds for name in (PLAIN, TUNER, WARM)}
-    for _ in range(_MOST_RUNS):
-        done = stage.write(Variant(WARM))
-        if done.capture_s <= _CAPTURED * done.seconds:
-            break
-    runs = _in_turns(stage, setting.options.repeats, 0.0 if setting.options.quick else _CASE_S)
-    seconds = {name: [done.seconds for done in written] for name, written in runs.items()}
-    reports = {name: written[-1] for name, written in runs.items()}
-    tuner = reports[TUNER].speculation
-    assert tuner is not None
-    return {
-        "requests": len(reports[PLAIN].completions),
-        "tokens": reports[PLAIN].tokens,
-        "seconds": seconds,
-        "first_s": {name: first[name] for name in (TUNER, WARM)},  # graphs captured on the way, kernels compiled
-        "capture_s": {name: [done.capture_s for done in runs[name]] for name in (TUNER, WARM)},
-        "shapes": {name: [_used(done) for done in runs[name]] for name in (TUNER, WARM)},
-        "tuner": median(seconds[PLAIN]) / median(seconds[TUNER]),
-        "tuner_fastest": min(seconds[PLAIN]) / min(seconds[TUNER]),
-        "warm_tuner": median(seconds[PLAIN]) / median(seconds[WARM]),
-        "warm_tuner_fastest": min(seconds[PLAIN]) / min(seconds[WARM]),
-        "errors": {name: _ratio_error(seconds[PLAIN], seconds[name]) for name in (TUNER, WARM)},
-        "accept_length": tuner.accept_length,
-        "off_share": tuner.off_share,
-        "explored_ms": 1e3 * tuner.tuner.explored_s if tuner.tuner else None,
-        "once_ms": 1e3 * tuner.once_s,
-        "identical_share": divergence(reports[PLAIN], reports[TUNER])["identical_share"],
-    }
-
-
-def _used(done: Written) -> dict[str, int]:
-    """Ticks by shape, most first."""
-    ticks: Counter[str] = Counter()
-    for (_, shape), count in done.speculation.ticks.items() if done.speculation else ():
-        ticks[str(shape)] += count
-    return dict(ticks.most_common())
-
-
-def _in_turns(stage: Recording, repeats: int, least_s: float) -> dict[str, list[Written]]:
-    """Plain decoding and the tuners take turns, another one first each time: a GPU that grows warm slows down."""
-    names = (PLAIN, TUNER, WARM)
-    turns = max(repeats, min(_MOST_TURNS, math.ceil(least_s / stage.write(Variant(PLAIN)).seconds)))
-    turns += -turns % len(names) if least_s else 0  # everybody as often
-    runs: dict[str, list[Written]] = {name: [] for name in names}
-    for turn, place in product(range(turns), range(len(names))):
-        name = names[(turn + place) % len(names)]
-        runs[name].append(stage.write(Variant(name)))
-    return runs
 
 
 # ---- fidelity: plain decoding against itself
@@ -656,9 +178,9 @@ def _tree(word: str) -> Shape:
 
 PARTS = {
     "prepare": prepare,
-    "measure": measure,
+    "measure": measuring.measure,
     "drafts": drafts,
-    "never": never,
+    "never": never.never,
     "fidelity": fidelity,
     "score": score,
 }
@@ -735,7 +257,7 @@ def _drafts_options(part: argparse.ArgumentParser) -> None:
 def _never_options(part: argparse.ArgumentParser) -> None:
     _shaped(part)
     part.set_defaults(cap=512)
-    part.add_argument("--cases", default=",".join(CASES))
+    part.add_argument("--cases", default=",".join(never.CASES))
     part.add_argument("--repeats", type=int, default=3)
 
 

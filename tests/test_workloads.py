@@ -16,11 +16,14 @@ import tlt
 
 sys.path.insert(0, str(Path(tlt.__file__).parents[1] / "benchmarks"))
 
+import measuring
+import never
 import preparing
 import recording
 import reinforcement
 import scoring
 import speculation
+import staging
 import tail
 import workloads
 from workloads import WORKLOADS
@@ -214,7 +217,7 @@ def test_what_ticks_took_stands_beside_what_was_foreseen() -> None:
 def test_divergence_counts_the_first_token_that_turns() -> None:
     one = written([4, 4], 0.1).completions
     other = (one[0], replace(one[1], tokens=(2, 9, 9)))
-    found = speculation.divergence(one, other)
+    found = staging.divergence(one, other)
     assert (found["identical"], found["tokens_compared"]) == (1, 4 + 2)
     assert found["per_1000_tokens"] == pytest.approx(1000 / 6)
 
@@ -300,12 +303,12 @@ def check_what_a_simulation_needs(found: dict[str, Any]) -> None:
 
 def test_a_verdict_needs_plain_decoding_and_a_tuner(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that was spent before the bandit's turn takes nothing from the others."""
-    write_all = speculation.write_all
+    write_all = measuring.write_all
 
     def a_few(*given: Any) -> list[Written]:
         return [done for done in write_all(*given) if done.variant.name in (PLAIN, TUNER)]
 
-    monkeypatch.setattr(speculation, "write_all", a_few)
+    monkeypatch.setattr(measuring, "write_all", a_few)
     verdict = run("measure", work)["verdict"]
     assert verdict["best_fixed"] == PLAIN
     assert verdict["tuner_regret"] == pytest.approx(verdict["tuner_over_plain"])
@@ -361,12 +364,12 @@ def test_everybody_is_first_in_turn() -> None:
             self.order.append(variant.name)
             return written([1], 1.0)
 
-    runs = speculation._in_turns(Stage(), repeats=1, least_s=2.5)
+    runs = never._in_turns(Stage(), repeats=1, least_s=2.5)
     names = list(runs)
     assert Stage.order[1:] == [*names, *names[1:], names[0], names[2], *names[:2]]
     assert {len(done) for done in runs.values()} == {3}
-    assert len(speculation._in_turns(Stage(), repeats=4, least_s=2.5)[PLAIN]) == 6, "everybody as often"
-    assert len(speculation._in_turns(Stage(), repeats=1, least_s=0.0)[PLAIN]) == 1
+    assert len(never._in_turns(Stage(), repeats=4, least_s=2.5)[PLAIN]) == 6, "everybody as often"
+    assert len(never._in_turns(Stage(), repeats=1, least_s=0.0)[PLAIN]) == 1
 
 
 def test_plain_decoding_against_itself(work: Path) -> None:
