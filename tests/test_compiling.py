@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,21 @@ def a_kernel(x: Any) -> None:
     """Never called."""
 
 
+class NoDriver:
+    """Of a GPU that is not there."""
+
+    def get_current_device(self) -> int:
+        return 3
+
+    def set_current_device(self, device: int) -> None:
+        assert device == 3
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling_triton, "driver", SimpleNamespace(active=NoDriver()))
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every launch, whether it would only have compiled."""
@@ -38,6 +54,22 @@ def test_nothing_is_launched(launched: list[bool]) -> None:
     kernel[(1,)](1)
     assert launched == [True, False]
     assert JITFunction.run is before
+
+
+def test_what_is_launched_again_is_passed_over(launched: list[bool]) -> None:
+    """Every layer of a model launches the same kernels."""
+    kernel, numbers = JITFunction(a_kernel), torch.zeros(64)
+
+    def work() -> None:
+        for x in (numbers, numbers[1:], numbers.double(), 1, True, 1.0, 2):  # seven kernels, or as good as
+            for _ in range(3):
+                kernel[(1,)](x)
+        kernel[(1,)](numbers[4:])  # just as the first: 16 divides both addresses
+        kernel[(1,)](numbers, num_warps=8)
+        JITFunction(a_kernel)[(1,)](numbers)
+
+    compiling_triton.compile_ahead(work)
+    assert launched == [True] * 9
 
 
 def test_other_threads_go_on(launched: list[bool]) -> None:
@@ -93,8 +125,8 @@ def test_a_cpu_compiles_nothing() -> None:
 
 COMPILED = """
 import json
-import sys
 import threading
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -107,8 +139,21 @@ from tlt.kernels import compiling_triton
 
 
 class NoDriver:
+    def __init__(self):
+        self.loaded = []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 200_000},
+            load_binary=lambda name, *rest: (self.loaded.append(name), 1, 0, 0, 1024),
+        )
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: print("launched")
+
     def get_current_device(self):
         return 0
+
+    def set_current_device(self, device):
+        threads.add(threading.get_ident())
 
     def get_current_stream(self, device=None):
         return 0
@@ -123,32 +168,50 @@ def scale(x, n, FACTOR: tl.constexpr):
     tl.store(x + at, FACTOR * tl.load(x + at, mask=at < n), mask=at < n)
 
 
-driver.set_active(NoDriver())
-compiling_triton._threads = lambda: 3
-x, threads = torch.zeros(64), set()
+@triton.jit
+def wrong(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), 0)
+
+
+threads, compiled_in, x = set(), set(), torch.zeros(64)
+no_gpu = NoDriver()
+driver.set_active(no_gpu)
+compiling_triton.os.sched_getaffinity = lambda process: range(3)
 generate = ASTSource.make_ir
-ASTSource.make_ir = lambda *args, **options: (threads.add(threading.get_ident()), generate(*args, **options))[1]
+ASTSource.make_ir = lambda *args, **options: (compiled_in.add(threading.get_ident()), generate(*args, **options))[1]
+try:
+    compiling_triton.compile_ahead(lambda: wrong[(1,)](x, 3))
+    refused = ""
+except triton.compiler.CompilationError as error:
+    refused = str(error)
+compiled_in.clear()
 compiling_triton.compile_ahead(lambda: [scale[(1,)](x, n, factor) for factor in (2, 3, 4) for n in (1, 5, 7, 16)])
 there = scale.device_caches[0][0]
 told = {
+    "refused": refused,
     "kernels": len(there),
     "compiled": sum(bool(kernel.asm["cubin"]) for kernel in there.values()),
-    "threads": len(threads),
-    "here": threading.get_ident() in threads,
+    "loaded": len(no_gpu.loaded),
+    "threads": len(compiled_in),
+    "here": threading.get_ident() in compiled_in,
+    "told the GPU": compiled_in <= threads,
 }
 print(json.dumps(told))
 """
 
 
 def test_many_are_compiled_at_a_time(tmp_path: Path) -> None:
-    """For a GPU that is not there. Numbers that are 1, that 16 divides and others are told apart: three times three."""
+    """For a GPU that is not there. Numbers that are 1, that 16 divides and others are told apart: three times three.
+    One that cannot be compiled says so, and leaves nothing behind."""
     script = tmp_path / "script.py"  # a kernel's source is read from its file
     script.write_text(COMPILED, encoding="utf-8")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(compiling.__file__).parents[2])}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout)
-    assert (told["kernels"], told["compiled"]) == (9, 9)
+    told = json.loads(done.stdout)  # and nothing was launched
+    assert "power of 2" in told["refused"]
+    assert (told["kernels"], told["compiled"], told["loaded"]) == (9, 9, 9)
     assert told["threads"] > 1
     assert not told["here"]
+    assert told["told the GPU"]
