@@ -3,9 +3,9 @@
     python benchmarks/compiling.py [--shape 7B --rows 256 --threads 1,2] [--json FILE]
 
 Goes through what an engine with a learned drafter goes through when it is built, with three layers of the shape on the
-CPU and a driver that knows nothing but the name of the GPU; kernels are compiled, by so many threads into an empty cache
-each time, and never launched. What Triton 3.6 has a C compiler do besides is left out. Prints and writes seconds, and how
-often each kernel was compiled.
+CPU and a driver that knows nothing but the name of the GPU; kernels are compiled, by so many threads into an empty
+cache each time, and never launched. What Triton 3.6 has a C compiler do besides is left out. Prints and writes seconds,
+and how often each kernel was compiled.
 """
 
 import argparse

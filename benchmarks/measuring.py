@@ -123,8 +123,8 @@ def _fixed(setting: Setting) -> list[Shape]:
 
 def rollouts(stage: Recording, count: int, also_same_lengths: bool = False) -> dict[str, Any]:
     """Other answers to the same prompts, plainly and by the warm tuner, one or the other first. A rollout lasts as long
-    as its longest answer, and half precision turns tokens: several say more than one, or, if wanted, plain decoding
-    once more with answers as long as the tuner's were."""
+    as its longest answer, and half precision turns tokens: several say more than one. If wanted, plain decoding is
+    timed once more, with answers as long as the tuner's were."""
     runs: list[dict[str, Any]] = []
     names = (PLAIN, WARM)
     for number in range(1, count + 1):
@@ -147,7 +147,7 @@ def rollouts(stage: Recording, count: int, also_same_lengths: bool = False) -> d
     alike_s = [run["plain, same lengths s"] for run in runs if "plain, same lengths s" in run]
     return {
         "runs": runs,
-        "speedup at the same lengths": sum(alike_s) / sum(warm) if alike_s else None,
+        **({"speedup at the same lengths": sum(alike_s) / sum(warm)} if alike_s else {}),
         "speedup": sum(plain) / sum(warm),
         "mean": mean(a / b for a, b in zip(plain, warm, strict=True)),
         "error": ratio_error(plain, warm),
@@ -168,7 +168,7 @@ def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any]
         "plain_s": plain.seconds,
         "warm_s": warm.seconds,
         "speedup": plain.seconds / warm.seconds,
-        "last_32_speedup": last[PLAIN] / last[WARM],
+        "last_32_speedup": last[PLAIN] / last[WARM] if last[WARM] else None,  # they may end in one tick
     }
 
 

@@ -352,7 +352,7 @@ SURFACE = {
     "finish_reason: Literal['eos', 'stop', 'length'], policy_version: int, timing: tlt.types.Timing) -> None",
     "Engine": "(model: tlt.model.transformer.Transformer, tokenizer: tlt.text.Tokenizer, "
     "settings: tlt.config.EngineSettings | None = None, *, version: int = 0, taps: Sequence[int] = (), "
-    "on_features: Callable[[tlt.engine.runner.Features], None] | None = None, "
+    "on_features: Callable[[tlt.engine.features.Features], None] | None = None, "
     "speculation: tlt.spec.speculation.Speculation | None = None) -> None",
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "

@@ -322,21 +322,36 @@ def test_drafts_in_8_bits_are_nearly_those_in_16(monkeypatch: pytest.MonkeyPatch
     assert alike - others > 0.1, f"{others:.2f} are those of the drafter before it changed"
 
 
-def test_what_is_compiled_beforehand_changes_nothing() -> None:
-    """No kernel ran, and rows, trees and memories are as new: answers are the same, up to rounding, and are drafted."""
+def test_what_is_compiled_beforehand_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel runs; rows and the drafter's memory are as new; what is drafted then is what would have been."""
+    from triton.compiler import CompiledKernel
+
     model, shape = gpu_policy(), Shape(("eagle",), 4, 2, 7, 2.5)
-    done: list[dict[Key, tuple[int, ...]]] = []
-    verified = []
+    grown: list[Guesses] = []
     for compiled in (False, True):
         engine, learned = learned_engine(model, lambda: shape, graphs=True)
         if compiled:
-            learned.compile([shape, Shape(("eagle",), 4, 2, 7)])
-            engine._runner.compile(8, 5)
+            tensors = [*states_of(learned._memory), *states_of(engine._runner._rows)]
+            before = [tensor.clone() for tensor in tensors]
+            with monkeypatch.context() as patch:
+                patch.setattr(CompiledKernel, "run", property(lambda kernel: _not_now))
+                learned.compile([shape, Shape(("eagle",), 4, 2, 7)])
+                engine._runner.compile(8, 5)
             torch.cuda.synchronize()
+            assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
+        grown.append(guesses(engine, learned, 2))
         engine.submit(batch(24))
-        done.append({completion.key: completion.tokens for completion in engine.drain()})
-        report = engine.report().speculation
-        assert report is not None
-        verified.append((report.verifies, report.accepted))
-    assert sum(tokens == done[1][key] for key, tokens in done[0].items()) > 12
-    assert verified[1][0] == pytest.approx(verified[0][0], rel=0.2)
+        assert len(engine.drain()) == 24
+    common = [place for place in grown[0] if place in grown[1]]
+    assert len(common) > 100
+    assert sum(grown[0][place] == grown[1][place] for place in common) > 0.9 * len(common)
+
+
+def _not_now(*launch: object) -> None:
+    raise AssertionError("a kernel was launched")
+
+
+def states_of(owner: object) -> list[torch.Tensor]:
+    """Every tensor it has."""
+    names = getattr(owner, "__slots__", None) or vars(owner)
+    return [value for name in names if isinstance(value := getattr(owner, name), torch.Tensor)]

@@ -341,14 +341,17 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         seen.add((rows, nodes, tokens < rows * nodes))
         return forward(runner, trees, tokens, steps, filtered)
 
-    engine = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12)
+    engine, read = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12), list[int]()
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_forward_trees", spy)
         engine._runner.compile(9, 4)
         assert not seen, "a CPU compiles nothing"
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         patch.setattr(engine._runner, "_pool", object())  # then sizes are padded
-        engine._runner.compile(9, 4)
+        patch.setattr(Runner, "_read", lambda runner, chunks: read.append(sum(len(chunk.tokens) for chunk in chunks)))
+        engine._runner.compile(9, 4, filtered=True)
+    longest = engine._runner._model.config.max_positions
+    assert read == [70, 8 * 100, min(1500, longest)]
     alone = {(rows, nodes, False) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
     assert seen == alone | {(rows, 2, True) for rows in (12, 8, 4)}, "and where requests share"
     batch = requests(12, group=3, seed=4)

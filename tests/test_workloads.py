@@ -263,7 +263,7 @@ def test_what_is_prepared_is_kept(work: Path, stand_in: str) -> None:
 
 
 def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run("measure", work, "--shape", "double")
+    found = run("measure", work, "--shape", "double", "--rollouts", "1", "--same-lengths")
     assert (work / "c" / "drafter-double" / "config.json").is_file()
     small, wide = (read_record(work / "c" / name) for name in ("drafter", "drafter-double"))
     assert small == wide is not None, "widened, it names what it named"
@@ -284,6 +284,9 @@ def test_a_rollout_is_measured_in_every_way(work: Path, capsys: pytest.CaptureFi
     assert by_length["< 128"]["verifies"] == told["verifies"]
     assert set(found["shapes"]["off"]) == {"≤ 4"}
     assert found["same_lengths"]["tokens"] == found["answers"]["tokens"]
+    (more,) = found["rollouts"]["runs"]
+    alike = more["plain, same lengths s"] / more["tuner, warm s"]
+    assert found["rollouts"]["speedup at the same lengths"] == pytest.approx(alike, rel=1e-4)
     assert sum(record["ticks"] for record in found["costs"]) > 0
     assert "S/AL ≤ 8" in capsys.readouterr().out
 

@@ -237,7 +237,7 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
 
 def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], console: Console) -> list[Completion]:
     engine = Engine(policy.model, policy.tokenizer, config.engine)
-    engine.compile()
+    engine.compile(filtered=config.sampling.filtered)
     engine.submit(requests)
     done: list[Completion] = []
     with _progress("answers", console) as progress:

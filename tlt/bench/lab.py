@@ -15,9 +15,9 @@ from tlt.bench.options import Scale
 from tlt.bench.published import Published, published
 from tlt.config import RunConfig
 from tlt.engine.engine import Engine
+from tlt.engine.features import Features
 from tlt.engine.graphs import buckets
 from tlt.engine.request import Request
-from tlt.engine.runner import Features
 from tlt.errors import ConfigError
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES, wide_config, widen

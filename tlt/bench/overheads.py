@@ -13,7 +13,7 @@ import torch
 from tlt.bench.lab import Lab, Run
 from tlt.bench.machine import wait_for
 from tlt.engine.engine import Engine
-from tlt.engine.runner import Features
+from tlt.engine.features import Features
 
 _RING_ROWS = 1 << 14
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tlt.config import RunConfig
 from tlt.drafting.buffer import Sample, States
-from tlt.engine.runner import Features
+from tlt.engine.features import Features
 from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
 from tlt.model.transformer import Transformer

@@ -8,8 +8,8 @@ import torch
 from tlt.config import DraftSettings, RunConfig, SpecSettings
 from tlt.engine.engine import Engine
 from tlt.engine.exact import chains_only
+from tlt.engine.features import Features
 from tlt.engine.graphs import padding
-from tlt.engine.runner import Features
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
@@ -42,7 +42,7 @@ def build_engine(
     """
     if config.spec.drafter == "none":
         engine = Engine(policy.model, policy.tokenizer, config.engine)
-        engine.compile()
+        engine.compile(filtered=config.sampling.filtered)
         return engine
     learned = learned or learned_drafting(policy, config)
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
@@ -59,7 +59,7 @@ def build_engine(
         on_features=on_features if taps else None,
         speculation=speculating,
     )
-    engine.compile()
+    engine.compile(filtered=config.sampling.filtered)
     if learned is not None:
         learned.compile(shapes_of(config.spec, exact=config.engine.exact))
     chooser.know(engine.measure())

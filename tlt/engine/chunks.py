@@ -35,3 +35,12 @@ class Packed:
         pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
         return cls(tokens, positions, slots, starts, contexts, pages)
+
+
+_IDLE = ((1, 70), (8, 100), (1, 1500))  # prompts and their tokens: kernels differ by how many there are of each
+
+
+def idle_chunks(page_size: int, longest: int) -> list[list[Chunk]]:
+    """Prompts of nobody, before there are others, to see what reading prompts takes. All in one page."""
+    asked = [(count, min(tokens, longest)) for count, tokens in _IDLE]
+    return [[Chunk((0,) * n, 0, (0,) * -(-n // page_size), ())] * count for count, n in asked]

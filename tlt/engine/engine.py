@@ -15,12 +15,13 @@ from torch import Tensor
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
 from tlt.engine.exact import check_policy
+from tlt.engine.features import Features
 from tlt.engine.graphs import PoolReport
 from tlt.engine.landing import Drawn, Flight
 from tlt.engine.memory import cache_pages
 from tlt.engine.pages import Census, PageBook
 from tlt.engine.request import Limits, Progress, Request, check, check_keys
-from tlt.engine.runner import Features, Runner
+from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Plan, Scheduler, Stay
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
@@ -281,9 +282,9 @@ class Engine:
         """Another version of the learned drafter, between two ticks."""
         self._speculation.load_drafter(weights, version)
 
-    def compile(self) -> None:
-        """What the policy's runs need, before anybody waits for it."""
-        self._runner.compile(self._speculation.widest, self._speculation.deepest + 1)
+    def compile(self, *, filtered: bool = False) -> None:
+        """What the policy's runs need, before anybody waits; `filtered`: top-k, top-p or min-p will be asked for."""
+        self._runner.compile(self._speculation.widest, self._speculation.deepest + 1, filtered=filtered)
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""

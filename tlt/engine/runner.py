@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.engine.chunks import Packed
+from tlt.engine.chunks import Packed, idle_chunks
 from tlt.engine.exact import head_chain
+from tlt.engine.features import Features
 from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
 from tlt.engine.landing import Landing, Pending
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
-from tlt.engine.scheduler import Chunk, Copy, Plan, Stay
+from tlt.engine.scheduler import Chunk, Copy, Plan
 from tlt.engine.thrift import Waste
 from tlt.kernels import compiling
 from tlt.kernels.states import Kept
@@ -39,17 +40,6 @@ _DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of a forward that is still timed
 _TOKEN_S = 1e-5  # of a forward, where none was timed
 _LITTLE_S = 5e-5  # that a drafter's work wastes in a larger graph
 _DEAR_S = 0.1  # … unless half as many take so long: then a large policy is on a CPU
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """Hidden states of the positions a tick decoded, on the device; valid until the next tick starts."""
-
-    stays: tuple[Stay, ...]
-    first: tuple[int, ...]  # position of each row's first state
-    taps: tuple[Tensor, ...]  # [R, S, D] each: the residual stream after each tapped layer
-    hidden: Tensor  # [R, S, D], after the final norm
-    steps: Tensor | None  # [R], how many of the S positions are real; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,22 +215,26 @@ class Runner:
         return found
 
     @torch.no_grad()
-    def compile(self, widest: int, steps: int) -> None:
-        """All that decodes, and verifies trees of all sizes, many and few: or rollouts would wait for a compiler, a
-        second and more, whenever a size first comes up."""
+    def compile(self, widest: int, steps: int, *, filtered: bool = False) -> None:
+        """What reads prompts, decodes, and verifies trees of many sizes, many and few: or rollouts would wait for a
+        compiler, a second and more, whenever a size first comes up."""
         live = self._rows.set_count(0)
-        twin(compiling, self._device).compile_ahead(partial(self._run_idle, widest, steps))
-        self._rows.set_count(live)
+        try:
+            twin(compiling, self._device).compile_ahead(partial(self._run_idle, widest, steps, filtered))
+        finally:
+            self._rows.set_count(live)
 
-    def _run_idle(self, widest: int, steps: int) -> None:
-        for size in self._sizes:
-            self._forward(size, filtered=False)
+    def _run_idle(self, widest: int, steps: int, filtered: bool) -> None:
+        for chunks in idle_chunks(self._page_size, self._model.config.max_positions):
+            self._read(chunks)
+        for size, choosy in product(self._sizes, {False, filtered}):
+            self._forward(size, choosy)
         trees = [Shape(verify=2**power) for power in range(1, 1 + (widest - 1).bit_length())]
         sharing = [Shape(verify=2, share=1.5)] if trees else []
         for shape, halved in product(trees + sharing, range(self._max_rows.bit_length())):
             rows = self.padded(self._max_rows >> halved)
             if shape.tokens(rows) <= _DEAREST[self._device.type]:
-                self._verification(shape, min(steps, shape.verify), filtered=False)[1](rows)
+                self._verification(shape, min(steps, shape.verify), filtered)[1](rows)
 
     @torch.no_grad()
     def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:
@@ -377,6 +371,12 @@ class Runner:
         """Keys and values of the chunks' tokens; nothing is sampled from them."""
         if self._pool is not None:
             self._pool.count_eager()  # sizes hardly repeat: a graph of each would be used once
+        taps, starts = self._read(chunks)
+        for chunk, (first, last) in zip(chunks if taps else (), pairwise(starts), strict=False):
+            self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in taps])
+
+    def _read(self, chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], list[int]]:
+        """The states that the keeper wants, and where each chunk's begin."""
         packed = Packed.of(chunks, self._page_size)
         context_R = self._send(packed.contexts, torch.int32)
         most = max(len(chunk.tokens) for chunk in chunks)
@@ -391,10 +391,7 @@ class Runner:
             exact=self._exact,
             shares_S=self._shares(context_R, most),
         )
-        out = self._model(self._send(packed.tokens, torch.int64), layout, self._keeper.taps)
-        if out.taps:
-            for chunk, (first, last) in zip(chunks, pairwise(packed.starts), strict=True):
-                self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in out.taps])
+        return self._model(self._send(packed.tokens, torch.int64), layout, self._keeper.taps).taps, packed.starts
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         size = self._page_size

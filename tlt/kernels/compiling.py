@@ -4,4 +4,5 @@ from collections.abc import Callable
 
 
 def compile_ahead(work: Callable[[], object]) -> None:
-    """Has everything compiled that this work would launch. It changes nothing that counts, and may be run or not."""
+    """Has everything compiled that this work would launch. Work that changes nothing which counts and reads no number
+    back: it is not run here, and in Triton without its kernels, whose results are zeros, or old."""

@@ -25,15 +25,11 @@ _TURN = Lock()  # what is changed in Triton meanwhile is changed for all threads
 
 
 def compile_ahead(work: Callable[[], object]) -> None:
-    """Has everything compiled that this work would launch. It must read no number back: they are zeros, or old."""
+    """Has everything compiled that this work would launch."""
     with _TURN, _pool() as pool:
         mode = AsyncCompileMode(pool, ignore_errors=True)  # or it would stay active; they are raised below
-        with _parsing_in_turn(), _launching_nothing(), mode, _Zeros():
-            try:
-                work()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with _parsing_in_turn(), _launching_nothing(), mode, _none_left_if_it_fails(pool), _Zeros():
+            work()
         for _ in pool.map(_load, mode.future_kernels.values()):
             pass
 
@@ -43,6 +39,18 @@ def _pool() -> ThreadPoolExecutor:
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     chosen = driver.active.get_current_device()
     return ThreadPoolExecutor(threads, initializer=driver.active.set_current_device, initargs=(chosen,))
+
+
+@contextmanager
+def _none_left_if_it_fails(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Nobody waits for what is not needed any more."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed:
+            pool.shutdown(cancel_futures=True)
 
 
 def _load(kernel: Any) -> None:
