@@ -342,6 +342,7 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         return forward(runner, trees, tokens, steps, filtered)
 
     engine, read = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12), list[int]()
+    decoded = set[tuple[int, bool]]()
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_forward_trees", spy)
         engine._runner.compile(9, 4)
@@ -349,7 +350,9 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         patch.setattr(engine._runner, "_pool", object())  # then sizes are padded
         patch.setattr(Runner, "_read", lambda runner, chunks: read.append(sum(len(chunk.tokens) for chunk in chunks)))
+        patch.setattr(Runner, "_forward", lambda runner, rows, filtered: decoded.add((rows, filtered)))
         engine._runner.compile(9, 4, filtered=True)
+    assert decoded == {(rows, filtered) for rows in engine._runner._sizes for filtered in (False, True)}
     longest = engine._runner._model.config.max_positions
     assert read == [70, 8 * 100, min(1500, longest)]
     alone = {(rows, nodes, False) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
