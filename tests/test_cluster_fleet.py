@@ -190,7 +190,7 @@ def test_a_checkpoint_is_gone_on_from(
     assert again.losses == pytest.approx(alone.losses[1:2], rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("same_machine", [True, False])
+@pytest.mark.parametrize("same_machine", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
     crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
 ) -> None:
@@ -213,9 +213,9 @@ def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
     [
         ((0,), ("rollout", 10), "rollout"),
         ((0, 2), ("leading", 3), "rollout"),
-        ((0, 2), ("following", 2), "rollout"),
+        pytest.param((0, 2), ("following", 2), "rollout", marks=pytest.mark.slow),
         ((2,), ("update",), "update"),
-        ((0,), ("after the update",), "update"),
+        pytest.param((0,), ("after the update",), "update", marks=pytest.mark.slow),
         ((2,), ("publish",), "publish"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) and isinstance(value[0], str) else "",

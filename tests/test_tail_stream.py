@@ -24,6 +24,7 @@ def test_one_after_the_other_exchanges_a_second_for_a_second() -> None:
     assert tail_stream.exchange(1.0, 50, 0.01, 0, 0.25) is None
 
 
+@pytest.mark.slow
 def test_ticks_and_micro_steps_are_measured_alone_and_together(tmp_path: Path) -> None:
     file, interval_s = tmp_path / "tail.json", sys.getswitchinterval()
     assert tail_stream.main(["--quick", "--json", str(file), "--commit", "abc"]) == 0

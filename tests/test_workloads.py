@@ -304,6 +304,7 @@ def check_what_a_simulation_needs(found: dict[str, Any]) -> None:
     assert tokens == pytest.approx(found["answers"]["prompt_tokens_mean"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_verdict_needs_plain_decoding_and_a_tuner(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that was spent before the bandit's turn takes nothing from the others."""
     write_all = measuring.write_all
@@ -394,6 +395,7 @@ def test_what_was_written_is_a_sample_of_the_policy(work: Path) -> None:
     assert scoring.score(policy.model, engine.drain())["rank 1 to 1"] > 5
 
 
+@pytest.mark.slow
 def test_steps_of_learning_are_compared_in_a_shape(work: Path) -> None:
     file = work / "reinforcement.json"
     small = ["--model.device=cpu", "--engine.kv_gib=0.02", "--spec.depths=2", "--spec.widths=2", "--spec.verifies=4"]
