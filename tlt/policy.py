@@ -50,5 +50,7 @@ def device_of(name: str) -> torch.device:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "float64" and device.type == "cuda":
+        raise ConfigError("model.dtype is 'float64' on a GPU, where attention has no kernel for it; use float32 or cpu")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
