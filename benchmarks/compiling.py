@@ -34,12 +34,10 @@ from triton.runtime import driver
 from tlt.bench.machine import describe
 from tlt.config import RunConfig
 from tlt.engine import build, runner
-from tlt.engine.engine import Engine
 from tlt.kernels import attention_triton
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
-from tlt.spec.learned import LearnedDrafting
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _PROCESSORS = 132
@@ -127,16 +125,6 @@ def policy_of(shape: str) -> Any:
     return SimpleNamespace(model=model, tokenizer=SimpleNamespace(eos_ids=frozenset([0]), eos_id=0))
 
 
-def engine_of(policy: Any, config: RunConfig) -> tuple[Engine, LearnedDrafting]:
-    learned = build.learned_drafting(policy, config)
-    assert learned is not None
-    chooser = build.chooser_of(config.spec, config.engine.rows, on_gpu=True)
-    widest, deepest = max(config.spec.verifies), max(config.spec.depths)
-    speculating = build.Speculating([learned], chooser, learned=learned, deepest=deepest, widest=widest)
-    taps = learned.drafter.config.taps
-    return Engine(policy.model, policy.tokenizer, config.engine, taps=taps, speculation=speculating), learned
-
-
 def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
     """With nothing compiled before, in memory or on disk; and, once more with all of it, what going through takes."""
     kernels: Counter[str] = Counter()
@@ -154,12 +142,12 @@ def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
         as_on_a_gpu(),
         NoProducts(),
     ):
-        engine, learned = engine_of(policy, config)
+        learned = build.learned_drafting(policy, config)
+        chooser = build.chooser_of(config.spec, config.engine.rows, on_gpu=True)
         seconds = []
         for _ in range(2):
             started = time.perf_counter()
-            learned.compile(build.shapes_of(config.spec))
-            engine.compile()
+            build.speculating_engine(policy, config, chooser, learned)
             seconds.append(time.perf_counter() - started)
     return {
         "threads": threads,

@@ -131,27 +131,27 @@ def rollouts(stage: Recording, count: int, also_same_lengths: bool = False) -> d
         stage.reseed(workloads.MEASURE_SEED + number)
         done = {name: stage.write(Variant(name)) for name in (names if number % 2 else names[::-1])}
         few = small_batch(done[PLAIN], {WARM: stage.latest[WARM]}, _SMALL).get(WARM, {})
-        alike = same_lengths(stage, [done[WARM]]) if also_same_lengths else None
-        runs.append(
-            {
-                **{f"{name} s": done[name].seconds for name in names},
-                "capturing s": done[WARM].capture_s,
-                "longest": [max(len(completion.tokens) for completion in done[name].completions) for name in names],
-                "last 32 s": [done[name].tail_s(32) for name in names],
-                f"S, AL ≤ {_SMALL}": [few.get("speedup"), few.get("accept_length")],
-                **({"plain, same lengths s": alike["plain_s"]} if alike else {}),
-            }
-        )
+        run = {
+            **{f"{name} s": done[name].seconds for name in names},
+            "capturing s": done[WARM].capture_s,
+            "longest": [max(len(completion.tokens) for completion in done[name].completions) for name in names],
+            "last 32 s": [done[name].tail_s(32) for name in names],
+            f"S, AL ≤ {_SMALL}": [few.get("speedup"), few.get("accept_length")],
+        }
+        if also_same_lengths:
+            run["plain, same lengths s"] = in_lengths_of(stage, done[WARM]).seconds
+        runs.append(run)
     stage.reseed(workloads.MEASURE_SEED)
     plain, warm = ([run[f"{name} s"] for run in runs] for name in names)
-    alike_s = [run["plain, same lengths s"] for run in runs if "plain, same lengths s" in run]
-    return {
+    told = {
         "runs": runs,
-        **({"speedup at the same lengths": sum(alike_s) / sum(warm)} if alike_s else {}),
         "speedup": sum(plain) / sum(warm),
         "mean": mean(a / b for a, b in zip(plain, warm, strict=True)),
         "error": ratio_error(plain, warm),
     }
+    if also_same_lengths:
+        told["speedup at the same lengths"] = sum(run["plain, same lengths s"] for run in runs) / sum(warm)
+    return told
 
 
 def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any] | None:
@@ -160,16 +160,20 @@ def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any]
     warm = next((done for done in written if done.variant.name == WARM), None)
     if warm is None:
         return None
-    lengths = [len(completion.tokens) for completion in warm.completions]
-    plain = stage.write(Variant(PLAIN), lengths)
+    plain = in_lengths_of(stage, warm)
     last = {name: done.tail_s(32) for name, done in ((PLAIN, plain), (WARM, warm))}
     return {
-        "tokens": sum(lengths),
+        "tokens": plain.tokens,
         "plain_s": plain.seconds,
         "warm_s": warm.seconds,
         "speedup": plain.seconds / warm.seconds,
         "last_32_speedup": last[PLAIN] / last[WARM] if last[WARM] else None,  # they may end in one tick
     }
+
+
+def in_lengths_of(stage: Recording, done: Written) -> Written:
+    """Plain decoding, with answers as long as these."""
+    return stage.write(Variant(PLAIN), [len(completion.tokens) for completion in done.completions])
 
 
 # ---- what was written

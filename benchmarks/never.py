@@ -16,12 +16,12 @@ from staging import (
     Setting,
     divergence,
     ratio_error,
-    release,
     set_up,
     tell,
     warm_up,
 )
 
+from tlt.bench.machine import free_memory
 from tlt.bench.variants import PLAIN, TUNER, WARM, Variant, Written
 from tlt.config import RunConfig
 from tlt.engine.build import NEW
@@ -70,7 +70,7 @@ def never(options: argparse.Namespace, config: RunConfig) -> None:
             shown = {key: value for key, value in found[name].items() if not isinstance(value, dict)}
             tell([{"case": name, **shown}])
         del stage
-        release()
+        free_memory()
 
 
 def _with_a_useless_drafter(config: RunConfig) -> RunConfig:

@@ -33,7 +33,6 @@ from staging import (
     answer,
     divergence,
     place_of,
-    release,
     requests,
     set_up,
     tell,
@@ -41,6 +40,7 @@ from staging import (
 )
 from workloads import WORKLOADS
 
+from tlt.bench.machine import free_memory
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine, learned_drafting
 from tlt.engine.engine import Engine
@@ -116,7 +116,7 @@ def _accepted(setting: Setting, shape: Shape, beta: float | None) -> dict[str, A
     report = engine.report().speculation
     assert report is not None
     del engine
-    release()
+    free_memory()
     return {
         "accept_length": report.accept_length,
         "verifies": report.verifies,
@@ -139,7 +139,7 @@ def fidelity(options: argparse.Namespace, config: RunConfig) -> None:
         asked = requests(setting, setting.cap, group_size=1)
         runs[rows] = answer(engine, asked if rows != options.rows_small else asked[: options.alone])
         del engine
-        release()
+        free_memory()
     large, small = runs.values()
     found = divergence(large[: len(small)], small)
     results.add("plain_against_plain", {"batches": list(runs), "cap": setting.cap, **found})
@@ -160,7 +160,7 @@ def score(options: argparse.Namespace, config: RunConfig) -> None:
     report = engine.report().speculation
     assert report is not None
     del engine
-    release()
+    free_memory()
     results.add("written", {"shape": str(shape), "accept_length": report.accept_length, "verifies": report.verifies})
     results.add("tokens", sum(len(completion.tokens) for completion in completions))
     results.add("z", scoring.score(setting.policy.model, completions, options.temperature))

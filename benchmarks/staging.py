@@ -1,7 +1,6 @@
 """What every part of the benchmark of speculation needs: a prepared workload in one shape, and where results go."""
 
 import argparse
-import gc
 import json
 import math
 import time
@@ -108,12 +107,6 @@ def _plain(value: Any, digits: int = 6) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, digits) for item in value]
     return value if isinstance(value, str | int | bool | None) else str(value)
-
-
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # ---- answers

@@ -45,10 +45,24 @@ def build_engine(
         engine.compile(filtered=config.sampling.filtered)
         return engine
     learned = learned or learned_drafting(policy, config)
-    suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
-    drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
     on_gpu = policy.model.embed.is_cuda
     chooser = chooser or chooser_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
+    engine = speculating_engine(policy, config, chooser, learned, on_features)
+    chooser.know(engine.measure())
+    make_ready(engine, chooser, config)
+    return engine
+
+
+def speculating_engine(
+    policy: Policy,
+    config: RunConfig,
+    chooser: TunerPolicy,
+    learned: LearnedDrafting | None,
+    on_features: Callable[[Features], None] | None = None,
+) -> Engine:
+    """Put together and compiled; nothing is measured or captured yet."""
+    suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
+    drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
     speculating = Speculating(
         drafters, chooser, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
     )
@@ -62,8 +76,6 @@ def build_engine(
     engine.compile(filtered=config.sampling.filtered)
     if learned is not None:
         learned.compile(shapes_of(config.spec, exact=config.engine.exact))
-    chooser.know(engine.measure())
-    make_ready(engine, chooser, config)
     return engine
 
 

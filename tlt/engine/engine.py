@@ -283,7 +283,7 @@ class Engine:
         self._speculation.load_drafter(weights, version)
 
     def compile(self, *, filtered: bool = False) -> None:
-        """What the policy's runs need, before anybody waits; `filtered`: top-k, top-p or min-p will be asked for."""
+        """What the policy's runs need, before anybody waits; `filtered`: top-k or top-p will be asked for."""
         self._runner.compile(self._speculation.widest, self._speculation.deepest + 1, filtered=filtered)
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:

@@ -372,8 +372,9 @@ class Runner:
         if self._pool is not None:
             self._pool.count_eager()  # sizes hardly repeat: a graph of each would be used once
         taps, starts = self._read(chunks)
-        for chunk, (first, last) in zip(chunks if taps else (), pairwise(starts), strict=False):
-            self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in taps])
+        if taps:
+            for chunk, (first, last) in zip(chunks, pairwise(starts), strict=True):
+                self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in taps])
 
     def _read(self, chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], list[int]]:
         """The states that the keeper wants, and where each chunk's begin."""
