@@ -12,6 +12,7 @@ from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError
+from tlt.kernels import compiling
 from tlt.model.linear import reads_light
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
@@ -170,3 +171,18 @@ def test_numbers_next_to_nothing_count_as_zero_on_a_cpu() -> None:
     assert (tiny * 1e-3 != 0).all()
     open_policy(replace(RunConfig().model, device="cpu"))
     assert (tiny * 1e-3 == 0).all()
+
+
+@pytest.mark.parametrize(("drafter", "works"), [("none", 1), ("suffix", 1), ("eagle", 2)])
+def test_what_an_engine_runs_is_compiled_when_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, drafter: str, works: int
+) -> None:
+    """The policy's part, and a learned drafter's, before anything is timed."""
+    order: list[str] = []
+    measure = Engine.measure
+    monkeypatch.setattr(compiling, "compile_ahead", lambda work: order.append("compiled"))
+    monkeypatch.setattr(Engine, "measure", lambda engine: (order.append("measured"), measure(engine))[1])
+    path = NEW if drafter == "eagle" else ""
+    config = RunConfig(spec=SpecSettings(drafter=drafter, path=path), engine=EngineSettings(rows=2, kv_gib=0.01))
+    build_engine(open_policy(config.model), config)
+    assert order == ["compiled"] * works + ["measured"] * (drafter != "none")
