@@ -55,9 +55,9 @@ def engine_of(
     return Engine(model, tokenizer, settings, taps=config.taps, speculation=speculating), learned
 
 
-def busy(engine: Engine, requests: int) -> None:
+def busy(engine: Engine, requests: int, most: int = 3000) -> None:
     """Gives it answers to write that do not end."""
-    params = SamplingParams(max_tokens=3000, ignore_eos=True)
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
     prompts = torch.randint(10, 900, (requests, _PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
     engine.submit([Request(Key(0, i), tuple(prompt), params, str(i)) for i, prompt in enumerate(prompts)])
     for _ in range(_WARM):

@@ -9,7 +9,7 @@ from tlt.config import DraftSettings, RunConfig, SpecSettings
 from tlt.engine.engine import Engine
 from tlt.engine.exact import chains_only
 from tlt.engine.features import Features
-from tlt.engine.graphs import padding
+from tlt.engine.graphs import buckets, padding
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
@@ -80,9 +80,8 @@ def speculating_engine(
 
 
 def make_ready(engine: Engine, chooser: TunerPolicy, config: RunConfig) -> None:
-    """Captures what the chooser would use now, at every other batch size or so: larger graphs serve those between."""
-    rows = config.engine.rows
-    for shape, size in chooser.likely([rows >> halved for halved in range(rows.bit_length())]):
+    """Captures what the chooser may use, at every size that batches are padded to."""
+    for shape, size in chooser.likely(buckets(config.engine.rows)):
         engine.ready(shape, size, filtered=config.sampling.filtered)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of prompts, one behind the other, as a forward takes them: plain lists, made on the host.
+"""Pieces of prompts, one behind the other, as a forward takes them, and pages to copy: plain lists, on the host.
 
 What always holds: token i stands at position i and in slot i of the cache; a piece's page table is as wide as the
 widest. Knows no tensors and no requests.
@@ -7,7 +7,7 @@ widest. Knows no tensors and no requests.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlt.engine.scheduler import Chunk
+from tlt.engine.scheduler import Chunk, Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +44,12 @@ def idle_chunks(page_size: int, longest: int) -> list[list[Chunk]]:
     """Prompts of nobody, before there are others, to see what reading prompts takes. All in one page."""
     asked = [(count, min(tokens, longest)) for count, tokens in _IDLE]
     return [[Chunk((0,) * n, 0, (0,) * -(-n // page_size), ())] * count for count, n in asked]
+
+
+def copied_slots(copies: Sequence[Copy], page_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Of each page what is copied, and to where; −1 behind it."""
+
+    def slots(page: int, count: int) -> list[int]:
+        return [page * page_size + i if i < count else -1 for i in range(page_size)]
+
+    return [slots(copy.source, copy.count) for copy in copies], [slots(copy.target, copy.count) for copy in copies]

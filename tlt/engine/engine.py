@@ -172,7 +172,7 @@ class Engine:
         self._ticks += launched is not None
         if self._ahead:
             launched, self._flight = self._flight, launched
-        completions = landed + (self._observe(launched) if launched else [])
+        completions = landed + (self._read(launched.plan, launched.pending.drawn()) if launched else [])
         if launched:
             seconds, _ = self._since_last_read(None)
             if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
@@ -252,7 +252,7 @@ class Engine:
         if not flight.shape.off:
             return self._read_trees(flight)
         self._read_s = None  # it was waited for at once: neither its own time nor the next one's can be told
-        return self._observe(flight)
+        return self._read(flight.plan, flight.pending.drawn())
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -283,8 +283,9 @@ class Engine:
         self._speculation.load_drafter(weights, version)
 
     def compile(self, *, filtered: bool = False) -> None:
-        """What the policy's runs need, before anybody waits; `filtered`: top-k or top-p will be asked for."""
+        """What the policy's runs need, and graphs that decode; `filtered`: top-k or top-p will be asked for."""
         self._runner.compile(self._speculation.widest, self._speculation.deepest + 1, filtered=filtered)
+        self._runner.ready_to_decode(filtered)
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
         """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""
@@ -320,9 +321,6 @@ class Engine:
         )
 
     # ---- reading a tick
-
-    def _observe(self, flight: Flight) -> list[Completion]:
-        return self._read(flight.plan, flight.pending.drawn())
 
     def _read(self, plan: Plan, drawn: Drawn) -> list[Completion]:
         now = time.perf_counter()

@@ -35,7 +35,7 @@ class PoolReport:
     replays: int
     eager: int  # runs of what gets no graph
     first: int = 0  # runs of what may get one later
-    usual_capture_s: float = 0.0  # of one graph, in the middle of all
+    usual_capture_s: float = 0.0  # of one graph, in the middle of the kind that takes longest
     stalls: tuple[tuple[Key, float], ...] = ()  # what took far longer, for it compiled kernels, and its seconds
 
 
@@ -50,7 +50,7 @@ class GraphPool(Generic[T]):
         self._seconds: dict[Key, float] = {}
         self._memory = self._replays = self._eager = self._first = 0
         self.capture_s = 0.0
-        self._captures_s: list[float] = []
+        self._captures_s: dict[Hashable, list[float]] = {}  # by kind of work
         self._stalls: list[tuple[Key, float]] = []
 
     def has(self, key: Key) -> bool:
@@ -60,13 +60,17 @@ class GraphPool(Generic[T]):
         """Which graph serves a run of this role and size: perhaps a larger one, if it may be (`waste`). One that is not
         there is worth capturing now; None: not yet."""
         role, size = key
-        served = self._thrift.serve(role, size, self._usual_capture_s, waste)
+        served = self._thrift.serve(role, size, self._usual_capture_s(_kind(role)), waste)
         return (role, served) if served else None
 
+    def _usual_capture_s(self, kind: Hashable) -> float:
+        """In the middle: some compiled kernels. A policy's graph takes ten times as long as a drafter's."""
+        return median(self._captures_s.get(kind) or [self._dearest_capture_s])
+
     @property
-    def _usual_capture_s(self) -> float:
-        """In the middle: some compiled kernels."""
-        return median(self._captures_s) if self._captures_s else _CAPTURE_S
+    def _dearest_capture_s(self) -> float:
+        """Of the kind that usually takes longest."""
+        return max(map(median, self._captures_s.values()), default=_CAPTURE_S)
 
     def run_first(self, key: Key, function: Callable[[], T]) -> T:
         """Without a graph. Its time is the launching of it, and compiling: far more than a replay takes."""
@@ -102,8 +106,9 @@ class GraphPool(Generic[T]):
         self._memory += torch.cuda.memory_reserved(self._device) - before
         self._graphs[key] = (graph, result)
         self._thrift.captured(*key)
-        self._captures_s.append(time.perf_counter() - started)
-        self._spent(key, self._captures_s[-1])
+        took = time.perf_counter() - started
+        self._captures_s.setdefault(_kind(key[0]), []).append(took)
+        self._spent(key, took)
 
     def _recorded(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """`torch.cuda.graph` would collect garbage and hand all cached memory back first, each time: a tenth of a
@@ -153,8 +158,13 @@ class GraphPool(Generic[T]):
         self._eager += 1
 
     def report(self) -> PoolReport:
-        counts = (self._replays, self._eager, self._first, self._usual_capture_s)
+        counts = (self._replays, self._eager, self._first, self._dearest_capture_s)
         return PoolReport(len(self._graphs), self._memory, self.capture_s, *counts, tuple(self._stalls))
+
+
+def _kind(role: Hashable) -> Hashable:
+    """Of work: what a role begins with, sizes and settings left out."""
+    return role[0] if isinstance(role, tuple) else role
 
 
 def buckets(largest: int) -> tuple[int, ...]:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt.engine.chunks import Packed, idle_chunks
+from tlt.engine.chunks import Packed, copied_slots, idle_chunks
 from tlt.engine.exact import head_chain
 from tlt.engine.features import Features
 from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
@@ -38,7 +39,7 @@ from tlt.spec.tree import Trees
 _TIMED_RUNS = 5  # of each captured size
 _DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of a forward that is still timed beforehand …
 _TOKEN_S = 1e-5  # of a forward, where none was timed
-_LITTLE_S = 5e-5  # that a drafter's work wastes in a larger graph
+_LITTLE_S = 5e-5  # that a drafter's work wastes in a graph up to twice as large
 _DEAR_S = 0.1  # … unless half as many take so long: then a large policy is on a CPU
 
 
@@ -136,7 +137,7 @@ class Runner:
         served: dict[Hashable, Key | None] = {}
         for part in parts:  # captures first: one may run the work, and leaves its traces to the next part
             if part.role not in served:
-                waste = None if part.exactly else _little
+                waste = None if part.exactly else partial(_little, part.rows)
                 served[part.role] = self._served((part.role, part.rows), part.work, waste)
         for part in parts:
             self._replay(served[part.role], (part.role, part.rows), part.work)
@@ -235,6 +236,11 @@ class Runner:
             rows = self.padded(self._max_rows >> halved)
             if shape.tokens(rows) <= _DEAREST[self._device.type]:
                 self._verification(shape, min(steps, shape.verify), filtered)[1](rows)
+
+    @torch.no_grad()
+    def ready_to_decode(self, filtered: bool) -> None:
+        decode = partial(self._forward, filtered=filtered)
+        self.ready([Part(("decode", filtered), size, decode) for size in self._sizes])
 
     @torch.no_grad()
     def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:
@@ -395,13 +401,7 @@ class Runner:
         return self._model(self._send(packed.tokens, torch.int64), layout, self._keeper.taps).taps, packed.starts
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        size = self._page_size
-
-        def slots(page: int, count: int) -> list[int]:
-            return [page * size + i if i < count else -1 for i in range(size)]
-
-        source = self._send([slots(copy.source, copy.count) for copy in copies], torch.int32)
-        target = self._send([slots(copy.target, copy.count) for copy in copies], torch.int32)
+        source, target = (self._send(slots, torch.int32) for slots in copied_slots(copies, self._page_size))
         kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, source, target)
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
@@ -414,5 +414,5 @@ def _seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _little(larger: int) -> float:
-    return _LITTLE_S
+def _little(rows: int, larger: int) -> float:
+    return _LITTLE_S if larger <= 2 * rows else inf

@@ -1,16 +1,15 @@
 """When a graph is worth capturing: pure reckoning.
 
 A capture takes as long as several ticks, and in a rollout's tail a batch size may last no longer. So a run that has no
-graph of its own yet is served by a larger one of the same role, idle rows and all, or by none; and when all that this
-has wasted comes to what a capture costs, it is captured. What always holds: by this reckoning, no more is spent on
-captures than doing without them had wasted before. Knows roles, sizes and seconds, but no graphs.
+graph of its own yet is served by a larger one of the same role, idle rows and all, or by none, whichever wastes less;
+and when all that this has wasted comes to what a capture costs, it is captured. What always holds: by this reckoning,
+no more is spent on captures than doing without them had wasted before. Knows roles, sizes and seconds, but no graphs.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable
 
 _BARE = 0.4  # of a capture: what a run without a graph wastes, for the host launches its kernels one by one
-_LARGEST = 2  # times the size: beyond that, nobody's pages and rows are worth looking through
 
 Waste = Callable[[int], float]  # seconds that a run wastes in a graph of this larger size
 
@@ -30,9 +29,10 @@ class Thrift:
         larger = self._larger(role, size)
         if larger == size:
             return size
-        if waste is None or larger > _LARGEST * size:
-            larger = 0
-        more = waste(larger) if waste is not None and larger else _BARE * capture_s
+        bare_s = _BARE * capture_s
+        more = waste(larger) if waste is not None and larger else bare_s
+        if waste is None or more > bare_s:
+            larger, more = 0, bare_s
         wasted = self._wasted.get((role, size), 0.0) + max(0.0, more)
         if wasted > capture_s:
             return size

@@ -279,6 +279,15 @@ class Acceptance:
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {known}")
         self._survival[(drafter,)].recall(ranks, worth)
 
+    def supposing(self, share: float) -> "Acceptance":
+        """As if so many times as many of each drafter's guesses were right, at any depth."""
+        other = Acceptance(self._shapes, self._horizon)
+        for key, survival in self._survival.items():
+            if len(key) == 1 and survival.evidence:
+                table = [[share * probability for probability in row] for row in survival.ranks()]
+                other.recall(key[0], table, survival.evidence)
+        return other
+
     def refresh(self) -> None:
         """Takes new evidence into the accept lengths, where there is enough of it to matter."""
         for key, survival in self._survival.items():

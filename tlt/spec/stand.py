@@ -18,7 +18,7 @@ class TunerSettings:
     margin: float = 0.01  # a shape must promise this much more than the one in use …
     doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
     cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there
-    unused: float = 0.02  # a shape that never ran at such a batch size counts less: its graphs are yet to be captured
+    unused: float = 0.03  # a shape that never ran at such a batch size counts less: its graphs are yet to be captured
     least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
     settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
     review_ticks: int = 128  # between two looks at a batch size; the first come sooner

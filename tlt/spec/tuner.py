@@ -19,6 +19,7 @@ from tlt.spec.acceptance import Acceptance, Drafters, Walked
 from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.costs import CAPTURE, Measured, TickCosts
 from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
+from tlt.spec.outlook import SUPPOSED, outlook
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.stand import Pause, Stand, Tally
 from tlt.spec.stand import TunerSettings as TunerSettings
@@ -63,7 +64,7 @@ class TunerPolicy(Protocol):
         """What was measured of this drafter when it was trained: by depth, how often each of its guesses is right."""
 
     def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        """What it would use for so many requests, as far as it can tell: their graphs will be captured beforehand."""
+        """What it may use for so many requests, as far as it can tell: their graphs will be captured beforehand."""
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
@@ -162,15 +163,11 @@ class Tuner:
 
     def likely(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
         self._acceptance.refresh()
-        found = []
-        for size in sizes:
-            if not self._costs.seconds(OFF, size):
-                continue
-            rates = self._foreseen(size)[1]
-            best = self._shapes[max(self._known_places(), key=rates.__getitem__)]
-            if not best.off:
-                self._ran.setdefault(best, set()).add(self._costs.pad(size))
-                found.append((best, size))
+        seconds = {size: self._foreseen(size)[0] for size in sizes if self._costs.seconds(OFF, size)}
+        supposed = [self._acceptance.supposing(share).lengths() for share in SUPPOSED]
+        found = outlook(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
+        for shape, size in found:
+            self._ran.setdefault(shape, set()).add(self._costs.pad(size))
         return found
 
     def drafter_changed(self, drafter: str) -> None:

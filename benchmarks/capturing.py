@@ -1,0 +1,164 @@
+"""What a graph costs, and a tick that shares: a random policy and drafter of one shape, a few batch sizes and trees.
+
+    python benchmarks/capturing.py [--shape 7b] [--at 24:3x2/8~3 224:2x1/4~2] [--out capturing.json]
+
+Of each: a plain tick and one in that shape, in milliseconds; what the first runs and the captures on the way took, part
+by part; and every kernel of a few ticks. Random drafts are seldom right, which changes no kernel.
+"""
+
+import argparse
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from linear import SHAPES, versions
+from tick import busy, kernels, policy_of, tick_ms
+
+import tlt.engine.graphs as graphs
+from tlt.bench.variants import Understudy
+from tlt.config import EngineSettings
+from tlt.engine.engine import Engine
+from tlt.policy import TINY_POLICY
+from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.fixed import Fixed
+from tlt.spec.learned import LearnedDrafting
+from tlt.spec.shape import OFF, Shape
+from tlt.spec.speculation import Speculating
+from tlt.text import Tokenizer
+
+_ROWS = 256
+_SHOWN = 14
+
+
+class Stopwatch:
+    """How long parts of a capture take, added up by name; what is inside another part counts in both."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self.events: list[dict[str, Any]] = []
+
+    def watch(self, owner: Any, name: str) -> None:
+        wrapped = getattr(owner, name)
+
+        def timed(*args: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return wrapped(*args, **named)
+            finally:
+                self.spent[name] += 1e3 * (time.perf_counter() - started)
+
+        setattr(owner, name, timed)
+
+    def watch_pool(self) -> None:
+        pool, watch = graphs.GraphPool, self
+        for name in ("capture_begin", "capture_end"):
+            self.watch(torch.cuda.CUDAGraph, name)
+        for name in ("synchronize", "mem_get_info", "empty_cache", "memory_reserved"):
+            self.watch(torch.cuda, name)
+        capture, run_first = pool.capture, pool.run_first
+
+        def captured(self: Any, key: graphs.Key, function: Callable[[], Any]) -> None:
+            passes: list[float] = []
+
+            def work() -> Any:
+                started = time.perf_counter()
+                result = function()
+                passes.append(1e3 * (time.perf_counter() - started))
+                return result
+
+            watch.spent.clear()
+            started = time.perf_counter()
+            capture(self, key, work)
+            watch.note("capture", key, started, passes_ms=passes, **watch.spent)
+
+        def ran(self: Any, key: graphs.Key, function: Callable[[], Any]) -> Any:
+            started = time.perf_counter()
+            result = run_first(self, key, function)
+            watch.note("first", key, started)
+            return result
+
+        pool.capture, pool.run_first = captured, ran  # type: ignore[method-assign]
+
+    def note(self, what: str, key: graphs.Key, started: float, **more: Any) -> None:
+        took = 1e3 * (time.perf_counter() - started)
+        self.events.append({"what": what, "key": str(key), "ms": took, **more})
+
+    def take(self) -> list[dict[str, Any]]:
+        found, self.events = self.events, []
+        return found
+
+
+def shape_of(text: str) -> tuple[int, Shape]:
+    requests, depth, width, nodes, *share = re.split("[:x/~]", text)
+    tree = Shape((LearnedDrafting.name,), int(depth), int(width), int(nodes), float(share[0]) if share else 0.0)
+    return int(requests), tree
+
+
+def engine_of(name: str, vocabulary: int, trees: list[Shape]) -> tuple[Engine, Understudy]:
+    model, tokenizer, chooser = policy_of(name), Tokenizer.load(TINY_POLICY), Understudy()
+    config = EagleConfig.of_policy(model.config, window=512, draft_vocab=vocabulary, mlp=0.5)
+    drafter = Eagle(config, dtype=torch.bfloat16, device="cuda")
+    drafter.init_weights(0, torch.arange(config.draft_vocab))
+    learned = LearnedDrafting(drafter, model, _ROWS, 7, light=True)
+    speculating = Speculating([learned], chooser, learned=learned, deepest=7, widest=32)
+    settings = EngineSettings(rows=_ROWS, kv_gib=30)
+    engine = Engine(model, tokenizer, settings, taps=config.taps, speculation=speculating)
+    started = time.perf_counter()
+    engine.compile()
+    learned.compile(trees)
+    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    return engine, chooser
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b", choices=list(SHAPES))
+    parser.add_argument("--at", nargs="*", default=["224:2x1/4~2", "112:3x2/8~3", "24:3x2/8~3", "8:7x2/16~6"])
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "capturing.json")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    watch, wanted = Stopwatch(), [shape_of(text) for text in options.at]
+    engine, chooser = engine_of(options.shape, options.vocabulary, [tree for _, tree in wanted])
+    watch.watch_pool()
+    record: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions()}
+    record |= {"commit": options.commit, "options": {"shape": options.shape, "at": options.at}}
+    engine.measure()
+    record["measuring"] = told("measuring", watch.take())
+    for requests, tree in wanted:
+        found: dict[str, Any] = {}
+        for choice in (OFF, tree):
+            chooser.now = Fixed(choice)
+            busy(engine, requests, most=280)
+            found[str(choice)] = {"tick_ms": tick_ms(engine), **kernels(engine)}
+            engine.drain()
+            shown(f"{requests} requests, {choice}", found[str(choice)])
+        found["events"] = told(f"{requests} requests, {tree}", watch.take())
+        record[f"{requests}:{tree}"] = found
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def shown(what: str, found: dict[str, Any]) -> None:
+    print(f"{what}: {found['tick_ms']:.3f} ms, idle {found['idle_us']:.0f} us", flush=True)
+    for row in found["kernels"][:_SHOWN]:
+        print(f"  {row['us']:8.1f} us  {row['launches']:6.1f} x  {row['name']}", flush=True)
+
+
+def told(what: str, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    print(f"{what}: {len(events)} first runs and captures", flush=True)
+    for event in events[:12]:
+        rest = {name: value for name, value in event.items() if name not in ("what", "key", "ms", "passes_ms")}
+        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in rest.items())
+        passes = "+".join(f"{ms:.1f}" for ms in event.get("passes_ms", ()))
+        print(f"  {event['what']} {event['key']}: {event['ms']:.1f} ms ({passes}; {parts})", flush=True)
+    return events
+
+
+if __name__ == "__main__":
+    main()
