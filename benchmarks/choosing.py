@@ -27,10 +27,11 @@ from tlt.bench.machine import describe
 from tlt.config import EngineSettings, SpecSettings
 from tlt.engine.build import chooser_of, shapes_of
 from tlt.spec.acceptance import Track, Walked
+from tlt.spec.chooser import Outcome
 from tlt.spec.costs import CAPTURE, DRAFT, EXTEND, LOOKUP, POLICY, Measured
 from tlt.spec.lessons import looked_into
 from tlt.spec.shape import MOST_NODES, OFF, Shape
-from tlt.spec.tuner import Outcome, Tuner
+from tlt.spec.tuner import Tuner
 
 LEARNED = "eagle"
 FIRST = {LEARNED: 0.75, "suffix": 0.35}  # chance of a drafter's first candidate

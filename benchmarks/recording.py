@@ -15,9 +15,9 @@ from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphPool, PoolReport, buckets
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
+from tlt.spec.chooser import Outcome
 from tlt.spec.shape import Shape
 from tlt.spec.shape import by_batch as ticks_by_batch
-from tlt.spec.tuner import Outcome
 
 _GIB = 1024**3
 _ROLES = ("policy", "drafter", "drafter taking in")  # graphs that a shape needs at every batch size

@@ -71,6 +71,7 @@ PLAIN = {
     "tlt.spec.record",
     "tlt.spec.shape",
     "tlt.spec.ledger",
+    "tlt.spec.chooser",
     "tlt.spec.outlook",
     "tlt.spec.stand",
     "tlt.spec.suffix",

@@ -34,6 +34,7 @@ from tlt.spec import learned as learned_module
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
 from tlt.spec.candidates import Sharpness, candidates
+from tlt.spec.chooser import Outcome
 from tlt.spec.drafter import Part, Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
@@ -41,7 +42,6 @@ from tlt.spec.shape import MOST_NODES, Draft, Shape
 from tlt.spec.sharpening import Roots
 from tlt.spec.speculation import Speculating
 from tlt.spec.tree import Trees
-from tlt.spec.tuner import Outcome
 from tlt.types import Completion, Key, SamplingParams
 
 PARAMS = [SamplingParams(max_tokens=40), SamplingParams(temperature=0.0, max_tokens=30)]

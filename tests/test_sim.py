@@ -24,10 +24,10 @@ from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Asked, Trace, draw_trace, trace_of
 from tlt.sim.world import World, grown
 from tlt.spec.acceptance import Acceptance
+from tlt.spec.chooser import TunerPolicy
 from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, Measured
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
-from tlt.spec.tuner import TunerPolicy
 from tlt.types import Key
 
 PAGE = 16

@@ -1,7 +1,9 @@
 """What speculation tells of itself: counts, costs kept apart from one-off work, and alarms that reach the log."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +19,14 @@ from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.spec.acceptance import Track, Walked, track
 from tlt.spec.alarm import Alarm, CollapseWatch
+from tlt.spec.chooser import Outcome
 from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.drafter import NoDrafter, SuffixDrafting
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.speculation import NoSpeculation, Speculating
-from tlt.spec.tuner import Outcome, Tuner
+from tlt.spec.suffix import SuffixDrafter
+from tlt.spec.tuner import Tuner
 from tlt.types import Key, SamplingParams
 from tlt.watch.events import AcceptanceCollapsed, RolloutFinished, read_run
 
@@ -312,6 +316,58 @@ class Told(Fixed):
         if not outcome.shape.off:
             self.walks.append(list(outcome.walks))
         return ()
+
+
+def test_what_a_drafter_on_the_host_has_yet_to_index_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token that it indexes when it is asked is one that was due; then there is nothing left."""
+    drafting, indexed, seen = SuffixDrafting(10_000), SuffixDrafter.extend, Counter[str]()
+
+    def spy(suffix: SuffixDrafter, key: Key, tokens: Sequence[int]) -> None:
+        seen["tokens"] += len(tokens)
+        indexed(suffix, key, tokens)
+
+    monkeypatch.setattr(SuffixDrafter, "extend", spy)
+    keys = [Key(0, number) for number in range(7)]
+    for key in keys:  # two prompts, of 5 and 6 tokens
+        drafting.begin(key, f"{key.request % 2}", list(range(5 + key.request % 2)), SamplingParams())
+    answers = [list(range(10 * number, 10 * number + 4 + number)) for number in range(7)]
+    for key, answer in zip(keys[:3], answers[:3], strict=True):
+        drafting.end(key, answer)
+    left = list(zip(keys[3:5], answers[3:5], strict=True))
+    finished = sum(map(len, answers[:3]))
+    shape, prompts = Shape(("suffix",), 2, 1, 3), 5 + 6
+    assert drafting._due(left) == len(answers[3]) + len(answers[4]) + finished + prompts
+    assert drafting.due_s(left) == pytest.approx(4e-6 * drafting._due(left))
+    due = drafting._due(left)
+    drafting.catch_up(*zip(*left, strict=True), shape)
+    assert seen["tokens"] == due - prompts, "prompts are indexed too, when they begin"
+    assert drafting._due(left) == 0.0
+    answers[3] += [1] * 300
+    assert drafting._due(left) == 300
+    drafting.catch_up(*zip(*left, strict=True), shape)
+    assert drafting._due(left) == 0
+    assert drafting._token_s not in (0.0, 4e-6), "so many were timed"
+    assert drafting._due([(keys[5], answers[5])]) == len(answers[5]) + 6, "what was finished there is indexed already"
+
+
+def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> None:
+    """Every request's prompt, once, and all that was read of their answers."""
+    due: list[tuple[int, float]] = []
+
+    class Asking(Told):
+        def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+            due.append((outcome.batch, outcome.due_s()))
+            return ()
+
+    speculation = Speculating([SuffixDrafting(10_000)], Asking(OFF))
+    engine = Engine(MODEL, letters(), EngineSettings(rows=8), speculation=speculation)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.submit([Request(Key(0, number), (3, 4, 5), params, "one") for number in range(4)])
+    engine.drain()
+    read = [round(seconds / 4e-6) - 3 for _, seconds in due]
+    assert read[0] in (0, 4, 8), "the first tick is not timed"
+    assert all(later - before == 4 for before, later in pairwise(read[:-1]))
+    assert len(read) >= 18
 
 
 def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_n
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
 from tlt.spec.choices import candidates
+from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, LOOKUP, POLICY, CostTable, Measured, TickCosts, never_falling
 from tlt.spec.ledger import Ledger
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.tuner import Outcome, Tuner, TunerPolicy, TunerSettings
+from tlt.spec.tuner import Tuner, TunerSettings
 
 SETS = [(LEARNED,), (MODEL_FREE,), (LEARNED, MODEL_FREE)]
 SHAPES = candidates(SETS, depths=(1, 2, 4, 8), widths=(1, 4), verifies=(2, 3, 5, 9, 16, 32))

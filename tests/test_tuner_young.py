@@ -7,12 +7,13 @@ import pytest
 from tests.test_tuner import SHAPES, learned, tuner, world
 from tests.tuning import LEARNED, Curve, World, costs, pad, tick_s
 from tlt.spec.acceptance import Acceptance, Track, Walked
-from tlt.spec.costs import CAPTURE, CATCH_UP, CostTable, Measured, TickCosts
+from tlt.spec.chooser import Outcome
+from tlt.spec.costs import CAPTURE, CATCH_UP, POLICY, CostTable, Measured, TickCosts
 from tlt.spec.fixed import Fixed
 from tlt.spec.ledger import Arrivals, FirstRuns, Ledger
 from tlt.spec.outlook import outlook
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.tuner import Outcome, Tuner
+from tlt.spec.tuner import Tuner
 
 CAPTURED_S = 0.2  # for all graphs of a shape at a batch size
 
@@ -340,6 +341,52 @@ def test_what_is_to_come_is_asked_for_once_a_choice() -> None:
         assert len(asked) - before <= 1
         policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), to_come=to_come))
     assert asked
+
+
+@pytest.mark.parametrize("due_s", [0.0, 5.0])
+def test_whoever_has_much_to_index_first_is_not_tried_for_it(due_s: float) -> None:
+    """Thousands of tokens that were written meanwhile, while all requests wait: a try would lose far more than it may.
+    How much it would be is not asked every tick."""
+    policy, asked = tuner(), list[int]()
+
+    def due() -> float:
+        asked.append(1)
+        return due_s
+
+    tried = 0
+    for _ in range(600):
+        shape = policy.choose(16)
+        tried += "suffix" in shape.drafters
+        walks = [Walked(0, tuple(Track((), shape.width) for _ in shape.drafters))] * 16 if not shape.off else []
+        policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), due_s=due))
+    assert (tried > 0) == (due_s == 0.0)
+    assert 0 < len(asked) < 200
+
+
+def test_a_shape_that_needs_much_indexed_first_is_taken_if_enough_is_to_come() -> None:
+    used = {}
+    for due_s in (0.001, 60.0):
+        policy = tuner()
+        policy.recall("suffix", record(0.9))
+        policy._ran = {shape: {16} for shape in SHAPES}
+        policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), due_s=lambda due=due_s: due))  # type: ignore[misc]
+        for _ in range(300):
+            shape = policy.choose(16)
+            if "suffix" in shape.drafters:
+                break
+            told = Outcome(OFF, 16, (), tick_s(OFF, 16), to_come=lambda: 1000.0, due_s=lambda due=due_s: due)  # type: ignore[misc]
+            policy.observe(told)
+        used[due_s] = "suffix" in shape.drafters
+    assert used == {0.001: True, 60.0: False}
+
+
+def test_before_a_lookup_was_timed_it_is_taken_to_cost_something() -> None:
+    found, shape = TickCosts(CostTable(), pad), Shape(("suffix",), 2, 1, 3)
+    found.know(Measured(POLICY, 1, 0.01))
+    guessed = (found.seconds(shape, 64) or 0.0) - (found._run_s(shape, 64) or 0.0)
+    assert guessed == pytest.approx(64 * 3e-5)
+    found.observe(shape, 64, 0.02, [0.0005])
+    assert found._lookup_s(64) == pytest.approx(0.0005)
 
 
 def test_what_newcomers_cost_is_learned_from_the_ticks_that_took_them_in() -> None:

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from tlt.spec.acceptance import Track, Walked
 from tlt.spec.alarm import Alarm
+from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.tuner import Outcome, TunerPolicy
 
 # A 7B policy on one card: flat up to 64 tokens, then rising. Milliseconds.
 POLICY_MS = [(1, 4.0), (32, 4.26), (64, 4.31), (128, 4.7), (256, 6.26), (512, 11.0), (1024, 22.0)]

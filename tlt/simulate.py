@@ -27,8 +27,8 @@ from tlt.sim.book import CostBook, read_book, words_of, write_book
 from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Trace, trace_of
 from tlt.sim.world import EAGLE, World
+from tlt.spec.chooser import TunerPolicy
 from tlt.spec.shape import by_batch
-from tlt.spec.tuner import TunerPolicy
 from tlt.telling import Lengths
 
 _LAST = 32  # answers whose time is told apart …

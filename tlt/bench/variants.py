@@ -27,12 +27,12 @@ from tlt.engine.request import Request
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
+from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.fixed import Fixed
 from tlt.spec.ledger import TunerReport
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.speculation import Speculating, SpeculationReport
-from tlt.spec.tuner import Outcome, TunerPolicy
 from tlt.types import Completion, Key, SamplingParams
 
 PLAIN, STAYS_OFF, BANDIT, TUNER, WARM = "plain", "off", "BEG-MAB", "tuner", "tuner, warm"

@@ -14,6 +14,7 @@ from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.choices import candidates
+from tlt.spec.chooser import TunerPolicy
 from tlt.spec.costs import CostTable, Measured, TickCosts
 from tlt.spec.drafter import Drafter, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -23,7 +24,7 @@ from tlt.spec.learned import LearnedDrafting
 from tlt.spec.record import DraftRecord, read_record
 from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating
-from tlt.spec.tuner import Tuner, TunerPolicy
+from tlt.spec.tuner import Tuner
 
 NEW = "new"  # spec.path of a drafter that starts from nothing
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many

@@ -90,7 +90,7 @@ class Engine:
             exact=settings.exact,
         )
         self._speculation.keeper.attach(self._runner)
-        self._speculation.attach(lambda: self._scheduler.to_come)
+        self._speculation.attach(lambda: self._scheduler.to_come, lambda: self._scheduler.written)
         self._ahead = model.embed.is_cuda  # launch the next tick before reading this one …
         self._hands_out = on_features is not None  # … unless somebody must be told where its tokens stand
         self._flight: Flight | None = None

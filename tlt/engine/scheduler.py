@@ -21,6 +21,7 @@ from tlt.engine.admission import Admission
 from tlt.engine.pages import Census, PageBook, Prefix, PrefixShelf
 from tlt.engine.request import Progress, Request
 from tlt.engine.waiting import Waiting
+from tlt.types import Key
 
 _TOGETHER = 16  # rows per request that is waited for, so that they enter together …
 _PATIENCE = 32  # … for so many ticks
@@ -122,6 +123,11 @@ class Scheduler:
         if self._waiting or self._resuming:
             return inf
         return max((stay.left for stay in self._stays if not stay.over), default=0)
+
+    @property
+    def written(self) -> list[tuple[Key, list[int]]]:
+        """Of every request that runs, all that was read of its answer."""
+        return [(stay.progress.request.key, stay.progress.tokens) for stay in self._stays]
 
     @property
     def census(self) -> Census:

@@ -18,8 +18,8 @@ from tlt.sim.book import CostBook
 from tlt.sim.trace import Trace
 from tlt.sim.worker import Answered, SimWorker
 from tlt.sim.world import World
+from tlt.spec.chooser import TunerPolicy
 from tlt.spec.shape import MOST_NODES, Shape
-from tlt.spec.tuner import TunerPolicy
 from tlt.types import Completion, Key, SamplingParams, Timing
 
 

@@ -17,8 +17,8 @@ from tlt.engine.scheduler import Plan, Scheduler, Stay
 from tlt.sim.world import EAGLE, World
 from tlt.spec.acceptance import Walked
 from tlt.spec.backlog import Backlog
+from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.tuner import Outcome, TunerPolicy
 from tlt.types import Key
 
 

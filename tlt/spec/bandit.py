@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from tlt.spec.alarm import Alarm
+from tlt.spec.chooser import Outcome
 from tlt.spec.costs import Measured
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.tuner import Outcome
 
 
 class Bandit:

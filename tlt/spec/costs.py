@@ -102,6 +102,7 @@ _LOOKS = 3  # plain ticks just after others; if they are quicker than foreseen â
 _MISTAKEN = 0.12  # â€¦ by this share, what all seemed to share was the other shape's own
 _LEAST = 0.1  # of what the table says a tick costs, whatever the corrections
 _IDLE = 8.0  # times as long as over idle rows a GPU may need for live ones when it catches up: 6 were seen
+_LOOKUP_S = 3e-5  # of a request, before any was timed
 _STRANGE = 0.25  # a tick counts there as at most this much dearer or cheaper than foreseen
 
 
@@ -169,7 +170,7 @@ class TickCosts:
         """`seconds` of each, for less; 0 where they cannot be told. `index`: where among them each shape stands."""
         size = self.pad(batch)
         kept = self._kept(shapes, size)
-        lookup_s, shared_s, drift = self._table.estimate(LOOKUP, size) or 0.0, self._shared_s, self._drift
+        lookup_s, shared_s, drift = self._lookup_s(size), self._shared_s, self._drift
         found = []
         for (runs_s, lookups), own_s in zip(kept.runs, self._own.of_all(kept.kinds, index, size), strict=True):
             foreseen = runs_s + lookups * lookup_s
@@ -191,6 +192,10 @@ class TickCosts:
     def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
         return 0.0 if self._kind(before) else self._taking_in(shape, batch, behind)
+
+    def looks_up_anew(self, shape: Shape, before: Shape) -> bool:
+        """Whether somebody on the host is asked whom the shape before left out."""
+        return not self._learned.issuperset(set(shape.drafters) - set(before.drafters))
 
     def entering(self, shape: Shape, batch: int, positions: float) -> float:
         """Seconds that learned drafters need for what newcomers bring: so many positions of a request, on average."""
@@ -319,7 +324,11 @@ class TickCosts:
         """By the table alone."""
         size = self.pad(batch)  # graphs compute rows that no request has too, and nothing beyond them
         runs_s, lookups = self._run_s(shape, size), len(shape.drafters) - self._kind(shape)
-        return None if runs_s is None else runs_s + lookups * (self._table.estimate(LOOKUP, size) or 0.0)
+        return None if runs_s is None else runs_s + lookups * self._lookup_s(size)
+
+    def _lookup_s(self, size: int) -> float:
+        """Of one drafter on the host, for all requests."""
+        return self._table.estimate(LOOKUP, size) or _LOOKUP_S * size
 
     def _run_s(self, shape: Shape, size: int) -> float | None:
         """What runs on the device."""

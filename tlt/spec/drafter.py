@@ -1,7 +1,8 @@
 """What a drafter is: someone who guesses the policy's next tokens. Wrong, stale or absent, only speed changes."""
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,7 +185,11 @@ class NoDrafter:
 _ANSWERS_KEPT = 16  # finished answers per prompt that wait to be indexed
 _PAST = Key(0, 1 << 64)  # no request has this key: finished answers are indexed under it, one after the other
 
+_TOKEN_S = 4e-6  # to index one, before that was timed …
+_TIMED = 256  # … which takes so many at once
+
 _Finished = tuple[Sequence[int], Sequence[int]]  # prompt and answer
+Running = Iterable[tuple[Key, Sequence[int]]]  # requests that decode, and what they have written so far
 
 
 class SuffixDrafting:
@@ -202,6 +207,23 @@ class SuffixDrafting:
         self._indexed: dict[Key, int] = {}  # tokens of the answer that the index has
         self._finished: OrderedDict[str, deque[_Finished]] = OrderedDict()  # never indexed; by prompt, latest last
         self._kept_tokens = 0  # in them
+        self._token_s = _TOKEN_S
+
+    def due_s(self, running: Running) -> float:
+        """Seconds that it would need before it could be asked about these."""
+        return self._token_s * self._due(running)
+
+    def _due(self, running: Running) -> int:
+        """Tokens: what they have written since they were indexed; or else all of it, with their prompts and what was
+        finished there."""
+        due, prompts = 0, dict[str, int]()
+        for key, answer in running:
+            due += len(answer) - self._indexed.get(key, 0)
+            if key in self._waiting:
+                prompt_id, prompt = self._waiting[key]
+                prompts[prompt_id] = len(prompt)
+        finished = (self._finished.get(prompt_id, ()) for prompt_id in prompts)
+        return due + sum(prompts.values()) + sum(len(answer) for kept in finished for _, answer in kept)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._waiting[key] = (prompt_id, prompt)
@@ -215,11 +237,20 @@ class SuffixDrafting:
         self._keep(prompt_id, (prompt, tuple(answer)))
 
     def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
-        for key, answer in zip(keys, answers, strict=True):
+        behind = [
+            (key, answer)
+            for key, answer in zip(keys, answers, strict=True)
+            if key in self._waiting or len(answer) - self._indexed[key] > shape.depth + 1
+        ]
+        if not behind:
+            return
+        due, started = self._due(behind), time.perf_counter()
+        for key, answer in behind:
             if key in self._waiting:
                 self._index(key)
-            if len(answer) - self._indexed[key] > shape.depth + 1:
-                self._extend(key, answer)
+            self._extend(key, answer)
+        if due >= _TIMED:
+            self._token_s = (time.perf_counter() - started) / due
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         drafts = []

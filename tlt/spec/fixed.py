@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from tlt.spec.alarm import Alarm
+from tlt.spec.chooser import Outcome
 from tlt.spec.costs import Measured
 from tlt.spec.shape import Shape
-from tlt.spec.tuner import Outcome
 
 
 class Fixed:

@@ -13,12 +13,12 @@ from typing import Protocol
 from torch import Tensor
 
 from tlt.spec.alarm import Alarm
-from tlt.spec.drafter import Drafter, Keeper, NoKeeper
+from tlt.spec.chooser import Outcome, TunerPolicy, forever
+from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Running, SuffixDrafting
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.ledger import TunerReport
 from tlt.spec.lessons import Lesson, Proposed, looked_into
 from tlt.spec.shape import OFF, Draft, Shape, merge, share_out
-from tlt.spec.tuner import Outcome, TunerPolicy, forever
 from tlt.types import Key, SamplingParams
 
 
@@ -80,8 +80,8 @@ class Speculation(Protocol):
     def widest(self) -> int:
         """Nodes of a tree in any shape that will be chosen."""
 
-    def attach(self, to_come: Callable[[], float]) -> None:
-        """Called once, by the engine: it tells how many plain ticks are to come at most."""
+    def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
+        """Called once, by the engine: it tells how many plain ticks are to come at most, and who decodes."""
 
     def policy_changed(self) -> None:
         """The policy's tensors hold another version from the next tick on."""
@@ -135,7 +135,7 @@ class NoSpeculation:
     deepest = 0
     widest = 1
 
-    def attach(self, to_come: Callable[[], float]) -> None:
+    def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
         pass
 
     def policy_changed(self) -> None:
@@ -202,7 +202,9 @@ class Speculating:
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
         self._lesson: Lesson | None = None  # of the tick before, until somebody asks what was learned
+        self._looking_up = [drafter for drafter in drafters if isinstance(drafter, SuffixDrafting)]
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
+        self._running: Callable[[], Running] = tuple
         self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
         self._last: Shape | None = None  # shape of the tick before, if there was one
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
@@ -216,8 +218,11 @@ class Speculating:
         self._learn()
         return self._alarms
 
-    def attach(self, to_come: Callable[[], float]) -> None:
-        self._to_come = to_come
+    def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
+        self._to_come, self._running = to_come, running
+
+    def _due_s(self) -> float:
+        return sum(drafter.due_s(self._running()) for drafter in self._looking_up)
 
     def policy_changed(self) -> None:
         if self._learned is not None:
@@ -357,13 +362,17 @@ class Speculating:
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
         spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind, newly)
-        outcome = Outcome(lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come)
+        outcome = Outcome(
+            lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come, self._due_s
+        )
         self._alarms += self._tuner.observe(outcome)
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
         arrived = self._newly_arrived()
-        self._tuner.observe(Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come))
+        self._tuner.observe(
+            Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come, due_s=self._due_s)
+        )
 
     @property
     def _asynchronous(self) -> bool:

@@ -10,68 +10,18 @@ Deterministic: the same outcomes give the same choices. Knows nothing of tensors
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import inf, sqrt
 from operator import itemgetter
-from typing import Protocol
 
-from tlt.spec.acceptance import Acceptance, Drafters, Walked
+from tlt.spec.acceptance import Acceptance, Drafters
 from tlt.spec.alarm import Alarm, CollapseWatch
+from tlt.spec.chooser import Outcome, forever, nothing
 from tlt.spec.costs import CAPTURE, Measured, TickCosts
 from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
 from tlt.spec.outlook import SUPPOSED, outlook
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.stand import Pause, Stand, Tally
 from tlt.spec.stand import TunerSettings as TunerSettings
-
-
-def forever() -> float:
-    return inf
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One tick as it went."""
-
-    shape: Shape
-    batch: int  # requests that decoded
-    walks: Sequence[Walked] = ()  # one per request; none when off
-    seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
-    once_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
-    drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
-    caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
-    behind: int = 0  # … and the positions that it took in
-    taken_in: float = 0.0  # positions of a request on average that newcomers brought and that were taken in meanwhile
-    arrived: int = 0  # positions that requests which have just come bring a learned drafter
-    to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked
-
-
-class TunerPolicy(Protocol):
-    """What the engine asks. Calls need not alternate: a tick may be chosen before the last one is observed."""
-
-    def choose(self, batch: int, behind: int = 0) -> Shape:
-        """`behind`: positions of a request that a learned drafter would have to take in first, on average."""
-
-    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
-
-    def know(self, costs: Iterable[Measured]) -> None:
-        """What runs cost, measured beforehand."""
-
-    def expect(self, ticks: int) -> None:
-        """A request has come that may run for so many ticks."""
-
-    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        """What was measured of this drafter when it was trained: by depth, how often each of its guesses is right."""
-
-    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        """What it may use for so many requests, as far as it can tell: their graphs will be captured beforehand."""
-
-    def drafter_changed(self, drafter: str) -> None:
-        """Another version of this drafter is in place from the next tick on."""
-
-    def report(self) -> TunerReport | None:
-        """Its books; None if it keeps none."""
-
 
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 _OFF = 0  # where plain decoding stands among the shapes
@@ -103,6 +53,7 @@ class Tuner:
         self._firsts = FirstRuns()  # … and what that cost beside the ticks
         self._arrivals = Arrivals()
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
+        self._due_s: Callable[[], float] = nothing
         self._ticks = self._longest = 0  # ticks; tokens of any answer
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
@@ -115,9 +66,11 @@ class Tuner:
             stand.plain -= 1
             return OFF
         if stand.probe is not None and self._may_try(stand):
-            worst = stand.worst + self._costs.catching_up(stand.probe, stand.shape, size, behind)
+            worst = stand.worst + self._catching_up(stand.probe, stand.shape, size, behind)
             if worst <= self._ledger.left:
                 return self._try(stand, worst)
+            if self._costs.looks_up_anew(stand.probe, stand.shape):
+                stand.probe = None  # until the next review: who tells what that takes looks at every request
         return stand.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
@@ -133,7 +86,7 @@ class Tuner:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
         if outcome.behind:
             self._costs.caught_up(size, outcome.behind, outcome.caught_up_s)
-        self._ticks, self._to_come = self._ticks + 1, outcome.to_come
+        self._ticks, self._to_come, self._due_s = self._ticks + 1, outcome.to_come, outcome.due_s
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
@@ -259,7 +212,7 @@ class Tuner:
             promised = promise if used.off else counted
             if promised <= rate * (1.0 + self._margin(used, best, size)):
                 continue
-            caught_up_s, gain = self._costs.catching_up(best, used, size, behind), 1.0 - rate / promise
+            caught_up_s, gain = self._catching_up(best, used, size, behind), 1.0 - rate / promise
             first_s = self._first_s(best, size)
             to_come_s = self._to_come() * self._ledger.tick_s if to_come_s is None else to_come_s
             if (
@@ -269,6 +222,11 @@ class Tuner:
             ):
                 return best
         return used
+
+    def _catching_up(self, shape: Shape, before: Shape, size: int, behind: int) -> float:
+        """Seconds until drafters can be asked whom the shape before left out."""
+        due_s = self._due_s() if self._costs.looks_up_anew(shape, before) else 0.0
+        return due_s + self._costs.catching_up(shape, before, size, behind)
 
     def _ready(self, shape: Shape, size: int) -> bool:
         """Whether graphs serve it: what ran for up to twice as many requests is served by theirs at first."""
