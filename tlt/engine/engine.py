@@ -172,7 +172,7 @@ class Engine:
         self._ticks += launched is not None
         if self._ahead:
             launched, self._flight = self._flight, launched
-        completions = landed + (self._read(launched.plan, launched.pending.drawn()) if launched else [])
+        completions = landed + (self._observe(launched) if launched else [])
         if launched:
             seconds, _ = self._since_last_read(None)
             if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
@@ -193,9 +193,7 @@ class Engine:
     def _verify_tick(self, shape: Shape) -> list[Completion]:
         """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first. Unless the
         trees grow on the device, and pages are there for all it may have written: then it is read afterwards.
-
-        What the device can draft for the tick after this one is launched before any tokens are waited for.
-        """
+        What the device can draft for the tick after this one is launched before any tokens are waited for."""
         unread = self._may_stay_unread(shape)
         completions = [] if unread else self._land()
         begun_s, captured_s = time.perf_counter(), self._runner.capture_s
@@ -252,7 +250,7 @@ class Engine:
         if not flight.shape.off:
             return self._read_trees(flight)
         self._read_s = None  # it was waited for at once: neither its own time nor the next one's can be told
-        return self._read(flight.plan, flight.pending.drawn())
+        return self._observe(flight)
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -321,6 +319,9 @@ class Engine:
         )
 
     # ---- reading a tick
+
+    def _observe(self, flight: Flight) -> list[Completion]:
+        return self._read(flight.plan, flight.pending.drawn())
 
     def _read(self, plan: Plan, drawn: Drawn) -> list[Completion]:
         now = time.perf_counter()
