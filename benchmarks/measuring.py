@@ -103,7 +103,7 @@ def write_all(stage: Recording, setting: Setting, results: Results) -> list[Writ
 
 
 def _run(name: str, done: Written) -> dict[str, Any]:
-    captured = {"capture_s": done.capture_s, "captures": done.captures, "stalls": done.stalls}
+    captured = {"capture_s": done.capture_s, "captures": done.captures, "spent": done.spent, "stalls": done.stalls}
     return {"variant": name, "makespan_s": done.seconds, **captured}
 
 

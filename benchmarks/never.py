@@ -102,6 +102,10 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "seconds": seconds,
         "first_s": {name: first[name] for name in (TUNER, WARM)},  # graphs captured on the way, kernels compiled
         "capture_s": {name: [done.capture_s for done in runs[name]] for name in (TUNER, WARM)},
+        "spent": {name: [done.spent for done in runs[name]] for name in (TUNER, WARM)},
+        "once_s": {
+            name: [done.speculation and done.speculation.once_s for done in runs[name]] for name in (TUNER, WARM)
+        },
         "shapes": {name: [_used(done) for done in runs[name]] for name in (TUNER, WARM)},
         "tuner": median(seconds[PLAIN]) / median(seconds[TUNER]),
         "tuner_fastest": min(seconds[PLAIN]) / min(seconds[TUNER]),

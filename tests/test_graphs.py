@@ -243,6 +243,7 @@ def test_what_compiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.run_first((role, 4), lambda: None)
     assert pool.report().stalls == ((("compiles", 4), pytest.approx(0.7)),)
     assert pool.capture_s == pytest.approx(0.83)
+    assert pool.report().spent == {"quick": pytest.approx(0.13), "compiles": pytest.approx(0.7)}
 
 
 def test_an_engine_is_built_made_ready_and_writes_what_plain_decoding_writes(

@@ -9,9 +9,9 @@ anew in any case: prompts have another name in each rollout.
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -65,6 +65,7 @@ class Written:
     prefills: int | None = None  # passes over prompts; None where nobody counts them
     captures: int = 0  # graphs captured
     stalls: tuple[tuple[str, float], ...] = ()  # those that took far longer than most, and their seconds
+    spent: Mapping[str, float] = field(default_factory=dict)  # kind of work → seconds of `capture_s`
 
     @property
     def tokens(self) -> int:
@@ -142,6 +143,7 @@ def _captured(before: PoolReport | None, after: PoolReport | None) -> dict[str, 
     return {
         "capture_s": after.capture_s - before.capture_s,
         "captures": after.graphs - before.graphs,
+        "spent": {kind: more for kind in after.spent if (more := after.spent[kind] - before.spent.get(kind, 0.0))},
         "stalls": tuple((str(key), seconds) for key, seconds in after.stalls[len(before.stalls) :]),
         "prefills": after.eager - before.eager,
     }

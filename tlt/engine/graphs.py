@@ -8,8 +8,9 @@ nothing of what they do.
 import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
 from typing import Any, Generic, TypeVar
@@ -37,6 +38,7 @@ class PoolReport:
     first: int = 0  # runs of what may get one later
     usual_capture_s: float = 0.0  # of one graph, in the middle of the kind that takes longest
     stalls: tuple[tuple[Key, float], ...] = ()  # what took far longer, for it compiled kernels, and its seconds
+    spent: Mapping[str, float] = field(default_factory=dict)  # kind of work → seconds of `capture_s`
 
 
 class GraphPool(Generic[T]):
@@ -50,6 +52,7 @@ class GraphPool(Generic[T]):
         self._seconds: dict[Key, float] = {}
         self._memory = self._replays = self._eager = self._first = 0
         self.capture_s = 0.0
+        self._spent_on: dict[str, float] = defaultdict(float)  # by kind of work
         self._captures_s: dict[Hashable, list[float]] = {}  # by kind of work
         self._stalls: list[tuple[Key, float]] = []
 
@@ -83,6 +86,7 @@ class GraphPool(Generic[T]):
 
     def _spent(self, key: Key, seconds: float) -> None:
         self.capture_s += seconds
+        self._spent_on[str(_kind(key[0]))] += seconds
         if seconds > _STALL_S:
             self._stalls.append((key, seconds))
 
@@ -132,7 +136,7 @@ class GraphPool(Generic[T]):
         if key not in self._seconds:
             started = time.perf_counter()
             self._seconds[key] = self._timed(self._graphs[key][0])
-            self.capture_s += time.perf_counter() - started
+            self._spent(key, time.perf_counter() - started)
         return self._seconds[key]
 
     def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
@@ -159,7 +163,9 @@ class GraphPool(Generic[T]):
 
     def report(self) -> PoolReport:
         counts = (self._replays, self._eager, self._first, self._dearest_capture_s)
-        return PoolReport(len(self._graphs), self._memory, self.capture_s, *counts, tuple(self._stalls))
+        return PoolReport(
+            len(self._graphs), self._memory, self.capture_s, *counts, tuple(self._stalls), dict(self._spent_on)
+        )
 
 
 def _kind(role: Hashable) -> Hashable:
