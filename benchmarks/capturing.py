@@ -112,7 +112,7 @@ def engine_of(name: str, vocabulary: int, trees: list[Shape]) -> tuple[Engine, U
     started = time.perf_counter()
     engine.compile()
     learned.compile(trees)
-    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    print(f"compiled, and graphs that decode captured, in {time.perf_counter() - started:.1f} s", flush=True)
     return engine, chooser
 
 
@@ -125,12 +125,12 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     watch, wanted = Stopwatch(), [shape_of(text) for text in options.at]
-    engine, chooser = engine_of(options.shape, options.vocabulary, [tree for _, tree in wanted])
     watch.watch_pool()
+    engine, chooser = engine_of(options.shape, options.vocabulary, [tree for _, tree in wanted])
     record: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions()}
     record |= {"commit": options.commit, "options": {"shape": options.shape, "at": options.at}}
     engine.measure()
-    record["measuring"] = told("measuring", watch.take())
+    record["building"] = told("building", watch.take())
     for requests, tree in wanted:
         found: dict[str, Any] = {}
         for choice in (OFF, tree):

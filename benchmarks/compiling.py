@@ -105,6 +105,7 @@ def as_on_a_gpu() -> Iterator[None]:
             (torch.cuda, "get_device_properties", lambda device=None: properties),
             (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
             (attention_triton, "multiprocessors_of", lambda device: _PROCESSORS),
+            (runner.Runner, "ready_to_decode", lambda one, filtered: None),  # there is nothing to capture it
             *((module, "twin", in_triton) for module in choosers),
         ):
             patches.enter_context(patch.object(target, name, value))

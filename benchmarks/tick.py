@@ -56,7 +56,7 @@ def engine_of(
 
 
 def busy(engine: Engine, requests: int, most: int = 3000) -> None:
-    """Gives it answers to write that do not end."""
+    """Gives it answers to write that do not end for long."""
     params = SamplingParams(max_tokens=most, ignore_eos=True)
     prompts = torch.randint(10, 900, (requests, _PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
     engine.submit([Request(Key(0, i), tuple(prompt), params, str(i)) for i, prompt in enumerate(prompts)])

@@ -1,10 +1,10 @@
 """The three workloads on which speculation is measured: who answers what, with fixed seeds.
 
-(a) the policy as it is on GSM8K's questions: high entropy, the hard case; (b) the same after a minute of supervised
-tuning on two thirds of GSM8K's answers; (c) tuned on the steps task, arithmetic line by line in varied words: peaked
-and long-tailed. What always holds: tuning, drafter training and measuring use different prompts (a drafter that saw
-what its policy learned by heart would not know how it writes otherwise), and everything drawn is drawn from the seeds
-below. Files are GSM8K's own JSONL, with `question` and `answer`.
+(a) the policy as it is on GSM8K's questions: high entropy, the hard case; (b) the same after one to two minutes of
+supervised tuning on two thirds of GSM8K's answers; (c) tuned on the steps task, arithmetic line by line in varied
+words: peaked and long-tailed. What always holds: tuning, drafter training and measuring use different prompts (a
+drafter that saw what its policy learned by heart would not know how it writes otherwise), and everything drawn is drawn
+from the seeds below. Files are GSM8K's own JSONL, with `question` and `answer`.
 """
 
 import json
@@ -60,7 +60,7 @@ WORKLOADS = {
             "b",
             cap=1024,
             draft=replace(_DRAFT, answers=20480, steps=6000, vocab=8192),
-            # nearly two minutes at 340,000 tokens/s, and some forty times over its questions: hence slowly
+            # nearly two minutes at 340,000 tokens/s, and some thirty times over its questions: hence slowly
             tune=WarmupSettings(steps=1150, tokens_per_batch=32768, learning_rate=1e-4, warmup_steps=30),
         ),
         Workload(

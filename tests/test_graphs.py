@@ -23,6 +23,7 @@ from tlt.engine.runner import Runner
 from tlt.engine.thrift import Thrift, Waste
 from tlt.policy import open_policy
 from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
+from tlt.spec.drafter import Part
 from tlt.spec.eagle_files import Origin, save_drafter
 from tlt.spec.record import DraftRecord, write_record
 from tlt.spec.shape import Shape
@@ -210,7 +211,29 @@ def test_what_is_made_ready_fits_the_engine(rows: int) -> None:
     tuner.recall("eagle", [[0.9]] * 8)
     make_ready(engine, tuner, RunConfig(engine=EngineSettings(rows=rows)))
     assert max(size for _, size in pool.functions) == rows
-    assert {size for (name, *_), size in pool.functions if name == "verify"} >= {rows, 1}  # type: ignore[misc]
+    assert {size for (name, *_), size in pool.functions if name == "verify"} == set(buckets(rows))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_whoever_compiles_has_the_graphs_that_decode(filtered: bool) -> None:
+    engine: Any = engine_with(drafting(rows=12), lambda running: Shape(), True, rows=12)
+    rows = engine._runner._rows
+    engine._runner._pool = pool = HostPool(lambda: rows._known_count)
+    engine.compile(filtered=filtered)
+    assert set(pool.functions) == {(("decode", filtered), size) for size in buckets(12)}
+
+
+def test_a_drafters_work_is_not_done_in_a_graph_far_too_large() -> None:
+    """What it wastes there is not small, and nobody has measured it."""
+    engine: Any = engine_with(drafting(rows=24), lambda running: Shape(), True, rows=24)
+    rows = engine._runner._rows
+    engine._runner._pool = HostPool(lambda: rows._known_count)
+    done: list[int] = []
+    engine._runner.ready([Part("level", 16, done.append)])
+    done.clear()
+    for asked in (8, 4):
+        engine._runner.play([Part("level", asked, done.append)])
+    assert done == [16, 4]
 
 
 def test_the_first_runs_are_counted_and_take_part_in_what_captures_cost() -> None:
@@ -226,8 +249,8 @@ def test_many_small_graphs_do_not_make_a_large_one_seem_cheap() -> None:
     """A drafter's takes 2 ms and a policy's 40: served by a larger one, a verification that wastes 1 ms waits for its
     own for forty ticks, and a drafter's work for two."""
     pool: GraphPool[None] = GraphPool(torch.device("cpu"))
-    pool._captures_s = {"verify": [0.03, 0.04, 0.9], "roots": [0.002] * 50}
-    assert pool.report().usual_capture_s == 0.04
+    pool._captures_s = {"verify": [0.03, 0.04, 0.05, 0.9], "roots": [0.002] * 50}
+    assert pool.report().usual_capture_s == 0.04, "and whoever waited for a compiler does not count"
     pool._thrift.captured(("verify", 8), 64)
     pool._thrift.captured(("roots", 1), 64)
     for role, runs in ((("verify", 8), 40), (("roots", 1), 2)):

@@ -1,6 +1,6 @@
 """A tuner that has seen little: what it is told beforehand, and what it may invest before anything was earned."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -361,6 +361,62 @@ def test_whoever_has_much_to_index_first_is_not_tried_for_it(due_s: float) -> No
         policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), due_s=due))
     assert (tried > 0) == (due_s == 0.0)
     assert 0 < len(asked) < 200
+
+
+def test_whoever_has_nothing_to_index_is_tried_all_the_same() -> None:
+    """Nothing is known of either: the pair would be tried first, and would have to wait for ever."""
+    here, policy, due = capturing(0.8), tuner(), 0.2
+    policy.know([Measured(CAPTURE, 1, 0.01)])
+    for _ in range(1500):
+        shape = policy.choose(16)
+        kept = here.kept_cached(shape)
+        walks = [] if shape.off else [here.walk(shape, kept) for _ in range(16)]
+        due += 16 * 4e-6
+        told = Outcome(shape, 16, walks, here.true_s(shape, 16), due_s=lambda due=due: due)  # type: ignore[misc]
+        policy.observe(told)
+    assert policy.report().ticks_by_shape.get((16, OFF), 0) < 750, "the learned one is in use"
+
+
+def test_a_drafter_that_was_left_out_meanwhile_is_weighed_again() -> None:
+    """With few requests it was best, and nothing was due. Then many ran without it, and few are left."""
+    for due_s in (0.0, 60.0):
+        policy = tuner()
+        policy.recall("suffix", record(0.9))
+        policy._ran = {shape: {16, 64} for shape in SHAPES}
+        for _ in range(200):
+            shape = policy.choose(16)
+            walks = [] if shape.off else [Walked(shape.depth, (Track((1,) * shape.depth),) * len(shape.drafters))] * 16
+            policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16)))
+        assert "suffix" in shape.drafters
+        for _ in range(30):
+            policy.observe(Outcome(OFF, 64, (), tick_s(OFF, 64), to_come=lambda: 50.0, due_s=lambda due=due_s: due))  # type: ignore[misc]
+        assert ("suffix" in policy.choose(16).drafters) == (due_s == 0.0)
+
+
+def test_only_whoever_looks_up_is_asked_what_is_due() -> None:
+    policy = young()
+    policy.recall(LEARNED, record(0.8))
+    policy._sets = [("eagle",)]  # the others are not tried
+
+    def due() -> float:
+        raise AssertionError("nobody on the host takes part")
+
+    for _ in range(300):
+        shape = policy.choose(16, behind=4)
+        assert "suffix" not in shape.drafters
+        walks = [] if shape.off else [Walked(0, (Track((), shape.width),))] * 16
+        policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), due_s=due))
+
+
+def test_what_the_host_indexed_is_not_charged_to_a_learned_drafter() -> None:
+    found = {}
+    for indexed_s in (0.0, 0.3):
+        policy = young(Measured(CATCH_UP, 16, 1e-4))
+        pair = next(shape for shape in SHAPES if len(shape.drafters) == 2)
+        outcome = Outcome(pair, 16, (), 0.01, once_s=0.01 + indexed_s, caught_up_s=0.01 + indexed_s, behind=100)
+        policy.observe(replace(outcome, indexed_s=indexed_s))
+        found[indexed_s] = policy._costs.catching_up(learned(2, 1, 3), OFF, 16, 100)
+    assert found[0.3] == pytest.approx(found[0.0]) == pytest.approx(0.01)
 
 
 def test_a_shape_that_needs_much_indexed_first_is_taken_if_enough_is_to_come() -> None:

@@ -146,8 +146,8 @@ class Worker:
         """Another engine for the same policy, that does not speculate."""
         settings = self._with_room(taken=True).engine
         plain = Engine(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
-        plain.compile()
-        plain.measure()  # as the engine was when it was built: graphs are captured outside of the time
+        plain.compile(filtered=self.config.sampling.filtered)
+        plain.measure()  # as the engine was when it was built: what runs first takes longer
         return plain
 
     # ---- learning

@@ -164,7 +164,7 @@ class Stage:
         self._device = model.embed.device
         self._choosers = Understudy()
         self._plain = Engine(model, policy.tokenizer, self._config.engine)
-        self._plain.compile()
+        self._plain.compile(filtered=config.sampling.filtered)
         self._speculating = build_engine(policy, self._config, self._choosers)
         sizes = self._sizes()
         self._plain.warm_up(sizes)

@@ -61,7 +61,7 @@ def speculating_engine(
     learned: LearnedDrafting | None,
     on_features: Callable[[Features], None] | None = None,
 ) -> Engine:
-    """Put together and compiled; nothing is measured or captured yet."""
+    """Put together and compiled, with the graphs that decode; nothing is measured yet, nothing else captured."""
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
     drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
     speculating = Speculating(

@@ -67,13 +67,13 @@ class GraphPool(Generic[T]):
         return (role, served) if served else None
 
     def _usual_capture_s(self, kind: Hashable) -> float:
-        """In the middle: some compiled kernels. A policy's graph takes ten times as long as a drafter's."""
-        return median(self._captures_s.get(kind) or [self._dearest_capture_s])
+        """A policy's graph takes ten times as long as a drafter's."""
+        return _middle(self._captures_s.get(kind) or [self._dearest_capture_s])
 
     @property
     def _dearest_capture_s(self) -> float:
         """Of the kind that usually takes longest."""
-        return max(map(median, self._captures_s.values()), default=_CAPTURE_S)
+        return max(map(_middle, self._captures_s.values()), default=_CAPTURE_S)
 
     def run_first(self, key: Key, function: Callable[[], T]) -> T:
         """Without a graph. Its time is the launching of it, and compiling: far more than a replay takes."""
@@ -166,6 +166,11 @@ class GraphPool(Generic[T]):
         return PoolReport(
             len(self._graphs), self._memory, self.capture_s, *counts, tuple(self._stalls), dict(self._spent_on)
         )
+
+
+def _middle(seconds: list[float]) -> float:
+    """Of those that did not wait for a compiler, or for the device; if all did, of all."""
+    return median([one for one in seconds if one <= _STALL_S] or seconds)
 
 
 def _kind(role: Hashable) -> Hashable:

@@ -280,7 +280,8 @@ class Acceptance:
         self._survival[(drafter,)].recall(ranks, worth)
 
     def supposing(self, share: float) -> "Acceptance":
-        """As if so many times as many of each drafter's guesses were right, at any depth."""
+        """As if so many times as many of each drafter's guesses were right, at any depth. By the rule of the tree only,
+        and nothing is known of sets of drafters then: for tuners that have seen no tick."""
         other = Acceptance(self._shapes, self._horizon)
         for key, survival in self._survival.items():
             if len(key) == 1 and survival.evidence:

@@ -36,6 +36,7 @@ class Outcome:
     arrived: int = 0  # positions that requests which have just come bring a learned drafter
     to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked …
     due_s: Callable[[], float] = nothing  # … and seconds that drafters on the host need before they can be asked
+    indexed_s: float = 0.0  # of what catching up took, what those took
 
 
 class TunerPolicy(Protocol):

@@ -195,7 +195,7 @@ class TickCosts:
 
     def looks_up_anew(self, shape: Shape, before: Shape) -> bool:
         """Whether somebody on the host is asked whom the shape before left out."""
-        return not self._learned.issuperset(set(shape.drafters) - set(before.drafters))
+        return any(name not in self._learned and name not in before.drafters for name in shape.drafters)
 
     def entering(self, shape: Shape, batch: int, positions: float) -> float:
         """Seconds that learned drafters need for what newcomers bring: so many positions of a request, on average."""

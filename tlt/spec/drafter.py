@@ -4,7 +4,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from statistics import median
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -41,6 +42,17 @@ class Drafter(Protocol):
 
         May be called behind a verification whose tokens nobody has read yet.
         """
+
+
+Running = Iterable[tuple[Key, Sequence[int]]]  # requests that decode, and what they have written so far
+
+
+@runtime_checkable
+class Indexing(Protocol):
+    """A drafter that has something to read on the host after a start or a pause."""
+
+    def due_s(self, running: Running) -> float:
+        """Seconds that it would need before it could be asked about these."""
 
 
 class Planted(Protocol):
@@ -186,10 +198,9 @@ _ANSWERS_KEPT = 16  # finished answers per prompt that wait to be indexed
 _PAST = Key(0, 1 << 64)  # no request has this key: finished answers are indexed under it, one after the other
 
 _TOKEN_S = 4e-6  # to index one, before that was timed …
-_TIMED = 256  # … which takes so many at once
+_TIMED, _TIMES = 256, 5  # … with so many at once at least; of so many times of late the one in the middle
 
 _Finished = tuple[Sequence[int], Sequence[int]]  # prompt and answer
-Running = Iterable[tuple[Key, Sequence[int]]]  # requests that decode, and what they have written so far
 
 
 class SuffixDrafting:
@@ -207,21 +218,20 @@ class SuffixDrafting:
         self._indexed: dict[Key, int] = {}  # tokens of the answer that the index has
         self._finished: OrderedDict[str, deque[_Finished]] = OrderedDict()  # never indexed; by prompt, latest last
         self._kept_tokens = 0  # in them
-        self._token_s = _TOKEN_S
+        self._token_s: deque[float] = deque([_TOKEN_S], maxlen=_TIMES)
 
     def due_s(self, running: Running) -> float:
-        """Seconds that it would need before it could be asked about these."""
-        return self._token_s * self._due(running)
+        return median(self._token_s) * self._due(running)
 
     def _due(self, running: Running) -> int:
-        """Tokens: what they have written since they were indexed; or else all of it, with their prompts and what was
-        finished there."""
+        """Tokens: what they have written since they were indexed; or else all of it, with what was finished there, and
+        their prompts, unless these are known."""
         due, prompts = 0, dict[str, int]()
         for key, answer in running:
             due += len(answer) - self._indexed.get(key, 0)
             if key in self._waiting:
                 prompt_id, prompt = self._waiting[key]
-                prompts[prompt_id] = len(prompt)
+                prompts[prompt_id] = 0 if self._suffix.holds(prompt_id) else len(prompt)
         finished = (self._finished.get(prompt_id, ()) for prompt_id in prompts)
         return due + sum(prompts.values()) + sum(len(answer) for kept in finished for _, answer in kept)
 
@@ -250,7 +260,7 @@ class SuffixDrafting:
                 self._index(key)
             self._extend(key, answer)
         if due >= _TIMED:
-            self._token_s = (time.perf_counter() - started) / due
+            self._token_s.append((time.perf_counter() - started) / due)
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         drafts = []

@@ -27,7 +27,7 @@ class Proposed:
 
     keys: Sequence[Key]
     drafts_s: list[float]  # what each drafter took on the host …
-    caught_up: tuple[float, int]  # … and what they spent catching up before: seconds, positions
+    caught_up: tuple[float, int, float]  # … and on catching up before: seconds, positions, seconds of it on the host
     odd: float | None  # if some of the tick's time on the device was taking in much: what newcomers had brought a row
     version: int  # of the learned drafter
     parts: Sequence[tuple[Draft, ...]] = ()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.spec.alarm import Alarm
 from tlt.spec.chooser import Outcome, TunerPolicy, forever
-from tlt.spec.drafter import Drafter, Keeper, NoKeeper, Running, SuffixDrafting
+from tlt.spec.drafter import Drafter, Indexing, Keeper, NoKeeper, Running
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.ledger import TunerReport
 from tlt.spec.lessons import Lesson, Proposed, looked_into
@@ -202,7 +202,7 @@ class Speculating:
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
         self._lesson: Lesson | None = None  # of the tick before, until somebody asks what was learned
-        self._looking_up = [drafter for drafter in drafters if isinstance(drafter, SuffixDrafting)]
+        self._looking_up = [drafter for drafter in drafters if isinstance(drafter, Indexing)]
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
         self._running: Callable[[], Running] = tuple
         self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
@@ -319,15 +319,20 @@ class Speculating:
 
     def _catch_up(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
-    ) -> tuple[float, int]:
-        """Seconds it took, captures left out, for they come once; and positions that the learned drafter took in."""
+    ) -> tuple[float, int, float]:
+        """Seconds it took, captures left out, for they come once; positions that the learned drafter took in; and what
+        the others took of the time."""
         behind = self._learned.behind(len(keys)) if self._learned is not None and self._learned in drafters else 0
         if behind and self._learned is not None:
             self._learned.wait()
         started, captured_s = time.perf_counter(), self._captured_s
         for drafter in drafters:
-            drafter.catch_up(keys, answers, shape)
-        return time.perf_counter() - started - (self._captured_s - captured_s), behind
+            if drafter is not self._learned:
+                drafter.catch_up(keys, answers, shape)
+        indexed_s = time.perf_counter() - started
+        if self._learned is not None and self._learned in drafters:
+            self._learned.catch_up(keys, answers, shape)
+        return time.perf_counter() - started - (self._captured_s - captured_s), behind, indexed_s
 
     @property
     def _captured_s(self) -> float:
@@ -350,7 +355,7 @@ class Speculating:
         if lesson is None:
             return
         walks, proposed = lesson.walks(), lesson.proposed
-        caught_up_s, behind = proposed.caught_up
+        caught_up_s, behind, indexed_s = proposed.caught_up
         newly = 0.0 if behind else proposed.odd or 0.0
         seconds = None
         if lesson.seconds is not None and (proposed.odd is None or (newly and self._asynchronous)):
@@ -362,10 +367,8 @@ class Speculating:
         self._once_s += once_s
         told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
         spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind, newly)
-        outcome = Outcome(
-            lesson.shape, len(lesson.emitted), told, *spent, self._newly_arrived(), self._to_come, self._due_s
-        )
-        self._alarms += self._tuner.observe(outcome)
+        asked = self._newly_arrived(), self._to_come, self._due_s, indexed_s
+        self._alarms += self._tuner.observe(Outcome(lesson.shape, len(lesson.emitted), told, *spent, *asked))
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
@@ -386,7 +389,7 @@ class Speculating:
     def _read_behind(self, later: Proposed) -> bool:
         """Whether a tick that is read now was waited for behind another's taking in, so that it seems to have taken as
         long as both. What newcomers bring is launched behind it where the device works on by itself."""
-        _, behind = later.caught_up
+        _, behind, _ = later.caught_up
         return later.odd is not None and (behind > 0 or not self._asynchronous)
 
     def _newly_arrived(self) -> int:

@@ -304,13 +304,16 @@ class SuffixDrafter:
         """
         request = self._request(key)
         request.proposal = None
-        if min(depth, width, budget) < 1:
-            return EMPTY
-        lines = request.archive.lines(request.tokens, self.min_match, min(depth, _DEEPEST))
+        asked = min(depth, width, budget) >= 1
+        lines = request.archive.lines(request.tokens, self.min_match, min(depth, _DEEPEST)) if asked else []
         if not lines:
             return EMPTY
         request.proposal = self._grow(lines, width, budget)
         return request.proposal.draft
+
+    def holds(self, prompt_id: str) -> bool:
+        """Whether the prompt was read, by any request to it, and is still there."""
+        return (found := self._archives.get(prompt_id)) is not None and found.prompt_number in found.texts
 
     def entries(self) -> int:
         """Everything the index holds, to watch that it is bounded. Walks all of it: not for the critical path."""

@@ -53,14 +53,16 @@ class Tuner:
         self._firsts = FirstRuns()  # … and what that cost beside the ticks
         self._arrivals = Arrivals()
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
-        self._due_s: Callable[[], float] = nothing
+        self._due_s: Callable[[], float] = nothing  # who answers looks at every request …
+        self._due: float | None = None  # … so it is asked once a tick, if at all
+        self._last = OFF  # what was observed last
         self._ticks = self._longest = 0  # ticks; tokens of any answer
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
     def choose(self, batch: int, behind: int = 0) -> Shape:
         size = self._costs.pad(batch)
         stand = self._stands.get(size)
-        if stand is None or self._ticks >= stand.until:
+        if stand is None or self._ticks >= stand.until or self._is_dear(stand.shape):
             stand = self._review(size, behind)
         if stand.plain or self._check_is_due(stand, size):
             stand.plain -= 1
@@ -70,7 +72,7 @@ class Tuner:
             if worst <= self._ledger.left:
                 return self._try(stand, worst)
             if self._costs.looks_up_anew(stand.probe, stand.shape):
-                stand.probe = None  # until the next review: who tells what that takes looks at every request
+                stand.probe = None  # until the next review: ever more is due
         return stand.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
@@ -85,8 +87,9 @@ class Tuner:
         else:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
         if outcome.behind:
-            self._costs.caught_up(size, outcome.behind, outcome.caught_up_s)
-        self._ticks, self._to_come, self._due_s = self._ticks + 1, outcome.to_come, outcome.due_s
+            self._costs.caught_up(size, outcome.behind, outcome.caught_up_s - outcome.indexed_s)
+        self._ticks, self._to_come = self._ticks + 1, outcome.to_come
+        self._last, self._due_s, self._due = outcome.shape, outcome.due_s, None
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
@@ -183,7 +186,8 @@ class Tuner:
     def _decide(self, stand: Stand, rates: Sequence[float], plain_s: float, size: int, behind: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
         known, plain = self._known_places(), rates[_OFF]
-        used = stand.shape if self._index[stand.shape] in known else OFF
+        used = self._last if self._is_dear(stand.shape) else stand.shape
+        used = used if self._index[used] in known else OFF
         if rates[self._index[used]] < plain * (1.0 + self._settings.least_gain):
             used = OFF
         settled = self._ticks - stand.since >= self._settings.settle_ticks
@@ -225,11 +229,21 @@ class Tuner:
 
     def _catching_up(self, shape: Shape, before: Shape, size: int, behind: int) -> float:
         """Seconds until drafters can be asked whom the shape before left out."""
-        due_s = self._due_s() if self._costs.looks_up_anew(shape, before) else 0.0
-        return due_s + self._costs.catching_up(shape, before, size, behind)
+        return self._indexing(shape, before) + self._costs.catching_up(shape, before, size, behind)
+
+    def _indexing(self, shape: Shape, before: Shape) -> float:
+        """What drafters on the host take of it."""
+        if not self._costs.looks_up_anew(shape, before):
+            return 0.0
+        self._due = self._due_s() if self._due is None else self._due
+        return self._due
+
+    def _is_dear(self, shape: Shape) -> bool:
+        """Whether much would have to be indexed for it first, for it was chosen when so many requests ran before."""
+        return self._indexing(shape, self._last) > self._ledger.tick_s
 
     def _ready(self, shape: Shape, size: int) -> bool:
-        """Whether graphs serve it: what ran for up to twice as many requests is served by theirs at first."""
+        """Whether graphs serve it: what ran for up to twice as many requests is mostly served by theirs at first."""
         return shape.off or any(size <= ran <= 2 * size for ran in self._ran.get(shape, ()))
 
     def _first_s(self, shape: Shape, size: int) -> float:
@@ -287,11 +301,15 @@ class Tuner:
             if drafters == stand.shape.drafters:
                 continue
             mine = [place for place in self._places[drafters] if self._most_tokens[place] > seconds[place] * stand.rate]
-            if mine and self._worth_a_try(drafters, max(rates[place] for place in mine), stand.rate):
-                worst = {place: self._worst(place, seconds[place], stand, size) for place in mine}
-                left = self._ledger.left
-                affordable = [place for place in mine if worst[place] <= left] or [min(mine, key=worst.__getitem__)]
-                place = max(affordable, key=rates.__getitem__)
+            if not mine:
+                continue
+            due_s, left = self._indexing(self._shapes[mine[0]], stand.shape), self._ledger.left
+            if due_s > max(0.0, left) or not self._worth_a_try(drafters, max(map(rates.__getitem__, mine)), stand.rate):
+                continue
+            worst = {place: self._worst(place, seconds[place], stand, size) for place in mine}
+            affordable = [place for place in mine if worst[place] + due_s <= left]
+            if affordable or not due_s:  # ever more is due: others have their turn
+                place = max(affordable or [min(mine, key=worst.__getitem__)], key=rates.__getitem__)
                 stand.probe, stand.worst = self._shapes[place], worst[place]
                 return
 
