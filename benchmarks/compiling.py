@@ -4,8 +4,9 @@
 
 Goes through what an engine with a learned drafter goes through when it is built, with three layers of the shape on the
 CPU and a driver that knows nothing but the name of the GPU; kernels are compiled, by so many threads into an empty
-cache each time, and never launched. What Triton 3.6 has a C compiler do besides is left out. Prints and writes seconds,
-and how often each kernel was compiled.
+cache each time, and never launched. What Triton 3.6 has a C compiler do besides is left out. Then goes through every
+shape at every batch size: what is compiled there, a rollout would have waited for. Prints and writes seconds, and how
+often each kernel was compiled.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,13 +37,17 @@ from triton.runtime import driver
 from tlt.bench.machine import describe
 from tlt.config import RunConfig
 from tlt.engine import build, runner
+from tlt.engine.graphs import buckets
 from tlt.kernels import attention_triton
+from tlt.kernels.compiling_triton import compile_ahead
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
+from tlt.spec.backlog import ROOM, TAKEN_IN
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _PROCESSORS = 132
+_MOST_TOKENS = 2048  # of a pass that anybody would choose
 _POLICY = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -126,6 +133,25 @@ def policy_of(shape: str) -> Any:
     return SimpleNamespace(model=model, tokenizer=SimpleNamespace(eos_ids=frozenset([0]), eos_id=0))
 
 
+@torch.no_grad()
+def go_through(engine: Any, learned: Any, config: RunConfig) -> None:
+    """All that rollouts may come to use: every shape at every size, and what is taken in before it."""
+    shapes = [shape for shape in build.shapes_of(config.spec) if not shape.off]
+    sizes = buckets(config.engine.rows)
+    roles = {(shape.verify, shape.share, engine._walk(shape)): shape for shape in shapes}
+    for (role, shape), rows in product(roles.items(), sizes):
+        if shape.tokens(rows) <= _MOST_TOKENS:
+            engine._runner._verification(shape, role[-1], False)[1](rows)
+    for shape, rows in product(shapes, sizes):
+        if rows * shape.width > _MOST_TOKENS:
+            continue
+        grove = learned._grove(shape.width)
+        for part in (*learned._levels(rows, grove), learned._pruning(rows, grove, shape)):
+            part.work(rows)
+    for most, room, rows in product(TAKEN_IN, ROOM, sizes):
+        learned._taking_in(rows, most, room).work(rows)
+
+
 def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
     """With nothing compiled before, in memory or on disk; and, once more with all of it, what going through takes."""
     kernels: Counter[str] = Counter()
@@ -148,14 +174,17 @@ def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
         seconds = []
         for _ in range(2):
             started = time.perf_counter()
-            build.speculating_engine(policy, config, chooser, learned)
+            engine: Any = build.speculating_engine(policy, config, chooser, learned)
             seconds.append(time.perf_counter() - started)
+        before = kernels.copy()
+        compile_ahead(partial(go_through, engine, learned, config))
     return {
+        "left": dict(kernels - before),
         "threads": threads,
         "seconds": seconds[0],
         "none_left_s": seconds[1],
-        "kernels": kernels.total(),
-        "by_kernel": dict(kernels),
+        "kernels": before.total(),
+        "by_kernel": dict(before),
     }
 
 
@@ -178,8 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     policy, found = policy_of(options.shape), []
     for threads in map(int, options.threads.split(",")):
         found.append(measured(policy, config, threads))
-        words = "{threads} threads: {kernels} kernels in {seconds:.1f} s; when there are none left, {none_left_s:.1f} s"
-        print(words.format(**found[-1]), flush=True)
+        words = "{threads} threads: {kernels} kernels in {seconds:.1f} s, none left in {none_left_s:.1f} s"
+        print(words.format(**found[-1]) + f"; rollouts wait for {found[-1]['left'] or 'none'}", flush=True)
     if options.json:
         machine = asdict(describe(torch.device("cpu"), options.commit))
         record = {

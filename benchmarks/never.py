@@ -14,6 +14,7 @@ from staging import (
     MOST_RUNS,
     Results,
     Setting,
+    by_turn,
     divergence,
     ratio_error,
     set_up,
@@ -107,6 +108,8 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
             name: [done.speculation and done.speculation.once_s for done in runs[name]] for name in (TUNER, WARM)
         },
         "shapes": {name: [_used(done) for done in runs[name]] for name in (TUNER, WARM)},
+        "tuner_by_turn": by_turn(seconds[PLAIN], seconds[TUNER]),
+        "warm_tuner_by_turn": by_turn(seconds[PLAIN], seconds[WARM]),
         "tuner": median(seconds[PLAIN]) / median(seconds[TUNER]),
         "tuner_fastest": min(seconds[PLAIN]) / min(seconds[TUNER]),
         "warm_tuner": median(seconds[PLAIN]) / median(seconds[WARM]),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import preparing
@@ -151,6 +151,11 @@ def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Co
 
 def _completions(run: Written | Sequence[Completion]) -> Sequence[Completion]:
     return run.completions if isinstance(run, Written) else run
+
+
+def by_turn(plain: Sequence[float], other: Sequence[float]) -> float:
+    """Mean ratio over the turns: a GPU that grows faster or slower meanwhile changes it little."""
+    return fmean(a / b for a, b in zip(plain, other, strict=True))
 
 
 def ratio_error(plain: Sequence[float], other: Sequence[float]) -> float | None:

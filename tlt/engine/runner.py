@@ -7,7 +7,7 @@ each row's newest token, or of its draft tree; sample; advance. The only thing r
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 from math import inf
@@ -231,11 +231,12 @@ class Runner:
         for size, choosy in product(self._sizes, {False, filtered}):
             self._forward(size, choosy)
         trees = [Shape(verify=2**power) for power in range(1, 1 + (widest - 1).bit_length())]
-        sharing = [Shape(verify=2, share=1.5)] if trees else []
+        sharing = [Shape(verify=nodes, share=1.5) for nodes in (2, 4) if nodes <= widest]
         for shape, halved in product(trees + sharing, range(self._max_rows.bit_length())):
             rows = self.padded(self._max_rows >> halved)
-            if shape.tokens(rows) <= _DEAREST[self._device.type]:
-                self._verification(shape, min(steps, shape.verify), filtered)[1](rows)
+            if shape.tokens(rows) > _DEAREST[self._device.type]:
+                shape = replace(shape, share=1.5)  # so many requests only share
+            self._verification(shape, min(steps, shape.verify), filtered)[1](rows)
 
     @torch.no_grad()
     def ready_to_decode(self, filtered: bool) -> None:
