@@ -85,6 +85,7 @@ def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
     assert speculating.foresee(1) == CHAIN
     first, second = tuner.outcomes
     assert (first.seconds, first.once_s, list(first.drafts_s)) == (5.0, 8.0, [2.0])
+    assert (first.caught_up_s, first.indexed_s) == (5.0, 5.0), "nobody took part but on the host"
     assert second.seconds is None
     report = speculating.report()
     assert (report.drafting_s, report.once_s) == (4.0, 13.0)
@@ -375,6 +376,23 @@ def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> Non
     assert read[0] in (0, 4, 8), "the first tick is not timed"
     assert all(later - before == 4 for before, later in pairwise(read[:-1]))
     assert len(read) >= 18
+
+
+def test_a_verified_tick_tells_what_is_due() -> None:
+    """What the one before wrote: each tick indexes that first."""
+    chooser = Recording(SUFFIX)
+    speculation = Speculating([SuffixDrafting(10_000)], chooser)
+    engine = Engine(MODEL, letters(), EngineSettings(rows=8), speculation=speculation)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.submit([Request(Key(0, number), (3, 4), params, f"{number}") for number in range(4)])
+    engine.tick()
+    engine.tick()
+    speculation.foresee(4)
+    last = chooser.outcomes[-1]
+    assert last.shape == SUFFIX
+    written = sum(len(engine.written(Key(0, number))) for number in range(4))
+    indexed = sum(speculation._looking_up[0]._indexed.values())  # type: ignore[attr-defined]
+    assert last.due_s() == pytest.approx(4e-6 * (written - indexed)) != 0.0
 
 
 def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

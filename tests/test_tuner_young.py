@@ -393,6 +393,24 @@ def test_a_drafter_that_was_left_out_meanwhile_is_weighed_again() -> None:
         assert ("suffix" in policy.choose(16).drafters) == (due_s == 0.0)
 
 
+def test_what_is_due_is_asked_for_once_a_tick() -> None:
+    """Whoever answers looks at every request, and many shapes look up."""
+    policy, asked = tuner(), list[int]()
+    policy.recall("suffix", record(0.9))
+
+    def due() -> float:
+        asked.append(1)
+        return 60.0
+
+    policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), due_s=due))
+    for _ in range(100):
+        before = len(asked)
+        assert "suffix" not in policy.choose(16).drafters
+        assert len(asked) - before <= 1
+        policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), to_come=lambda: 500.0, due_s=due))
+    assert asked
+
+
 def test_only_whoever_looks_up_is_asked_what_is_due() -> None:
     policy = young()
     policy.recall(LEARNED, record(0.8))

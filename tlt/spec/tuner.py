@@ -303,9 +303,9 @@ class Tuner:
             mine = [place for place in self._places[drafters] if self._most_tokens[place] > seconds[place] * stand.rate]
             if not mine:
                 continue
-            due_s, left = self._indexing(self._shapes[mine[0]], stand.shape), self._ledger.left
-            if due_s > max(0.0, left) or not self._worth_a_try(drafters, max(map(rates.__getitem__, mine)), stand.rate):
+            if not self._worth_a_try(drafters, max(map(rates.__getitem__, mine)), stand.rate):
                 continue
+            due_s, left = self._indexing(self._shapes[mine[0]], stand.shape), self._ledger.left
             worst = {place: self._worst(place, seconds[place], stand, size) for place in mine}
             affordable = [place for place in mine if worst[place] + due_s <= left]
             if affordable or not due_s:  # ever more is due: others have their turn
