@@ -7,11 +7,16 @@ import pytest
 import torch
 
 from tests.test_speculation import tokens_of
+from tlt.bench.options import RolloutScale
+from tlt.bench.variants import Stage
 from tlt.config import DraftSettings, EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes_of
+from tlt.engine.chunks import copied_slots
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
+from tlt.engine.scheduler import Copy
 from tlt.errors import ConfigError, ModelError
+from tlt.fleet import Worker
 from tlt.kernels import compiling
 from tlt.model.linear import reads_light
 from tlt.policy import open_policy
@@ -186,3 +191,19 @@ def test_what_an_engine_runs_is_compiled_when_it_is_built(
     config = RunConfig(spec=SpecSettings(drafter=drafter, path=path), engine=EngineSettings(rows=2, kv_gib=0.01))
     build_engine(open_policy(config.model), config)
     assert order == ["compiled"] * works + ["measured"] * (drafter != "none")
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_engines_to_compare_with_are_compiled_for_what_is_asked(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or those that decode plainly would capture graphs while they are timed."""
+    compiled: list[bool] = []
+    monkeypatch.setattr(Engine, "compile", lambda engine, *, filtered=False: compiled.append(filtered))
+    config = RunConfig(engine=EngineSettings(rows=4), sampling=SamplingParams(max_tokens=8, top_p=top_p))
+    Worker(config).plain_engine()
+    Stage(open_policy(config.model), config, [(3, 4, 5)], RolloutScale(1, 2, 8, 1))
+    assert compiled == [top_p < 1.0] * 4
+
+
+def test_as_many_slots_of_a_page_are_copied_as_are_held() -> None:
+    copies = [Copy(3, 7, 2), Copy(0, 1, 4)]
+    assert copied_slots(copies, 4) == ([[12, 13, -1, -1], [0, 1, 2, 3]], [[28, 29, -1, -1], [4, 5, 6, 7]])

@@ -20,6 +20,7 @@ from tests.test_engine import MODEL, kv_gib, requests
 from tests.test_speculation import tokens_of
 from tests.tiny import letters
 from tlt.config import EngineSettings
+from tlt.engine import runner
 from tlt.engine.engine import Engine
 from tlt.engine.landing import Pending
 from tlt.engine.request import Request
@@ -334,12 +335,12 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
     """Where there are graphs, so that whatever compiles does so then; and nothing is left of it."""
     forward, seen = Runner._forward_trees, set[tuple[int, int, bool]]()
 
-    def spy(runner: Runner, trees: Trees, tokens: int, steps: int, filtered: bool) -> Any:
+    def spy(one: Runner, trees: Trees, tokens: int, steps: int, filtered: bool) -> Any:
         rows, nodes = trees.token_RQ.shape
         assert tokens in (rows * nodes, math.ceil(1.5 * rows))
         assert steps == min(4, nodes)
         seen.add((rows, nodes, tokens < rows * nodes))
-        return forward(runner, trees, tokens, steps, filtered)
+        return forward(one, trees, tokens, steps, filtered)
 
     engine, read = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12), list[int]()
     decoded = set[tuple[int, bool]]()
@@ -348,6 +349,7 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         engine._runner.compile(9, 4)
         assert not seen, "a CPU compiles nothing"
         patch.setattr(compiling, "compile_ahead", lambda work: work())
+        patch.setitem(runner._DEAREST, "cpu", 100)  # tokens: beyond it, requests only share
         patch.setattr(engine._runner, "_pool", object())  # then sizes are padded
         patch.setattr(Runner, "_read", lambda runner, chunks: read.append(sum(len(chunk.tokens) for chunk in chunks)))
         patch.setattr(Runner, "_forward", lambda runner, rows, filtered: decoded.add((rows, filtered)))
@@ -355,7 +357,8 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
     assert decoded == {(rows, filtered) for rows in engine._runner._sizes for filtered in (False, True)}
     longest = engine._runner._model.config.max_positions
     assert read == [70, 8 * 100, min(1500, longest)]
-    alone = {(rows, nodes, False) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
+    trees = {(rows, nodes) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
+    alone = {(rows, nodes, rows * nodes > 100) for rows, nodes in trees}
     sharing = {(rows, 2, True) for rows in (12, 8, 4)} | {(rows, 4, True) for rows in (12, 8, 4, 1)}
     assert seen == alone | sharing, "and where requests share"
     batch = requests(12, group=3, seed=4)
