@@ -8,6 +8,7 @@ grown behind a verification whose tokens nobody has read yet.
 # R rows, W window, S positions, F = 3·D states, w width of the trees, L nodes grown, v draft tokens
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -240,8 +241,8 @@ class LearnedDrafting:
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
         twin(entering, self._row.device).enter_rows(self._memory, new)
-        for positions in recalled.positions_E:
-            self._backlog.came(1, positions)
+        for positions, rows in Counter(recalled.positions_E).items():
+            self._backlog.came(rows, positions)
         if self._planted is not None and self._planted.tick == self._ticks:
             self._staged().trees(self._planted.shape.verify).clear(new.columns_7E[0])
             self._entered += [entry.row for entry in entered]
