@@ -86,7 +86,7 @@ def test_a_ring_of_any_length_is_forgotten(enter) -> None:  # type: ignore[no-un
 def test_newcomers_are_told_apart_by_their_prefix() -> None:
     entered, prompts, _ = newcomers(6, torch.float32)
     recalled = Recalled.of(entered, prompts)
-    assert recalled.positions_E == [5, 5, 8, 0]
+    assert recalled.rows_by_positions == {5: 2, 8: 1, 0: 1}
     row, first, _, start, last, own, address = recalled.columns_7E
     assert row.tolist() == [4, 6, 2, 0]
     assert first.tolist() == [0, 0, 5, 2]

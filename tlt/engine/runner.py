@@ -32,7 +32,7 @@ from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.costs import POLICY, CostTable
-from tlt.spec.drafter import Entered, Keeper, NoKeeper, Part, RowView
+from tlt.spec.drafter import Entered, Keeper, NoKeeper, Part, Piece, RowView
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
@@ -380,8 +380,8 @@ class Runner:
             self._pool.count_eager()  # sizes hardly repeat: a graph of each would be used once
         taps, starts = self._read(chunks)
         if taps:
-            for chunk, (first, last) in zip(chunks, pairwise(starts), strict=True):
-                self._keeper.prefilled(chunk.prefix, chunk.start, [tap[first:last] for tap in taps])
+            pieces = zip(chunks, pairwise(starts), strict=True)
+            self._keeper.prefilled([Piece(chunk.prefix, chunk.start, *span) for chunk, span in pieces], taps)
 
     def _read(self, chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], list[int]]:
         """The states that the keeper wants, and where each chunk's begin."""

@@ -120,6 +120,16 @@ class Entered:
     prefix: tuple[int, ...]  # what comes before
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What was read of a prefix at once; there may be several."""
+
+    prefix: tuple[int, ...]
+    start: int  # position of its first token
+    first: int  # where it lies among all that was read …
+    last: int  # … up to, but not with
+
+
 class Keeper(Protocol):
     """Keeps states of the policy as the engine computes them, row by row, on the device."""
 
@@ -132,8 +142,8 @@ class Keeper(Protocol):
         """States of the rows, and the tokens drawn from them. Part of the engine's graphs: tensor work of static shape,
         and little of it, for plain ticks do it too."""
 
-    def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
-        """States of positions start … of a prefix that requests will enter with; they may come in several pieces."""
+    def prefilled(self, pieces: Sequence["Piece"], taps: Sequence[Tensor]) -> None:
+        """States of what was read of prefixes that requests will enter with, one behind the other."""
 
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
         """Rows moved (from, to), none of them in two moves; then requests entered."""
@@ -157,7 +167,7 @@ class NoKeeper:
     def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
         pass
 
-    def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
+    def prefilled(self, pieces: Sequence["Piece"], taps: Sequence[Tensor]) -> None:
         pass
 
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:

@@ -8,7 +8,6 @@ grown behind a verification whose tokens nobody has read yet.
 # R rows, W window, S positions, F = 3·D states, w width of the trees, L nodes grown, v draft tokens
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from tlt.model.transformer import Transformer
 from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
-from tlt.spec.drafter import Entered, Part, Planted, RowView, Stage
+from tlt.spec.drafter import Entered, Part, Piece, Planted, RowView, Stage
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.grown import GrownTrees
 from tlt.spec.growth import Grove, Soil
@@ -211,8 +210,10 @@ class LearnedDrafting:
         )
 
     @torch.no_grad()
-    def prefilled(self, prefix: tuple[int, ...], start: int, taps: Sequence[Tensor]) -> None:
-        self._prompts.add(prefix, start, gather_taps(taps).to(self._memory.states_RWF.dtype))
+    def prefilled(self, pieces: Sequence[Piece], taps: Sequence[Tensor]) -> None:
+        states_TF = gather_taps(taps).to(self._memory.states_RWF.dtype)  # all at once: there may be many prompts
+        for piece in pieces:
+            self._prompts.add(piece.prefix, piece.start, states_TF[piece.first : piece.last])
 
     @torch.no_grad()
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence[Entered]) -> None:
@@ -241,7 +242,7 @@ class LearnedDrafting:
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
         twin(entering, self._row.device).enter_rows(self._memory, new)
-        for positions, rows in Counter(recalled.positions_E).items():
+        for positions, rows in recalled.rows_by_positions.items():
             self._backlog.came(rows, positions)
         if self._planted is not None and self._planted.tick == self._ticks:
             self._staged().trees(self._planted.shape.verify).clear(new.columns_7E[0])

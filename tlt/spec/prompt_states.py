@@ -6,7 +6,7 @@ drafters.
 """
 # S positions, F states of one
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,11 +76,11 @@ class Recalled:
         return cls(np.array(columns, dtype=np.int64).T, np.array(tokens, dtype=np.int64), states)
 
     @property
-    def positions_E(self) -> list[int]:
-        """That are known of each newcomer."""
-        return [int(count) for count in self.columns_7E[2]]
+    def rows_by_positions(self) -> Counter[int]:
+        """How many newcomers have so many that are known."""
+        return Counter(self.columns_7E[2].tolist())
 
     def sent(self, device: torch.device) -> Newcomers:
         """In one copy, without waiting for it."""
         columns_7E, token_N = upload_columns([self.columns_7E.ravel(), self.token_N], device)
-        return Newcomers(columns_7E.view(self.columns_7E.shape), token_N, self.states, max(self.positions_E))
+        return Newcomers(columns_7E.view(self.columns_7E.shape), token_N, self.states, int(self.columns_7E[2].max()))
