@@ -9,7 +9,6 @@ by part; and every kernel of a few ticks. Random drafts are seldom right, which 
 import argparse
 import json
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,19 +17,14 @@ from typing import Any
 
 import torch
 from linear import SHAPES, versions
-from tick import busy, kernels, policy_of, tick_ms
+from tick import busy, engine_of, kernels, policy_of, tick_ms, tree_of
 
 import tlt.engine.graphs as graphs
 from tlt.bench.variants import Understudy
 from tlt.config import EngineSettings
 from tlt.engine.engine import Engine
-from tlt.policy import TINY_POLICY
-from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.fixed import Fixed
-from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.speculation import Speculating
-from tlt.text import Tokenizer
 
 _ROWS = 256
 _SHOWN = 14
@@ -94,21 +88,9 @@ class Stopwatch:
         return found
 
 
-def shape_of(text: str) -> tuple[int, Shape]:
-    requests, depth, width, nodes, *share = re.split("[:x/~]", text)
-    tree = Shape((LearnedDrafting.name,), int(depth), int(width), int(nodes), float(share[0]) if share else 0.0)
-    return int(requests), tree
-
-
-def engine_of(name: str, vocabulary: int, trees: list[Shape]) -> tuple[Engine, Understudy]:
-    model, tokenizer, chooser = policy_of(name), Tokenizer.load(TINY_POLICY), Understudy()
-    config = EagleConfig.of_policy(model.config, window=512, draft_vocab=vocabulary, mlp=0.5)
-    drafter = Eagle(config, dtype=torch.bfloat16, device="cuda")
-    drafter.init_weights(0, torch.arange(config.draft_vocab))
-    learned = LearnedDrafting(drafter, model, _ROWS, 7, light=True)
-    speculating = Speculating([learned], chooser, learned=learned, deepest=7, widest=32)
-    settings = EngineSettings(rows=_ROWS, kv_gib=30)
-    engine = Engine(model, tokenizer, settings, taps=config.taps, speculation=speculating)
+def built(name: str, vocabulary: int, trees: list[Shape]) -> tuple[Engine, Understudy]:
+    chooser, settings = Understudy(), EngineSettings(rows=_ROWS, kv_gib=30)
+    engine, learned = engine_of(policy_of(name), settings, chooser, trees, vocabulary, mlp=0.5)
     started = time.perf_counter()
     engine.compile()
     learned.compile(trees)
@@ -124,9 +106,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "capturing.json")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    watch, wanted = Stopwatch(), [shape_of(text) for text in options.at]
+    watch, asked = Stopwatch(), [text.split(":") for text in options.at]
+    wanted = [(int(requests), tree_of(tree)) for requests, tree in asked]
     watch.watch_pool()
-    engine, chooser = engine_of(options.shape, options.vocabulary, [tree for _, tree in wanted])
+    engine, chooser = built(options.shape, options.vocabulary, [tree for _, tree in wanted])
     record: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions()}
     record |= {"commit": options.commit, "options": {"shape": options.shape, "at": options.at}}
     engine.measure()

@@ -14,6 +14,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.model.transformer import Transformer
 from tlt.policy import TINY_POLICY
+from tlt.spec.chooser import TunerPolicy
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
@@ -43,15 +45,30 @@ def policy_of(name: str) -> Transformer:
     return model
 
 
+def tree_of(text: str) -> Shape:
+    """`7x2/16` or `7x2/16~6`, as shapes print themselves."""
+    depth, width, nodes, *share = re.split("[x/~]", text)
+    return Shape((LearnedDrafting.name,), int(depth), int(width), int(nodes), float(share[0]) if share else 0.0)
+
+
 def engine_of(
-    model: Transformer, tokenizer: Tokenizer, rows: int, tree: Shape, vocabulary: int, light: bool
+    model: Transformer,
+    settings: EngineSettings,
+    chooser: TunerPolicy,
+    trees: Sequence[Shape],
+    vocabulary: int,
+    *,
+    light: bool = True,
+    mlp: float = 1.0,
 ) -> tuple[Engine, LearnedDrafting]:
-    config = EagleConfig.of_policy(model.config, window=512, draft_vocab=vocabulary)
+    """With a random drafter, for a chooser of these trees."""
+    deepest, widest = max(tree.depth for tree in trees), max(tree.verify for tree in trees)
+    config = EagleConfig.of_policy(model.config, window=512, draft_vocab=vocabulary, mlp=mlp)
     drafter = Eagle(config, dtype=torch.bfloat16, device="cuda")
     drafter.init_weights(0, torch.arange(config.draft_vocab) if config.reduced else None)
-    learned = LearnedDrafting(drafter, model, rows, tree.depth, light=light)
-    speculating = Speculating([learned], Fixed(tree), learned=learned, deepest=tree.depth, widest=tree.verify)
-    settings = EngineSettings(rows=rows, kv_gib=8)
+    learned = LearnedDrafting(drafter, model, settings.rows, deepest, light=light)
+    speculating = Speculating([learned], chooser, learned=learned, deepest=deepest, widest=widest)
+    tokenizer = Tokenizer.load(TINY_POLICY)
     return Engine(model, tokenizer, settings, taps=config.taps, speculation=speculating), learned
 
 
@@ -130,9 +147,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "tick.json")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    depth, width, nodes = map(int, re.split("[x/]", options.tree))
-    model, tokenizer = policy_of(options.shape), Tokenizer.load(TINY_POLICY)
-    plain = Engine(model, tokenizer, EngineSettings(rows=options.requests, kv_gib=8))
+    model, tree = policy_of(options.shape), tree_of(options.tree)
+    settings = EngineSettings(rows=options.requests, kv_gib=8)
+    plain = Engine(model, Tokenizer.load(TINY_POLICY), settings)
     busy(plain, options.requests)
     record: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
@@ -143,8 +160,7 @@ def main() -> None:
     }
     print(f"plain {record['plain_tick_ms']:.3f} ms", flush=True)
     for light in options.light:
-        tree = Shape((LearnedDrafting.name,), depth, width, nodes)
-        engine, learned = engine_of(model, tokenizer, options.requests, tree, options.vocabulary, light == "true")
+        engine, learned = engine_of(model, settings, Fixed(tree), [tree], options.vocabulary, light=light == "true")
         busy(engine, options.requests)
         found = {"tick_ms": tick_ms(engine), **kernels(engine), **levels_ms(learned, options.requests, tree)}
         record[f"light {light}"] = found

@@ -1,7 +1,7 @@
 """`moving.move_rows` in Triton: one launch for all tensors, which are found by their address. Rows are copied as words,
 whatever they hold.
 
-Rows move whenever a request ends, whether or not anybody drafts, and a launch of their own for each of ten tensors
+Rows move whenever a request ends, whether or not anybody drafts, and a launch of their own for each of nine tensors
 would hold the host up longer than the copying holds the device. What always holds: a plan of blocks says where tensors
 lie and how long their rows are, nothing else, so that it may be kept for others that lie in the same places.
 """
