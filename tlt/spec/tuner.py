@@ -71,8 +71,6 @@ class Tuner:
             worst = stand.worst + self._catching_up(stand.probe, stand.shape, size, behind)
             if worst <= self._ledger.left:
                 return self._try(stand, worst)
-            if self._costs.looks_up_anew(stand.probe, stand.shape):
-                stand.probe = None  # until the next review: ever more is due
         return stand.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
