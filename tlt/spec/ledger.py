@@ -76,21 +76,29 @@ _TRIAL, _WHOLE = 0.5, 2.0  # captures that a first run without graphs, and all g
 
 @dataclass(slots=True)
 class FirstRuns:
-    """One-off work where a shape had never run at a batch size: of its first tick there, and in all. Of late."""
+    """Where shapes ever ran, and one-off work where one had not: of its first tick there, and in all. Of late.
+
+    A first tick runs without graphs, and so may the next: only one that took nothing beside shows that they are there.
+    """
 
     capture_s: float = 0.0  # of a graph, measured beforehand: counts as one more of them
+    ran: dict[Shape, dict[int, float]] = field(default_factory=dict)  # by batch size: what the last tick took beside
     _count: float = 0.0
     _first: float = 0.0
     _whole: float = 0.0
 
-    def usual(self, once_s: float) -> float:
-        """Kernels compile once, and that may take seconds: no more counts than many graphs take."""
-        most = _MOST_CAPTURES * self.capture_s if self.capture_s else inf
-        return min(max(0.0, once_s), most)
+    def ready(self, shape: Shape, size: int) -> bool:
+        """Whether graphs serve it, or soon will: what ran for up to twice as many requests is mostly served by theirs
+        at first."""
+        return shape.off or bool(self._beside(shape, size))
 
-    def see(self, new: bool, once_s: float) -> None:
+    def made(self, shape: Shape, size: int) -> None:
+        """Its graphs were captured before anybody waited."""
+        self.ran.setdefault(shape, {})[size] = 0.0
+
+    def see(self, shape: Shape, size: int, once_s: float) -> None:
         once_s = self.usual(once_s)
-        if new:
+        if not self.ready(shape, size):
             self._count, self._first, self._whole = (
                 self._count * _RECENT + 1,
                 self._first * _RECENT,
@@ -98,14 +106,27 @@ class FirstRuns:
             )
             self._first += once_s
         self._whole += once_s
+        self.ran.setdefault(shape, {})[size] = min(once_s, self.capture_s)  # what took longer has compiled
 
-    @property
-    def trial_s(self) -> float:
-        return (_TRIAL * self.capture_s + self._first) / (1.0 + self._count)
+    def usual(self, once_s: float) -> float:
+        """Kernels compile once, and that may take seconds: no more counts than many graphs take."""
+        most = _MOST_CAPTURES * self.capture_s if self.capture_s else inf
+        return min(max(0.0, once_s), most)
 
-    @property
-    def whole_s(self) -> float:
-        return (_WHOLE * self.capture_s + self._whole) / (1.0 + self._count)
+    def tried(self, once_s: float, foreseen_s: float) -> float:
+        """What counts of a try: no more than all graphs of a shape are taken to cost, unless that was foreseen."""
+        return min(max(0.0, once_s), max(foreseen_s, _WHOLE * self.capture_s))
+
+    def trial_s(self, shape: Shape, size: int) -> float:
+        """That one tick of it takes beside, most likely."""
+        return min(self._beside(shape, size), default=(_TRIAL * self.capture_s + self._first) / (1.0 + self._count))
+
+    def whole_s(self, shape: Shape, size: int) -> float:
+        """Until graphs serve it."""
+        return 0.0 if self.ready(shape, size) else (_WHOLE * self.capture_s + self._whole) / (1.0 + self._count)
+
+    def _beside(self, shape: Shape, size: int) -> list[float]:
+        return [once_s for ran, once_s in self.ran.get(shape, {}).items() if size <= ran <= 2 * size]
 
 
 _REMEMBERED = 1 << 16  # tokens after which what arrived counts 1/e

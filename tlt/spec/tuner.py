@@ -49,8 +49,7 @@ class Tuner:
         self._stands: dict[int, Stand] = {}
         self._ledger = Ledger(self._settings.exploration)
         self._tally = Tally()
-        self._ran: dict[Shape, set[int]] = {}  # shapes, and the batch sizes they ever ran at …
-        self._firsts = FirstRuns()  # … and what that cost beside the ticks
+        self._firsts = FirstRuns()
         self._arrivals = Arrivals()
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
         self._due_s: Callable[[], float] = nothing  # who answers looks at every request …
@@ -94,8 +93,7 @@ class Tuner:
         stand = self._stands.get(size)
         if stand is not None and outcome.shape == stand.shape and outcome.seconds is not None and not outcome.taken_in:
             stand.took(seconds, self._settings)
-        self._firsts.see(not self._ready(outcome.shape, size), outcome.once_s - outcome.caught_up_s)
-        self._ran.setdefault(outcome.shape, set()).add(size)
+        self._firsts.see(outcome.shape, size, outcome.once_s - outcome.caught_up_s)
         if not outcome.walks:
             return ()
         self._acceptance.see(outcome.shape, outcome.walks)
@@ -121,7 +119,7 @@ class Tuner:
         supposed = [self._acceptance.supposing(share).lengths() for share in SUPPOSED]
         found = outlook(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
         for shape, size in found:
-            self._ran.setdefault(shape, set()).add(self._costs.pad(size))
+            self._firsts.made(shape, self._costs.pad(size))
         return found
 
     def drafter_changed(self, drafter: str) -> None:
@@ -215,7 +213,7 @@ class Tuner:
             if promised <= rate * (1.0 + self._margin(used, best, size)):
                 continue
             caught_up_s, gain = self._catching_up(best, used, size, behind), 1.0 - rate / promise
-            first_s = self._first_s(best, size)
+            first_s = self._firsts.whole_s(best, size)
             to_come_s = self._to_come() * self._ledger.tick_s if to_come_s is None else to_come_s
             if (
                 caught_up_s <= gain * to_come_s  # in this rollout …
@@ -240,15 +238,8 @@ class Tuner:
         """Whether much would have to be indexed for it first, for it was chosen when so many requests ran before."""
         return self._indexing(shape, self._last) > self._ledger.tick_s
 
-    def _ready(self, shape: Shape, size: int) -> bool:
-        """Whether graphs serve it: what ran for up to twice as many requests is mostly served by theirs at first."""
-        return shape.off or any(size <= ran <= 2 * size for ran in self._ran.get(shape, ()))
-
-    def _first_s(self, shape: Shape, size: int) -> float:
-        return 0.0 if self._ready(shape, size) else self._firsts.whole_s
-
     def _readiness(self, shape: Shape, size: int) -> float:
-        return 1.0 if self._ready(shape, size) else 1.0 - self._settings.unused
+        return 1.0 if self._firsts.ready(shape, size) else 1.0 - self._settings.unused
 
     def _margin(self, used: Shape, best: Shape, size: int) -> float:
         evidence = min(self._known(shape) for shape in (used, best) if not shape.off)
@@ -313,8 +304,7 @@ class Tuner:
 
     def _worst(self, place: int, seconds: float, stand: Stand, size: int) -> float:
         """Seconds that a try loses if nothing is accepted."""
-        once_s = 0.0 if self._ready(self._shapes[place], size) else self._firsts.trial_s
-        return max(0.0, seconds - 1.0 / stand.rate) + once_s
+        return max(0.0, seconds - 1.0 / stand.rate) + self._firsts.trial_s(self._shapes[place], size)
 
     def _worth_a_try(self, drafters: Drafters, promised: float, used: float) -> bool:
         """As long as it might be better; then now and then, more rarely every time."""
@@ -361,8 +351,7 @@ class Tuner:
         probe = ledger.close(outcome.shape, self._ticks)
         if probe is not None:
             tally.explored += 1
-            first_s = min(outcome.once_s - outcome.caught_up_s, probe.worst)  # kernels compile once
-            once_s = outcome.caught_up_s + first_s
+            once_s = outcome.caught_up_s + self._firsts.tried(outcome.once_s - outcome.caught_up_s, probe.worst)
             ledger.lost = max(0.0, ledger.lost + seconds + once_s - per_request / probe.rate)
         tally.ticks[(size, outcome.shape)] += 1
         tally.verifies += len(outcome.walks)
