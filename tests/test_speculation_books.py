@@ -406,7 +406,8 @@ def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.Monkey
         return proposed
 
     def verifying(spec: Speculating, shape: Shape, emitted: Sequence[Sequence[int]], *rest: Any) -> None:
-        numbers = [spec._answers.get(key) for key in spec._proposed[0].keys]
+        spec._roll.hear()
+        numbers = [spec._roll.number(key) for key in spec._proposed[0].keys]
         verified(spec, shape, emitted, *rest)
         stride, walks = -(-len(emitted) // 8), list[Walked]()
         for row, (tokens, drafted) in enumerate(zip(emitted, drafts.pop(0), strict=True)):
@@ -473,7 +474,43 @@ def test_a_key_that_comes_again_is_heard_again(slow: Slow) -> None:
                 speculating.verified(CHAIN, [emitted], seconds=1.0)
             speculating.end(key, emitted)
         assert bool(speculating.alarms) == collapsed
-    assert not speculating._answers
+    speculating._roll.hear()
+    assert not speculating._roll._answers
+
+
+class Hearing(NoDrafter):
+    name = "x"
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.heard.append(key)
+
+    def end(self, key: Key, answer: Sequence[int]) -> None:
+        self.heard.append((key, tuple(answer)))
+
+
+def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
+    """And no sooner: hundreds come at once, and the device would wait until all are told."""
+    drafter, (one, other) = Hearing(), (Key(0, 1), Key(0, 2))
+    speculating = Speculating([drafter], Fixed(CHAIN))
+    speculating.begin(one, "p", (1,), PARAMS)
+    assert speculating.choose(0).off
+    assert drafter.heard == [], "nobody runs yet"
+    speculating.choose(1)
+    assert drafter.heard == [one]
+    speculating.end(one, [5, 6])
+    speculating.begin(one, "p", (1,), PARAMS)
+    speculating.begin(other, "p", (1,), PARAMS)
+    assert len(drafter.heard) == 1
+    speculating.propose([one, other], [[], []], CHAIN)
+    assert drafter.heard[1:] == [(one, (5, 6)), one, other], "in the order it happened"
+    speculating.end(other, [7])
+    assert speculating._roll.number(other) is not None
+    speculating.verified(CHAIN, [[5], []], seconds=1.0)
+    assert (speculating._roll.number(one), speculating._roll.number(other)) == (1, None)
+    assert drafter.heard[4:] == [(other, (7,))]
 
 
 class Alarming(NoSpeculation):

@@ -18,6 +18,7 @@ from tlt.spec.drafter import Drafter, Indexing, Keeper, NoKeeper, Running
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.ledger import TunerReport
 from tlt.spec.lessons import Lesson, Proposed, looked_into
+from tlt.spec.roll import Roll
 from tlt.spec.shape import OFF, Draft, Shape, merge, share_out
 from tlt.types import Key, SamplingParams
 
@@ -199,8 +200,7 @@ class Speculating:
         self.keeper: Keeper = learned or NoKeeper()
         self.deepest, self.widest = deepest, widest
         self._proposed: deque[Proposed] = deque()  # of the ticks under way, oldest first
-        self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
-        self._begun = 0  # answers so far
+        self._roll = Roll(drafters, tuner.expect)
         self._lesson: Lesson | None = None  # of the tick before, until somebody asks what was learned
         self._looking_up = [drafter for drafter in drafters if isinstance(drafter, Indexing)]
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
@@ -237,16 +237,10 @@ class Speculating:
             self._tuner.drafter_changed(self._learned.name)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._answers[key] = self._begun
-        self._begun += 1
-        self._tuner.expect(params.max_tokens)
-        for drafter in self._drafters.values():
-            drafter.begin(key, prompt_id, prompt, params)
+        self._roll.begin(key, prompt_id, prompt, params)
 
     def end(self, key: Key, answer: Sequence[int]) -> None:
-        self._answers.pop(key, None)
-        for drafter in self._drafters.values():
-            drafter.end(key, answer)
+        self._roll.end(key, answer)
 
     def choose(self, running: int) -> Shape:
         shape = self.foresee(running)
@@ -257,6 +251,7 @@ class Speculating:
         self._learn()
         if not running:
             return OFF
+        self._roll.hear()
         return self._tuner.choose(running, self._learned.behind(running) if self._learned is not None else 0)
 
     def chosen(self, running: int, shape: Shape) -> None:
@@ -272,6 +267,7 @@ class Speculating:
             self._last = shape
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
+        self._roll.hear()
         drafters = [self._drafters[name] for name in shape.drafters]
         caught_up = self._catch_up(drafters, keys, answers, shape)
         started = time.perf_counter()
@@ -342,11 +338,12 @@ class Speculating:
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
     ) -> None:
         self._learn()
+        self._roll.hear()
         proposed = self._proposed.popleft()
         if self._took_in_early or any(self._read_behind(later) for later in self._proposed):
             seconds = None
         rows = looked_into(len(emitted), self._verifies)
-        answers = {row: self._answers.get(proposed.keys[row]) for row in rows}  # now: later they may have ended
+        answers = {row: self._roll.number(proposed.keys[row]) for row in rows}  # now: later they may have ended
         self._lesson = Lesson(shape, proposed, emitted, answers, seconds, once_s)
 
     def _learn(self) -> None:

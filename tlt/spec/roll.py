@@ -1,0 +1,50 @@
+"""Who is being answered, as those who draft are told.
+
+Hundreds come at once when a rollout begins, and go at once when answers are short. The device must not wait until
+everybody has heard of that: what always holds is that all have whenever `hear` returns, in the order it happened.
+Knows keys, prompts and answers, and decides nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tlt.spec.drafter import Drafter
+from tlt.types import Key, SamplingParams
+
+
+class Roll:
+    def __init__(self, drafters: Sequence[Drafter], expect: Callable[[int], None]) -> None:
+        """`expect` is told how many ticks an answer may take."""
+        self._drafters = drafters
+        self._expect = expect
+        self._news: list[Callable[[], None]] = []
+        self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
+        self._begun = 0  # answers so far
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._news.append(partial(self._begin, key, prompt_id, prompt, params))
+
+    def end(self, key: Key, answer: Sequence[int]) -> None:
+        """The answer stays as it is from now on."""
+        self._news.append(partial(self._end, key, answer))
+
+    def hear(self) -> None:
+        news, self._news = self._news, []
+        for tell in news:
+            tell()
+
+    def number(self, key: Key) -> int | None:
+        """Of the answer under way; None: nobody said that it began."""
+        return self._answers.get(key)
+
+    def _begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._answers[key] = self._begun
+        self._begun += 1
+        self._expect(params.max_tokens)
+        for drafter in self._drafters:
+            drafter.begin(key, prompt_id, prompt, params)
+
+    def _end(self, key: Key, answer: Sequence[int]) -> None:
+        self._answers.pop(key, None)
+        for drafter in self._drafters:
+            drafter.end(key, answer)
