@@ -248,7 +248,11 @@ def test_shares_change_nothing_but_rounding(case: str, extra: int, window: int) 
 
 
 @pytest.mark.parametrize("extra", [0, 1, 7, 100])
-@pytest.mark.parametrize("contexts", [[1], [300, 0, 17], [0, 0], [64] * 20, [40] * 30 + [3000], [2000, 1000, 500, 7]])
+@pytest.mark.parametrize(
+    "contexts",
+    [[1], [300, 0, 17], [0, 0], [64] * 20, [40] * 30 + [3000], [2000, 1000, 500, 7], [5] * 470, [30] * 1100],
+    ids=lambda contexts: f"{len(contexts)} from {contexts[0]}",
+)
 @pytest.mark.parametrize("min_split", [16, 512])
 def test_contexts_are_divided_evenly(contexts: list[int], extra: int, min_split: int) -> None:
     """Every key is read once, by shares of one length; a shorter one would not have been enough of them."""

@@ -37,7 +37,8 @@ class Packed:
         return cls(tokens, positions, slots, starts, contexts, pages)
 
 
-_IDLE = ((1, 70), (8, 100), (1, 1500))  # prompts and their tokens: kernels differ by how many there are of each
+# prompts and their tokens: kernels differ by how many there are of each
+_IDLE = ((1, 20), (1, 70), (1, 100), (1, 180), (1, 1500), (8, 100), (20, 20), (40, 20))
 
 
 def idle_chunks(page_size: int, longest: int) -> list[list[Chunk]]:

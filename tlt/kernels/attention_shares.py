@@ -12,17 +12,19 @@ from torch import Tensor
 
 from tlt.kernels.attention_plan import MOST_EXTRA, Launch
 
+_FILLED = 512  # shares at a time that nobody needs
 
-@triton.jit(do_not_specialize=["requests", "shares"])
+
+@triton.jit(do_not_specialize=["requests", "shares", "min_tiles"])
 def _list_kernel(
-    context_ptr, list_ptr, requests, shares,
-    BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """One program. Shares are as short as can be without becoming too many."""
+    context_ptr, list_ptr, requests, shares, min_tiles, BLOCK_N: tl.constexpr, R: tl.constexpr, FILLED: tl.constexpr
+):
+    """One program. Shares are as short as can be without becoming too many. Prompts come in any number and length: they
+    must not need another kernel each time."""
     request_R = tl.arange(0, R)
     there_R = request_R < requests
     tiles_R = tl.cdiv(tl.load(context_ptr + request_R, mask=there_R, other=0), BLOCK_N)
-    length = tl.maximum(tl.cdiv(tl.sum(tiles_R), shares), MIN_TILES)
+    length = tl.maximum(tl.cdiv(tl.sum(tiles_R), shares), min_tiles)
     count_R = tl.where(there_R, tl.maximum(tl.cdiv(tiles_R, length), 1), 0)
     total = tl.sum(count_R)
     while total > shares:
@@ -30,8 +32,9 @@ def _list_kernel(
         count_R = tl.where(there_R, tl.maximum(tl.cdiv(tiles_R, length), 1), 0)
         total = tl.sum(count_R)
     tl.store(list_ptr, length)
-    share_S = tl.arange(0, S)
-    tl.store(list_ptr + 1 + share_S, -1, mask=(share_S >= total) & (share_S < shares))
+    for start in tl.range(0, shares, FILLED):
+        share_S = start + tl.arange(0, FILLED)
+        tl.store(list_ptr + 1 + share_S, -1, mask=(share_S >= total) & (share_S < shares))
     first_R = tl.cumsum(count_R) - count_R
     for number in tl.range(0, tl.max(count_R)):
         tl.store(list_ptr + 1 + first_R + number, request_R * 256 + number, mask=number < count_R)
@@ -45,8 +48,7 @@ def list_shares(context_len_R: Tensor, launch: Launch) -> Tensor:
     shares = launch.shares(requests)
     listed = torch.empty(1 + shares, dtype=torch.int32, device=context_len_R.device)
     _list_kernel[(1,)](
-        context_len_R, listed, requests, shares,
-        BLOCK_N=launch.block_n, MIN_TILES=max(1, launch.min_split // launch.block_n),
-        R=triton.next_power_of_2(requests), S=triton.next_power_of_2(shares), num_warps=4,
+        context_len_R, listed, requests, shares, max(1, launch.min_split // launch.block_n),
+        BLOCK_N=launch.block_n, R=triton.next_power_of_2(requests), FILLED=_FILLED, num_warps=4,
     )  # fmt: skip
     return listed
