@@ -37,6 +37,7 @@ from triton.runtime import driver
 from tlt.bench.machine import describe
 from tlt.config import RunConfig
 from tlt.engine import build, runner
+from tlt.engine.chunks import Chunk
 from tlt.engine.graphs import buckets
 from tlt.kernels import attention_triton
 from tlt.kernels.compiling_triton import compile_ahead
@@ -44,10 +45,13 @@ from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
 from tlt.spec.backlog import ROOM, TAKEN_IN
+from tlt.spec.sharpening import MOST_ROWS
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _PROCESSORS = 132
 _MOST_TOKENS = 2048  # of a pass that anybody would choose
+_PROMPTS, _PROMPT_TOKENS = (1, 2, 3, 4, 6, 8, 12, 20, 32, 40, 64, 128), (20, 60, 100, 180, 300, 600, 2000)
+_READ_AT_ONCE = 8192  # tokens
 _POLICY = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -135,7 +139,12 @@ def policy_of(shape: str) -> Any:
 
 @torch.no_grad()
 def go_through(engine: Any, learned: Any, config: RunConfig) -> None:
-    """All that rollouts may come to use: every shape at every size, and what is taken in before it."""
+    """All that rollouts may come to use: prompts in many numbers and lengths, every shape at every size, what is taken
+    in before it, and a look at roots."""
+    for count, tokens in product(_PROMPTS, _PROMPT_TOKENS):
+        if count * tokens <= _READ_AT_ONCE:
+            pages = (0,) * -(-tokens // config.engine.page_size)
+            engine._runner._read([Chunk((0,) * tokens, 0, pages, ())] * count)
     shapes = [shape for shape in build.shapes_of(config.spec) if not shape.off]
     sizes = buckets(config.engine.rows)
     roles = {(shape.verify, shape.share, engine._walk(shape)): shape for shape in shapes}
@@ -150,6 +159,8 @@ def go_through(engine: Any, learned: Any, config: RunConfig) -> None:
             part.work(rows)
     for most, room, rows in product(TAKEN_IN, ROOM, sizes):
         learned._taking_in(rows, most, room).work(rows)
+    roots_Rv, vocab = learned._grove(1).root_logits_Rv, learned.drafter.token_of_draft_v
+    learned._sharpening.run_idle(roots_Rv, learned._draws(MOST_ROWS), learned._memory.ready_R, vocab)
 
 
 def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:

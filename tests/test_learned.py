@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tlt.spec.sharpening as sharpening_module
 from tests.launches import Launches
 from tests.test_engine import MODEL, kv_gib, requests
 from tests.test_speculation import tokens_of
@@ -34,7 +35,7 @@ from tlt.spec import backlog
 from tlt.spec import learned as learned_module
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
-from tlt.spec.candidates import Sharpness, candidates
+from tlt.spec.candidates import Sharpness, beta_hits, candidates
 from tlt.spec.chooser import Outcome
 from tlt.spec.drafter import Part, Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
@@ -356,7 +357,7 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         engine._runner.compile(9, 4, filtered=True)
     assert decoded == {(rows, filtered) for rows in engine._runner._sizes for filtered in (False, True)}
     longest = engine._runner._model.config.max_positions
-    assert read == [70, 8 * 100, min(1500, longest)]
+    assert {20, 70, min(1500, longest), 8 * 100, 40 * 20} <= set(read), "few and many, short and long"
     trees = {(rows, nodes) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
     alone = {(rows, nodes, rows * nodes > 100) for rows, nodes in trees}
     sharing = {(rows, 2, True) for rows in (12, 8, 4)} | {(rows, 4, True) for rows in (12, 8, 4, 1)}
@@ -772,6 +773,9 @@ def test_compiling_leaves_nothing_behind() -> None:
                 (role, width, rows) for role in ("roots", "deepen") for width in (1, 2, 3) for rows in range(1, 17)
             }
             assert {part[-1] for part in gone_through if part[0] == "extend"} == set(range(1, 17))
+            assert ("look", 1) in gone_through
+            assert learned._sharpening.roots is None, "and nothing comes of it"
+            assert learned._sharpening._coming is None
         engine.submit(batch)
         tokens = tokens_of({one.key: one for one in engine.drain()})
         report = engine.report().speculation
@@ -788,8 +792,13 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
     def noted(role: Any, rows: int, work: Any, exactly: bool = False) -> Part:
         return Part(role, rows, lambda rows: (ran.add((*role, rows)), work(rows))[1], exactly)
 
+    def looked(logits_Nv: Tensor, *given: Any, **more: Any) -> Tensor:
+        ran.add(("look", len(logits_Nv)))
+        return beta_hits(logits_Nv, *given, **more)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_module, "Part", noted)
+        patch.setattr(sharpening_module, "beta_hits", looked)
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         learned.compile(shapes)
     return ran

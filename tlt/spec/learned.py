@@ -9,7 +9,6 @@ grown behind a verification whose tokens nobody has read yet.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -276,7 +275,6 @@ class LearnedDrafting:
         self._backlog.clear()
         if self._sharpening.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
-            draws = replace(draws, position_N=draws.position_N + 1)
             self._sharpening.root(grove.root_logits_Rv, draws, self._memory.ready_R, self._ticks)
         return self._fetch(packed_R3L[: len(keys)], keys, shape)
 
@@ -393,6 +391,8 @@ class LearnedDrafting:
                 for level in self._levels(rows, grove):
                     level.work(rows)
         self._move([(0, 0)])
+        roots_Rv, vocab = self._grove(1).root_logits_Rv, self.drafter.token_of_draft_v
+        self._sharpening.run_idle(roots_Rv, self._draws(1), self._memory.ready_R, vocab)
         for shape, grove in grove_of.items():
             for halved in range(most.bit_length() if shape.share else 1):
                 part = self._pruning(stage.padded(most >> halved), grove, shape)

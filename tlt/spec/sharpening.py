@@ -44,17 +44,26 @@ class Sharpening:
         return self._drafts % _EVERY == 1 and self._coming is None
 
     def root(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, tick: int) -> None:
+        """`draws`: of the tokens before those that the roots name."""
         rows = len(draws.seed_N)
-        parts = (draws.seed_N, draws.request_N, draws.position_N, draws.temperature_N)
-        kept = DrawKeys(*(part.clone() for part in parts))  # the rows go on
-        self.roots = Roots(logits_Rv[:rows].clone(), kept, ready_R[:rows].clone(), tick)
+        parts = (draws.seed_N.clone(), draws.request_N.clone(), draws.position_N + 1, draws.temperature_N.clone())
+        self.roots = Roots(logits_Rv[:rows].clone(), DrawKeys(*parts), ready_R[:rows].clone(), tick)  # the rows go on
 
     def look(self, token_N: Tensor, token_of_draft_v: Tensor | None) -> None:
+        self._coming = fetch(self._counted(token_N, token_of_draft_v))
+
+    def run_idle(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, token_of_draft_v: Tensor | None) -> None:
+        """Once, for nobody: what is launched then is compiled, and nothing is learned."""
+        self.root(logits_Rv, draws, ready_R, 0)
+        self._counted(torch.zeros_like(draws.seed_N), token_of_draft_v)
+
+    def _counted(self, token_N: Tensor, token_of_draft_v: Tensor | None) -> Tensor:
+        """[B + 1]: how often each β would have been right, of how many."""
         roots, self.roots = self.roots, None
         assert roots is not None
         hits_NB = beta_hits(roots.logits_Nv, roots.draws, token_N, token_of_draft_v=token_of_draft_v)
         hits_B = (hits_NB & roots.ready_N[:, None]).sum(0)
-        self._coming = fetch(torch.cat((hits_B, roots.ready_N.sum()[None])))
+        return torch.cat((hits_B, roots.ready_N.sum()[None]))
 
     def read(self) -> None:
         if self._coming is not None and _there(self._coming[1]):
