@@ -40,7 +40,7 @@ from tlt.spec.chooser import Outcome
 from tlt.spec.drafter import Part, Planted, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.shape import MOST_NODES, Draft, Shape
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.sharpening import Roots
 from tlt.spec.speculation import Speculating
 from tlt.spec.tree import Trees
@@ -343,7 +343,7 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         seen.add((rows, nodes, tokens < rows * nodes))
         return forward(one, trees, tokens, steps, filtered)
 
-    engine, read = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12), list[int]()
+    engine, read = engine_with(drafting(), lambda running: shape_of(3, 2, 5), rows=12), set[tuple[int, int]]()
     decoded = set[tuple[int, bool]]()
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_forward_trees", spy)
@@ -352,12 +352,13 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         patch.setitem(runner._DEAREST, "cpu", 100)  # tokens: beyond it, requests only share
         patch.setattr(engine._runner, "_pool", object())  # then sizes are padded
-        patch.setattr(Runner, "_read", lambda runner, chunks: read.append(sum(len(chunk.tokens) for chunk in chunks)))
+        patch.setattr(Runner, "_read", lambda runner, chunks: read.add((len(chunks), len(chunks[0].tokens))))
         patch.setattr(Runner, "_forward", lambda runner, rows, filtered: decoded.add((rows, filtered)))
         engine._runner.compile(9, 4, filtered=True)
     assert decoded == {(rows, filtered) for rows in engine._runner._sizes for filtered in (False, True)}
     longest = engine._runner._model.config.max_positions
-    assert {20, 70, min(1500, longest), 8 * 100, 40 * 20} <= set(read), "few and many, short and long"
+    one = [(1, tokens) for tokens in (20, 70, 100, 180, min(1500, longest))]
+    assert read == {*one, (8, 100), (20, 20), (40, 20)}, "few and many, short and long"
     trees = {(rows, nodes) for rows in (12, 8, 4, 1) for nodes in (2, 4, 8, 16)}  # 9 are laid out as 16
     alone = {(rows, nodes, rows * nodes > 100) for rows, nodes in trees}
     sharing = {(rows, 2, True) for rows in (12, 8, 4)} | {(rows, 4, True) for rows in (12, 8, 4, 1)}
@@ -802,3 +803,30 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         learned.compile(shapes)
     return ran
+
+
+def test_what_a_shape_needs_once_is_not_charged_to_the_one_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs are captured when it is launched, behind a verification that nobody has read by then."""
+    usual, other = shape_of(3, 1, 4), shape_of(2, 1, 3)
+    launch, told = Runner.launch, list[tuple[Shape, float]]()
+    captured, chosen = [0.0], iter(range(10**6))
+
+    def launching(one: Runner, plan: Any, drafts: Any = None, shape: Shape = OFF, *rest: Any) -> Any:
+        captured[0] += shape == other
+        return launch(one, plan, drafts, shape, *rest)
+
+    def verified(one: Speculating, shape: Shape, emitted: Any, seconds: float | None, once_s: float = 0.0) -> None:
+        told.append((shape, once_s))
+        verifying(one, shape, emitted, seconds, once_s)
+
+    verifying = Speculating.verified
+    monkeypatch.setattr(Runner, "launch", launching)
+    monkeypatch.setattr(Runner, "capture_s", property(lambda one: captured[0]))
+    monkeypatch.setattr(Speculating, "verified", verified)
+    engine = engine_with(
+        drafting(), lambda batch: (other if next(chosen) % 6 == 5 else usual) if batch else OFF, True, rows=6
+    )
+    engine.submit(requests(6, params=(SamplingParams(max_tokens=40, ignore_eos=True),)))
+    engine.drain()
+    assert {shape for shape, _ in told} == {usual, other}
+    assert {(shape, once_s) for shape, once_s in told} == {(usual, 0.0), (other, 1.0)}

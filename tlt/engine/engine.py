@@ -174,21 +174,21 @@ class Engine:
             launched, self._flight = self._flight, launched
         completions = landed + (self._observe(launched) if launched else [])
         if launched:
-            seconds, _ = self._since_last_read(None)
+            seconds = self._since_last_read(None)
             if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
                 self._speculation.decoded(len(launched.plan.stays), seconds)
         else:
             self._read_s = None
         return completions
 
-    def _since_last_read(self, begun_s: float | None) -> tuple[float | None, float]:
+    def _since_last_read(self, begun_s: float | None) -> float | None:
         """Seconds of a tick that was just read, from the reading of the one before or from when it was begun, without
-        captures; and what captures took of them. None if it was the first and nobody knows when it was begun."""
+        captures, whoever needed them. None if it was the first and nobody knows when it was begun."""
         now, captured = time.perf_counter(), self._runner.capture_s
         since = self._read_s if self._read_s is not None else begun_s
         once_s = captured - self._read_capture_s if self._read_s is not None else 0.0
         self._read_s, self._read_capture_s = now, captured
-        return (None if since is None else now - since - once_s), once_s
+        return None if since is None else now - since - once_s
 
     def _verify_tick(self, shape: Shape) -> list[Completion]:
         """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first. Unless the
@@ -213,12 +213,12 @@ class Engine:
         late = self._ahead and not self._hands_out
         # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well,
         # and the tick after it to take next to nothing, for the device has a start; and without a graph it takes longer
-        captured = self._runner.capture_s > captured_s
-        timed = not captured and not (late and (plan.chunks or self._captured))
-        self._captured = captured
+        once_s = self._runner.capture_s - captured_s
+        timed = not once_s and not (late and (plan.chunks or self._captured))
+        self._captured = once_s > 0.0
         if unread:
             completions += self._read_trees(replace(unread, timed=unread.timed and timed))
-        launched = Flight(plan, pending, shape, steps, begun_s, timed)
+        launched = Flight(plan, pending, shape, steps, begun_s, timed, once_s)
         if not late:
             return completions + self._read_trees(launched)
         self._flight = launched
@@ -237,9 +237,9 @@ class Engine:
         plan, drawn = flight.plan, flight.pending.drawn()
         emitted = [() if stay.over else tokens for stay, tokens in zip(plan.stays, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.stays, map(len, emitted))
-        seconds, once_s = self._since_last_read(flight.begun_s)
+        seconds = self._since_last_read(flight.begun_s)
         alone = flight.timed and not plan.chunks
-        self._speculation.verified(flight.shape, emitted, seconds if alone else None, once_s)
+        self._speculation.verified(flight.shape, emitted, seconds if alone else None, flight.once_s)
         return self._read(plan, drawn)
 
     def _land(self) -> list[Completion]:

@@ -54,6 +54,7 @@ class Flight:
     steps: int = 1  # tokens of each request that may come out of it, at most
     begun_s: float = 0.0
     timed: bool = True  # nothing else was done while it was launched
+    once_s: float = 0.0  # of captures, and of runs without a graph, while it was
 
 
 class Landing:
