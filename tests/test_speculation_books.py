@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 import tlt.rollout
+import tlt.spec.roll as roll_module
 import tlt.spec.speculation as speculation_module
 from tests.test_engine import MODEL, requests
 from tests.test_learned import drafting
@@ -23,6 +24,7 @@ from tlt.spec.chooser import Outcome
 from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.drafter import NoDrafter, SuffixDrafting
 from tlt.spec.fixed import Fixed
+from tlt.spec.roll import Roll
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.speculation import NoSpeculation, Speculating
 from tlt.spec.suffix import SuffixDrafter
@@ -511,6 +513,30 @@ def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
     speculating.verified(CHAIN, [[5], []], seconds=1.0)
     assert (speculating._roll.number(one), speculating._roll.number(other)) == (1, None)
     assert drafter.heard[4:] == [(other, (7,))]
+
+
+def test_answers_that_end_before_anybody_asks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_module, "_MOST_NEWS", 10)
+    drafter = Hearing()
+    roll = Roll([drafter], lambda ticks: None)
+    for number in range(100):
+        roll.begin(Key(0, number), "p", (1,), PARAMS)
+        roll.end(Key(0, number), [5])
+        assert len(roll._news) <= 10
+    assert len(drafter.heard) > 180
+
+
+def test_whoever_cannot_hear_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Hearing()
+    roll = Roll([drafter], lambda ticks: None)
+    for number in range(3):
+        roll.begin(Key(0, number), "p", (1,), PARAMS)
+    monkeypatch.setattr(Hearing, "begin", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        roll.hear()
+    monkeypatch.undo()
+    roll.hear()
+    assert drafter.heard == [Key(0, 1), Key(0, 2)]
 
 
 class Alarming(NoSpeculation):

@@ -5,11 +5,14 @@ everybody has heard of that: what always holds is that all have whenever `hear` 
 Knows keys, prompts and answers, and decides nothing.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from tlt.spec.drafter import Drafter
 from tlt.types import Key, SamplingParams
+
+_MOST_NEWS = 4096  # that wait: answers of one token end before anybody asks
 
 
 class Roll:
@@ -17,7 +20,7 @@ class Roll:
         """`expect` is told how many ticks an answer may take."""
         self._drafters = drafters
         self._expect = expect
-        self._news: list[Callable[[], None]] = []
+        self._news: deque[Callable[[], None]] = deque()
         self._answers: dict[Key, int] = {}  # under way, numbered: a key may come again, for another answer
         self._begun = 0  # answers so far
 
@@ -27,11 +30,12 @@ class Roll:
     def end(self, key: Key, answer: Sequence[int]) -> None:
         """The answer stays as it is from now on."""
         self._news.append(partial(self._end, key, answer))
+        if len(self._news) > _MOST_NEWS:
+            self.hear()
 
     def hear(self) -> None:
-        news, self._news = self._news, []
-        for tell in news:
-            tell()
+        while self._news:
+            self._news.popleft()()
 
     def number(self, key: Key) -> int | None:
         """Of the answer under way; None: nobody said that it began."""
