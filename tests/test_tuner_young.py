@@ -119,7 +119,7 @@ def test_a_promise_pays_for_as_much_as_it_would_have_saved_so_far() -> None:
     assert ledger.affords(0.1, 0.5)
 
 
-def test_graphs_serve_once_a_tick_took_nothing_beside() -> None:
+def test_a_further_try_may_take_what_the_last_one_took() -> None:
     firsts, shape = FirstRuns(capture_s=0.1), learned(3, 1, 4)
     assert firsts.ready(OFF, 16)
     assert not firsts.ready(shape, 16)
@@ -129,10 +129,21 @@ def test_graphs_serve_once_a_tick_took_nothing_beside() -> None:
     assert firsts.trial_s(shape, 16) == firsts.trial_s(shape, 8) == 0.03, "the next tick may run without one again"
     firsts.see(shape, 16, 0.0)
     assert firsts.trial_s(shape, 16) == firsts.trial_s(shape, 8) == 0.0
-    firsts.see(shape, 128, 30.0)
-    assert firsts.trial_s(shape, 128) == 0.1, "kernels compile once"
     firsts.made(shape, 64)
     assert firsts.trial_s(shape, 32) == 0.0 == firsts.whole_s(shape, 32)
+    firsts.see(shape, 32, 0.09)
+    assert firsts.trial_s(shape, 32) == 0.09, "as it was seen: the larger one's graphs did not serve"
+
+
+def test_what_was_taken_in_all_has_paid_for_the_graphs() -> None:
+    firsts, shape = FirstRuns(capture_s=0.1), learned(3, 1, 4)
+    for once_s, trial_s in ((0.08, 0.08), (0.08, 0.08), (0.11, 0.0)):
+        firsts.see(shape, 16, once_s)
+        assert firsts.trial_s(shape, 16) == trial_s
+    firsts.see(shape, 128, 0.15)
+    assert firsts.trial_s(shape, 128) == 0.1
+    firsts.see(shape, 128, 30.0)
+    assert firsts.trial_s(shape, 128) == 0.0, "kernels compile once"
 
 
 def test_graphs_cost_what_they_cost_of_late() -> None:
@@ -196,7 +207,7 @@ def test_a_graph_that_serves_a_tick_or_two_is_not_captured() -> None:
 def test_tries_of_a_useless_drafter_pay_for_their_graphs_out_of_what_learning_may_cost(
     captures: float, bare: int
 ) -> None:
-    """Rollouts that end in a tail, one after the other: whatever its ticks without graphs take counts."""
+    """Rollouts that end in a tail, one after the other: what ticks without graphs take counts, up to two captures."""
     here = Capturing({LEARNED: Curve(0.003), "suffix": Curve(0.003)}, capture_s=captures * 0.025, bare=bare)
     policy = tuner()
     policy.know([Measured(CAPTURE, 1, 0.025)])

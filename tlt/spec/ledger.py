@@ -78,11 +78,16 @@ _TRIAL, _WHOLE = 0.5, 2.0  # captures that a first run without graphs, and all g
 class FirstRuns:
     """Where shapes ever ran, and one-off work where one had not: of its first tick there, and in all. Of late.
 
-    A first tick runs without graphs, and so may the next: only one that took nothing beside shows that they are there.
+    A first tick runs without graphs, and so may the next ones. Whoever is to stay with a shape, for which `whole_s` is
+    weighed, is not kept from it by what is left of that after one; who tries it pays for the tick alone, and what the
+    last one took the next may take too: until one took nothing beside, or all of them together what graphs cost.
     """
 
     capture_s: float = 0.0  # of a graph, measured beforehand: counts as one more of them
-    ran: dict[Shape, dict[int, float]] = field(default_factory=dict)  # by batch size: what the last tick took beside
+    ran: dict[Shape, dict[int, float]] = field(
+        default_factory=dict
+    )  # by batch size: what the next tick may take beside
+    _taken: dict[tuple[Shape, int], float] = field(default_factory=dict)  # by all ticks there
     _count: float = 0.0
     _first: float = 0.0
     _whole: float = 0.0
@@ -106,7 +111,11 @@ class FirstRuns:
             )
             self._first += once_s
         self._whole += once_s
-        self.ran.setdefault(shape, {})[size] = min(once_s, self.capture_s)  # what took longer has compiled
+        taken = self._taken[shape, size] = self._taken.get((shape, size), 0.0) + once_s
+        there = taken >= _WHOLE * self.capture_s
+        self.ran.setdefault(shape, {})[size] = (
+            0.0 if there else min(once_s, self.capture_s)
+        )  # more, and it has compiled
 
     def usual(self, once_s: float) -> float:
         """Kernels compile once, and that may take seconds: no more counts than many graphs take."""
@@ -114,11 +123,15 @@ class FirstRuns:
         return min(max(0.0, once_s), most)
 
     def tried(self, once_s: float, foreseen_s: float) -> float:
-        """What counts of a try: no more than all graphs of a shape are taken to cost, unless that was foreseen."""
+        """What counts of a try: no more than all graphs of a shape are taken to cost, unless that was foreseen.
+        Whatever took longer has compiled kernels."""
         return min(max(0.0, once_s), max(foreseen_s, _WHOLE * self.capture_s))
 
     def trial_s(self, shape: Shape, size: int) -> float:
-        """That one tick of it takes beside, most likely."""
+        """That one tick of it takes beside, most likely. Of its own size it is known best."""
+        own_s = self.ran.get(shape, {}).get(size)
+        if own_s is not None:
+            return own_s
         return min(self._beside(shape, size), default=(_TRIAL * self.capture_s + self._first) / (1.0 + self._count))
 
     def whole_s(self, shape: Shape, size: int) -> float:
