@@ -517,13 +517,14 @@ def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
 
 def test_answers_that_end_before_anybody_asks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_module, "_MOST_NEWS", 10)
-    drafter = Hearing()
-    roll = Roll([drafter], lambda ticks: None)
+    drafter, expected = Hearing(), list[int]()
+    roll = Roll([drafter], expected.append)
     for number in range(100):
         roll.begin(Key(0, number), "p", (1,), PARAMS)
         roll.end(Key(0, number), [5])
         assert len(roll._news) <= 10
     assert len(drafter.heard) > 180
+    assert set(expected) == {PARAMS.max_tokens}, "of ticks"
 
 
 def test_whoever_cannot_hear_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
