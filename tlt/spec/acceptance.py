@@ -251,7 +251,9 @@ class Acceptance:
     def lengths(self) -> list[float]:
         """`length` of every shape, in the order they were given in, for less: few of them were ever in use."""
         if self._unused is None:
-            self._unused = [1.0 if shape.off else self._length(self._rule(shape), 0.0, 0.0) for shape in self._shapes]
+            self._unused = [
+                1.0 if shape.off else self._length(self._by_rule(shape), 0.0, 0.0) for shape in self._shapes
+            ]
         found = self._unused.copy()
         for shape in self._real:
             found[self._index[shape]] = self.length(shape)
