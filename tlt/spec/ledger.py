@@ -84,10 +84,8 @@ class FirstRuns:
     """
 
     capture_s: float = 0.0  # of a graph, measured beforehand: counts as one more of them
-    ran: dict[Shape, dict[int, float]] = field(
-        default_factory=dict
-    )  # by batch size: what the next tick may take beside
-    _taken: dict[tuple[Shape, int], float] = field(default_factory=dict)  # by all ticks there
+    ran: dict[Shape, dict[int, float]] = field(default_factory=dict)  # by size: what the next tick may take beside
+    _taken: dict[tuple[Shape, int], float] = field(default_factory=dict)  # beside all ticks there
     _count: float = 0.0
     _first: float = 0.0
     _whole: float = 0.0
@@ -104,18 +102,13 @@ class FirstRuns:
     def see(self, shape: Shape, size: int, once_s: float) -> None:
         once_s = self.usual(once_s)
         if not self.ready(shape, size):
-            self._count, self._first, self._whole = (
-                self._count * _RECENT + 1,
-                self._first * _RECENT,
-                self._whole * _RECENT,
-            )
-            self._first += once_s
+            self._count = self._count * _RECENT + 1
+            self._first = self._first * _RECENT + once_s
+            self._whole *= _RECENT
         self._whole += once_s
         taken = self._taken[shape, size] = self._taken.get((shape, size), 0.0) + once_s
-        there = taken >= _WHOLE * self.capture_s
-        self.ran.setdefault(shape, {})[size] = (
-            0.0 if there else min(once_s, self.capture_s)
-        )  # more, and it has compiled
+        again_s = min(once_s, self.capture_s)  # what took longer has compiled
+        self.ran.setdefault(shape, {})[size] = again_s if taken < _WHOLE * self.capture_s else 0.0
 
     def usual(self, once_s: float) -> float:
         """Kernels compile once, and that may take seconds: no more counts than many graphs take."""
