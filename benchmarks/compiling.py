@@ -4,9 +4,9 @@
 
 Goes through what an engine with a learned drafter goes through when it is built, with three layers of the shape on the
 CPU and a driver that knows nothing but the name of the GPU; kernels are compiled, by so many threads into an empty
-cache each time, and never launched. What Triton 3.6 has a C compiler do besides is left out. Then goes through every
-shape at every batch size: what is compiled there, a rollout would have waited for. Prints and writes seconds, and how
-often each kernel was compiled.
+cache each time, and never launched. What Triton 3.6 has a C compiler do besides is left out. Then goes through prompts
+in many numbers and lengths, and every shape at every batch size: what is compiled there, a rollout would have waited
+for. Prints and writes seconds, and how often each kernel was compiled.
 """
 
 import argparse
