@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="several workers need Ray: install tlt[ray]")
+pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
 
 import ray
 

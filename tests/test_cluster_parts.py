@@ -318,4 +318,4 @@ def test_without_ray_the_command_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["train", "recipes/quickstart.toml", "--cluster.workers", "2"]) == 2
-    assert "install tlt[ray]" in capsys.readouterr().err
+    assert "pip install 'tlt-rl[ray]'" in capsys.readouterr().err

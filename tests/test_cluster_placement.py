@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-pytest.importorskip("ray", reason="several workers need Ray: install tlt[ray]")
+pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
 
 from tlt.cluster import placement
 from tlt.cluster.placement import Environment, Lane, Share, check_room, check_versions, connect, cores_of, share_of

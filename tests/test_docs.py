@@ -6,6 +6,7 @@ docs/operations.md.
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,44 @@ def test_every_command_that_is_shown_is_one(page: Path) -> None:
 def test_a_command_that_is_none_is_noticed(command: str) -> None:
     with pytest.raises(ConfigError):
         check(command)
+
+
+# ---- what is installed
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+TEXTS = [
+    *PAGES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")),
+    *(path for folder in ("tlt", "recipes", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.*")),
+]
+
+
+def wrong_installs(text: str) -> list[str]:
+    """What pip is told to install under a name that is another project's, or with an extra that does not exist."""
+    extras = PROJECT["optional-dependencies"]
+    named = re.findall(r"tlt(?:-rl)?\[[^\]\n]*\]", text) + re.findall(
+        r"pip install [^\n]*?(?<![\w./-])tlt(?![\w.-])", text
+    )
+    return [name for name in named if not (name.startswith("tlt-rl[") and name[7:-1] in extras)]
+
+
+def test_pip_is_told_the_name_of_the_distribution() -> None:
+    assert PROJECT["name"] == "tlt-rl"
+    assert PROJECT["scripts"] == {"tlt": "tlt.cli:main"}
+    texts = {path: path.read_text("utf-8") for path in TEXTS if path.suffix in (".md", ".py", ".toml", "")}
+    assert sum("tlt-rl[" in text for text in texts.values()) > 5
+    assert {path: found for path, text in texts.items() if (found := wrong_installs(text))} == {}
+
+
+@pytest.mark.parametrize("text", ["pip install 'tlt[ray]'", "needs tlt[data]", "pip install tlt", "tlt-rl[rya]"])
+def test_another_name_is_noticed(text: str) -> None:
+    assert len(wrong_installs(text)) >= 1
+
+
+def test_the_right_name_and_a_checkout_are_left_alone() -> None:
+    assert (
+        wrong_installs("pip install 'tlt-rl[ray]', pip install tlt-rl, pip install -e ./tlt, pip install torch") == []
+    )
 
 
 # ---- recipes

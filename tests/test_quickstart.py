@@ -32,7 +32,7 @@ def test_reward_and_accept_length_rise_and_tokens_stay(tmp_path: Path, capsys: p
 @pytest.mark.slow
 def test_the_same_recipe_on_two_workers_earns_the_same_rewards(tmp_path: Path) -> None:
     """One flag more on the command line: Ray, two processes, and the tokens of one."""
-    pytest.importorskip("ray", reason="several workers need Ray: install tlt[ray]")
+    pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
     rewards = []
     for workers in (1, 2):
         out = tmp_path / str(workers)

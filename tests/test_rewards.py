@@ -276,7 +276,7 @@ def test_math(text: str, reference: Any, right: bool) -> None:
 
 def test_math_without_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(TaskError, match=r"needs math-verify.*tlt\[math\]"):
+    with pytest.raises(TaskError, match=r"needs math-verify.*tlt-rl\[math\]"):
         open_reward("math", "auto")
 
 

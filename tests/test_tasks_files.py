@@ -102,7 +102,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "rows.parquet"
     path.touch()
-    with pytest.raises(TaskError, match=r"rows\.parquet: parquet needs pyarrow.*tlt\[data\]"):
+    with pytest.raises(TaskError, match=r"rows\.parquet: parquet needs pyarrow.*tlt-rl\[data\]"):
         task(str(path))
 
 

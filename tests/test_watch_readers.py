@@ -269,7 +269,7 @@ def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path) -> None
 
 def test_tensorboard_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tlt\[watch\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tlt-rl\[watch\]'"):
         readers_of(config_of(tmp_path, "--watch.tensorboard=true"), console_of())
 
 
@@ -367,5 +367,5 @@ def test_wandb_hears_of_a_failure(tmp_path: Path, wandb: FakeWandb) -> None:
 
 def test_wandb_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"watch.wandb is 'mine'.*pip install 'tlt\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"watch.wandb is 'mine'.*pip install 'tlt-rl\[wandb\]'"):
         readers_of(config_of(tmp_path, "--watch.wandb=mine"), console_of())

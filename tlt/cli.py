@@ -216,7 +216,7 @@ def _ray_fleet(config: RunConfig) -> "type[RayFleet]":
             raise
         raise ConfigError(
             f"cluster.workers is {config.cluster.workers} and cluster.address {config.cluster.address!r}, which needs "
-            "Ray: install tlt[ray], or leave both out for one worker"
+            "Ray: pip install 'tlt-rl[ray]', or leave both out for one worker"
         ) from None
     return RayFleet
 

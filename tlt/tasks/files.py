@@ -100,7 +100,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError:
-        raise TaskError(f"{path}: parquet needs pyarrow, which is not installed; pip install 'tlt[data]'") from None
+        raise TaskError(f"{path}: parquet needs pyarrow, which is not installed; pip install 'tlt-rl[data]'") from None
     number = 0
     try:
         with ParquetFile(path) as file:

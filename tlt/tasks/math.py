@@ -73,7 +73,7 @@ def math_reward() -> Callable[[str, Any], float]:
         from math_verify import parse, verify
     except ModuleNotFoundError:
         raise TaskError(
-            "the reward `math` needs math-verify, which is not installed; pip install 'tlt[math]', "
+            "the reward `math` needs math-verify, which is not installed; pip install 'tlt-rl[math]', "
             "or take the reward exact or gsm8k"
         ) from None
 

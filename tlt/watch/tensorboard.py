@@ -1,6 +1,6 @@
 """TensorBoard files of a run: a reader of its events that writes curves and the lengths of the answers.
 
-Needs `pip install 'tlt[watch]'`. Asked for and not installed is an error at the start of the run.
+Needs `pip install 'tlt-rl[watch]'`. Asked for and not installed is an error at the start of the run.
 """
 
 from pathlib import Path
@@ -22,7 +22,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
-                "watch.tensorboard is true, but TensorBoard is not installed; pip install 'tlt[watch]', or set it false"
+                "watch.tensorboard is true, but TensorBoard is not installed; pip install 'tlt-rl[watch]', "
+                "or set it false"
             ) from None
         self._open: Any = SummaryWriter
         self._as_array: Any = tensor

@@ -1,8 +1,8 @@
 """Weights & Biases: a reader of a run's events that writes its curves there.
 
-Needs `pip install 'tlt[wandb]'`. Asked for and not installed, or not reachable at the start, is an error: somebody is
-there to put it right. A resumed run goes on in the same W&B run, whose id is kept in the run's directory; every number
-is drawn over `step`, so that a step computed again lands where it was.
+Needs `pip install 'tlt-rl[wandb]'`. Asked for and not installed, or not reachable at the start, is an error: somebody
+is there to put it right. A resumed run goes on in the same W&B run, whose id is kept in the run's directory; every
+number is drawn over `step`, so that a step computed again lands where it was.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ class Wandb:
             wandb: Any = import_module("wandb")
         except ImportError:
             raise ConfigError(
-                f"watch.wandb is {config.watch.wandb!r}, but wandb is not installed; pip install 'tlt[wandb]', "
+                f"watch.wandb is {config.watch.wandb!r}, but wandb is not installed; pip install 'tlt-rl[wandb]', "
                 "or leave it empty"
             ) from None
         try:
