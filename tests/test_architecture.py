@@ -25,6 +25,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.errors",
         "tlt.recipe",
         "tlt.config",
+        "tlt.strict_json",
         "tlt.tasks.task",
         "tlt.watch.event",
         "tlt.watch.events",

@@ -169,10 +169,20 @@ def test_epochs_differ_in_order(tmp_path: Path) -> None:
 GOOD = {"prompt": "2+2?", "answer": "4"}
 
 
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels > 1 else []
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([GOOD, "{\n"], r"rows\.jsonl:2: is not valid JSON .*expected one object per line"),
+        ([GOOD, "{\n"], r"rows\.jsonl:2: is not valid JSON \(Expecting .*, column 2\); expected one object per line"),
+        (["[" * 100_000 + "\n"], r"rows\.jsonl:1: is nested deeper than 64 levels; expected one object per line"),
+        ([{**GOOD, "extra": nested(64)}], r"rows\.jsonl:1: is nested deeper than 64 levels"),
+        (['{"prompt": ' + "1" * 5000 + "}"], r"rows\.jsonl:1: holds an integer with too many digits"),
+        ([{**GOOD, "prompt": "\ud800"}], r"rows\.jsonl:1: holds half of a surrogate pair"),
+        (["[" + "7," * 500 + "7]\n"], r"rows\.jsonl:1: is \[[7, ]{119}…; expected an object"),
+        ([GOOD, {"a\nb": "4"}], r"rows\.jsonl:2: its columns are 'a\\nb'; expected prompt"),
         ([GOOD, "\n", "[1]\n"], r"rows\.jsonl:3: is \[1\]; expected an object"),
         ([GOOD, {"answer": "4"}], r"rows\.jsonl:2: its columns are answer; expected prompt"),
         ([GOOD, {"prompt": "2+2?"}], r"rows\.jsonl:2: its columns are prompt; expected answer"),
@@ -204,6 +214,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     latin.write_bytes(b'{"prompt": "caf\xe9", "answer": "x"}\n')
     with pytest.raises(TaskError, match=r"latin\.jsonl:1: is not UTF-8"):
         task(str(latin))
+
+
+def test_json_that_is_unusual_is_read(tmp_path: Path) -> None:
+    row = '\ufeff{"prompt": "\\ud83d\\ude00", "answer": ' + "9" * 400 + ', "extra": ' + json.dumps(nested(63)) + "}\n"
+    prompt = only_prompt(jsonl(tmp_path, row))
+    assert (prompt.content, prompt.reference, prompt.extra["extra"]) == ("😀", int("9" * 400), nested(63))
 
 
 def test_a_broken_parquet_file(tmp_path: Path) -> None:

@@ -52,3 +52,12 @@ class ClusterError(TltError):
 
 class StateLost(ClusterError):
     """Nobody is left who knows how far the policy had learned: the run goes on from its last checkpoint."""
+
+
+def shown(value: object, most: int = 120) -> str:
+    """A value in an error's message: on one line, and not longer than can be read."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested, or an integer of more digits, than Python prints
+        text = f"a value of type {type(value).__name__}, too large to show"
+    return text if len(text) <= most else text[:most] + "…"

@@ -6,7 +6,6 @@ its line (JSONL, from 1) or row (parquet, from 0). A row that is not what was ex
 Knows columns and text; knows nothing of tokens.
 """
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config import TaskSettings
-from tlt.errors import TaskError
+from tlt.errors import TaskError, shown
+from tlt.strict_json import InvalidJson, parse
 from tlt.tasks.judge import ProcessJudge
 from tlt.tasks.math import MARKER, gsm8k_reference
 from tlt.tasks.rewards import BUILT_IN
@@ -85,13 +85,11 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 def _parse(line: bytes, origin: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except UnicodeDecodeError:
-        raise TaskError(f"{origin}: is not UTF-8 text; expected one JSON object per line") from None
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{origin}: is not valid JSON ({error.msg}); expected one object per line") from None
+        record = parse(line.strip())
+    except InvalidJson as error:
+        raise TaskError(f"{origin}: {error}; expected one object per line") from None
     if not isinstance(record, dict):
-        raise TaskError(f"{origin}: is {_shown(record)}; expected an object, {{column: value, …}}")
+        raise TaskError(f"{origin}: is {shown(record)}; expected an object, {{column: value, …}}")
     return record
 
 
@@ -108,8 +106,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 for columns in batch.to_pylist():
                     yield Row(f"{path.name}:{number}", f"{path}, row {number}", columns)
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise TaskError(f"{path}: cannot be read as parquet ({error})") from None
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: text, dates
+        raise TaskError(f"{path}: cannot be read as parquet ({shown(str(error))})") from None
 
 
 # ---- prompts
@@ -185,11 +183,11 @@ def messages_of(value: Any, origin: str) -> tuple[Message, ...]:
     """A chat from what a file holds."""
     if not isinstance(value, list) or not value:
         raise TaskError(
-            f"{origin}: the prompt is {_shown(value)}; expected text, or a list of messages {{role, content}}"
+            f"{origin}: the prompt is {shown(value)}; expected text, or a list of messages {{role, content}}"
         )
     for item in value:
         if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in ("role", "content")):
-            raise TaskError(f"{origin}: a message is {_shown(item)}; expected an object with text `role` and `content`")
+            raise TaskError(f"{origin}: a message is {shown(item)}; expected an object with text `role` and `content`")
     return tuple(Message(item["role"], item["content"]) for item in value)
 
 
@@ -199,12 +197,12 @@ def _reference(row: Row, layout: _Layout) -> Any:
     value = _column(row, layout.reference)
     if layout.is_verl:
         if not isinstance(value, Mapping) or "ground_truth" not in value:
-            raise TaskError(f"{row.origin}: reward_model is {_shown(value)}; expected an object with `ground_truth`")
+            raise TaskError(f"{row.origin}: reward_model is {shown(value)}; expected an object with `ground_truth`")
         return value["ground_truth"]
     if layout.is_gsm8k:
         result = gsm8k_reference(value) if isinstance(value, str) else None
         if result is None:
-            raise TaskError(f"{row.origin}: the answer is {_shown(value)}; expected GSM8K's form, text with `#### 42`")
+            raise TaskError(f"{row.origin}: the answer is {shown(value)}; expected GSM8K's form, text with `#### 42`")
         return result
     return value
 
@@ -216,9 +214,4 @@ def _column(row: Row, name: str) -> Any:
 
 
 def _names(row: Row) -> str:
-    return ", ".join(row.columns) or "none"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:120] + "…"
+    return ", ".join(name if name.isprintable() else repr(name) for name in row.columns) or "none"
