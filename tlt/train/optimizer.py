@@ -2,7 +2,8 @@
 
 What always holds: half-precision weights get a master copy, so that small updates are not rounded away; weights in
 float32 or wider are their own masters. Gradients of several passes are summed in the masters' precision. Weights change
-in `step` only, and in place: whoever shares their tensors sees the update. Knows nothing of losses, rows or models.
+in `step` only, and in place: whoever shares their tensors sees the update. A weight may be a shard (DTensor); copies
+and sums are made on its local part. Knows nothing of losses, rows or models.
 """
 
 import math
@@ -122,7 +123,7 @@ class MasterAdamW:
     def _write_back(self) -> None:
         halves = [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
         if halves:
-            torch._foreach_copy_([weight for weight, _ in halves], [master for _, master in halves])
+            torch._foreach_copy_([_local(weight) for weight, _ in halves], [_local(master) for _, master in halves])
 
 
 class _Sums:
@@ -136,8 +137,8 @@ class _Sums:
         assert weight.grad is not None
         if master.grad is None:
             master.grad = torch.empty_like(master)
-        self.grads.append(weight.grad)
-        self.sums.append(master.grad)
+        self.grads.append(_local(weight.grad))
+        self.sums.append(_local(master.grad))
 
     def add_up(self) -> None:
         """Sums of one type and addends of another would be a launch each: so a few at a time are made alike first."""
@@ -149,6 +150,11 @@ class _Sums:
                 torch._foreach_copy_(alike, self.grads[start:end])
                 torch._foreach_add_(self.sums[start:end], alike)
                 start, numbers = end, 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor: DTensor has no rule for `_foreach_copy_`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _master_of(weight: Tensor) -> Tensor:

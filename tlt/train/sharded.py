@@ -91,6 +91,7 @@ def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=module is not shards)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, the default with a factor in float32
     return shards
 
 
