@@ -487,6 +487,15 @@ def test_merged_adapters_equal_adapters_beside_the_weights() -> None:
     assert weight.grad is None
 
 
+def test_a_rank_above_the_matrices_is_refused() -> None:
+    """The smallest side of a matrix of this policy is 32."""
+    assert PolicyTrainer(policy(), replace(ONE_STEP, lora_rank=32), FREE).state()["lora"]["a"][0].shape == (32, 32)
+    model = policy()
+    with pytest.raises(ConfigError, match=r"train\.lora_rank is 33, but the smallest matrix .* has 32 rows or columns"):
+        PolicyTrainer(model, replace(ONE_STEP, lora_rank=33), FREE)
+    assert all(weight.requires_grad for weight in model.parameters())  # refused before anything was changed
+
+
 def test_adapters_learn_in_place_and_leave_the_rest_alone() -> None:
     model = policy(torch.float64)
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}

@@ -295,7 +295,7 @@ class TrainSettings:
     minibatches: int = 1  # parts a step's rollouts are cut into, each with its own update of the weights
     epochs: int = 1  # times a step learns from its rollouts
     checkpoint_activations: bool = False  # compute each layer again in the backward pass: less memory, more time
-    lora_rank: int = 0  # learn a change of this rank to the matrices and nothing else; 0 learns all weights
+    lora_rank: int = 0  # learn only a change of this rank, at most the smaller side of a matrix; 0 learns all weights
     lora_alpha: float = 0.0  # scale of that change is lora_alpha / lora_rank; 0 takes a scale of 1
 
     def __post_init__(self) -> None:

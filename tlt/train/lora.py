@@ -10,12 +10,13 @@ Knows weights; knows nothing of losses or rows.
 # N outputs, K inputs, r rank
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tlt.errors import ConfigError
 from tlt.model.transformer import Transformer
 
 ADAPTED = ("qkv", "o", "gate_up", "down")
@@ -27,8 +28,9 @@ class Lora(nn.Module):
     def __init__(self, model: Transformer, rank: int, alpha: float = 0.0) -> None:
         super().__init__()
         self.scale = alpha / rank if alpha else 1.0
-        model.requires_grad_(False)
         self._weights = [getattr(block, name) for block in model.blocks for name in ADAPTED]
+        _check_rank(rank, self._weights)
+        model.requires_grad_(False)
         self._bases = [weight.detach().clone() for weight in self._weights]
         self.a = nn.ParameterList(_first(weight, rank, index) for index, weight in enumerate(self._weights))
         self.b = nn.ParameterList(_second(weight, rank) for weight in self._weights)
@@ -71,6 +73,17 @@ class _Projection:
         weight_NK.grad = None
         _accumulate(self._a_rK, (self._b_Nr.T @ grad_NK).mul_(self._scale))
         _accumulate(self._b_Nr, (grad_NK @ self._a_rK.T).mul_(self._scale))
+
+
+def _check_rank(rank: int, weights: Sequence[Tensor]) -> None:
+    """A change of rank min(N, K) can be any change: adapters of a higher rank only take more memory."""
+    most = min(min(weight.shape) for weight in weights)
+    if rank > most:
+        raise ConfigError(
+            f"train.lora_rank is {rank}, but the smallest matrix that gets an adapter has {most} rows or columns; "
+            f"expected a rank of at most {most}: lower train.lora_rank (8 to 64 is usual), or set it to 0 to learn "
+            "all weights"
+        )
 
 
 def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
