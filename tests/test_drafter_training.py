@@ -364,6 +364,21 @@ def test_a_drafter_that_is_always_right_is_recorded_as_such(monkeypatch: pytest.
     assert found.tokens == 6
 
 
+@pytest.mark.parametrize("logit", [0.0, float("nan")])
+def test_a_drafter_without_opinions_is_not_taken_for_a_perfect_one(logit: float) -> None:
+    """All logits are equal, or none is a number: only where the policy wrote token 0 is that the token named first."""
+    model = drafter()
+    with torch.no_grad():
+        model.norm.fill_(logit)
+    keys = torch.zeros(1, dtype=torch.int64)
+    held = Drawn(batch_of([Example((7, 3, 0, 9, 0, 5, 2, 0, 4), 1)]), keys, keys, torch.ones(1))
+    found = accept_length(model, [held], POLICY.head_weight, POLICY.embed)
+    zeros, places = 3, 7  # among the tokens after the answer's first
+    assert found.tokens == places
+    assert found.greedy.first_hit == pytest.approx(0.0 if logit else zeros / places)
+    assert found.greedy.lengths[0] < 2
+
+
 def test_the_table_by_hand() -> None:
     """Three places: ranks 1, 2 and a miss at depth 1; of the two that go on, rank 1 and none of eight."""
     followed = drafter_measure._Followed(3)

@@ -325,6 +325,27 @@ def test_what_is_written_is_checked_too(tmp_path: Path) -> None:
         check_tensors({"x": (1,)}, drafter().config, "flat", "here")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    """When they are read and when they are written: then what was there before stays."""
+    save(drafter(10), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    broken = {**tensors, "fc.weight": tensors["fc.weight"].clone()}
+    broken["fc.weight"][3, :5] = value
+    rewrite(tmp_path, broken)
+    expected = f"holds values that are NaN or infinite, in fc.weight (5 of {32 * 96}); expected finite weights"
+    assert f"drafter {tmp_path} {expected}: train it again, or copy it again" in complaint(tmp_path)
+    rewrite(tmp_path, tensors)
+    diverged = drafter(10)
+    with torch.no_grad():
+        diverged.fc[3, :5] = value
+    with pytest.raises(ModelError) as caught:
+        save(diverged, tmp_path)
+    assert f"the drafter to be saved as {tmp_path} {expected}: nothing was written" in str(caught.value)
+    assert "a lower draft.learning_rate" in str(caught.value)
+    assert same(load_drafter(tmp_path, POLICY.config, window=24), drafter(10))
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

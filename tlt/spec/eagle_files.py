@@ -3,8 +3,8 @@
 What `tlt` writes for itself is the flat format with a few words of its own under `tlt` in config.json, so every saved
 drafter serves elsewhere as it is; only a run's checkpoints leave the policy's head out, and `tlt draft export` adds it.
 Names and shapes are checked on the way in and on the way out, because neither engine reports what is missing; an error
-names the tensor. A drafter that is not there, or does not fit the policy, is an error and never a random one. Reading
-and writing touch no tensor of the policy. What the drafter was measured to accept lies beside it, if somebody measured
+names the tensor. A drafter that is not there, or does not fit the policy, is an error and never a random one; so are
+weights that are NaN or infinite, read or written. Reading and writing touch no tensor of the policy. What the drafter was measured to accept lies beside it, if somebody measured
 it: never what was measured of other weights.
 """
 # V policy's vocabulary, v draft vocabulary, D hidden
@@ -99,6 +99,8 @@ def write_drafter(
     that were there before goes first."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_tensors(shapes, config, form, str(directory), headless=words["tlt"]["headless"])
+    cure = "nothing was written: train again, with a lower draft.learning_rate if the training diverged"
+    check_finite(tensors, f"the drafter to be saved as {directory}", cure)
     directory.mkdir(parents=True, exist_ok=True)
     write_record(None, directory)
     write_tensors(tensors, directory)
@@ -207,6 +209,7 @@ def load_drafter(
     headless = bool((source.get("tlt") or {}).get("headless"))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_tensors(shapes, config, form, str(directory), headless=headless)
+    check_finite(tensors, f"drafter {directory}", "train it again, or copy it again")
     model = Eagle(config, dtype=dtype, device=device)
     ours = dict(model.named_parameters())
     with torch.no_grad():
@@ -302,6 +305,16 @@ def check_tensors(
     ]
     if problems:
         raise ModelError(f"drafter {origin} does not fit the {form} format: {'; '.join(problems)}")
+
+
+def check_finite(tensors: Mapping[str, Tensor], origin: str, cure: str) -> None:
+    """Raises if a number is none: such a drafter proposes nonsense, and no engine reports it."""
+    broken = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
+    found = [f"{name} ({count} of {tensors[name].numel()})" for name, count in broken.items() if count]
+    if found:
+        raise ModelError(
+            f"{origin} holds values that are NaN or infinite, in {', '.join(found)}; expected finite weights: {cure}"
+        )
 
 
 def _vocabulary(tensors: Mapping[str, Tensor], config: EagleConfig, directory: Path) -> Tensor:

@@ -176,8 +176,8 @@ class DrafterTrainer:
         loss, grad_norm = numbers.values()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise DrafterSpoilt(
-                f"micro-step {step}: loss {loss}, gradient norm {grad_norm}; the drafter is spoilt: "
-                "start again from its last checkpoint with a lower draft.learning_rate"
+                f"micro-step {step} of the drafter: loss {loss}, gradient norm {grad_norm}; expected finite numbers: "
+                "the training diverged; start again with a lower draft.learning_rate, a run from its last checkpoint"
             )
         return StepResult(loss, len(aligned.next_T), named, grad_norm, rate)
 

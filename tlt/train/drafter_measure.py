@@ -125,11 +125,14 @@ def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_
         chunk = slice(start, start + tokens)
         part = DrawKeys(*(x[chunk].to(device) for x in keys))
         noise_Cv = keyed_noise(part, len(head_vD), model.token_of_draft_v)
+        lower_Cv = torch.arange(len(head_vD), device=device) < column_N[chunk, None]
         for step in range(depth):
             logits_Cv = model.logits(states[step][targets.entry_SN[step, chunk].to(device)], head_vD)
             for place, beta in enumerate(BETAS):
                 total_Cv = perturbed(logits_Cv, noise_Cv, part.temperature_N, beta)
-                rank_C = (total_Cv > total_Cv.gather(1, column_N[chunk, None])).sum(-1)
+                true_C1 = total_Cv.gather(1, column_N[chunk, None])
+                # equals are named by lower id; a NaN is no hit
+                rank_C = (~torch.where(lower_Cv, total_Cv < true_C1, total_Cv <= true_C1)).sum(-1)
                 rank_BSN[place, step, chunk] = torch.where(known_N[chunk], rank_C, missed).int()
     return rank_BSN.cpu().masked_fill(~targets.reached_SN, -1)
 
