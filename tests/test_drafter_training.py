@@ -304,7 +304,7 @@ def test_a_spoilt_drafter_is_said_to_be_spoilt() -> None:
     batch = batch_of(examples((20,)))
     batch.features_TF[3] = float("nan")
     trainer = DrafterTrainer(drafter(), POLICY.head_weight, POLICY.embed, SETTINGS)
-    with pytest.raises(TltError, match="the drafter is spoilt"):
+    with pytest.raises(TltError, match="the training diverged"):
         trainer.micro_step(batch)
 
 
@@ -472,6 +472,9 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     measured = read_record(tmp_path / "flat")
     assert measured == record, "on the same answers, which it did not learn from"
     assert f"{record.places} places of held-out answers" in capsys.readouterr().out
+    assert main(["draft", "measure", str(tmp_path / "flat"), *rest, "--draft.held_out=1"]) == 0
+    assert f"has a record of {record.places} places already" in capsys.readouterr().out
+    assert read_record(tmp_path / "flat") == record, "one of fewer places does not replace it"
     saved, *exported = (load_drafter(tmp_path / name, config, window=64) for name in ("drafter", "flat", "speculators"))
     assert saved.config.draft_vocab == 16
     for other in exported:

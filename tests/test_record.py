@@ -1,6 +1,7 @@
 """What was measured of a drafter: whole or refused, never of other weights, and a first guess that soon gives way."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tlt.errors import ModelError
 from tlt.spec.acceptance import Acceptance, Track, Walked, likeliest_nodes
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, save_drafter
-from tlt.spec.record import FILE, DraftRecord, parse_record, read_record, record_text, write_record
+from tlt.spec.record import FILE, DraftRecord, keep_better, parse_record, read_record, record_text, write_record
 from tlt.spec.shape import Shape
 
 RECORD = DraftRecord(((0.6, 0.1 + 0.2), (0.5, 0.0)), places=12, temperature=0.7)
@@ -94,6 +95,15 @@ def test_a_record_never_outlives_the_weights_it_speaks_of(tmp_path: Path) -> Non
     for record in (RECORD, None):
         save_drafter(drafter, tmp_path, policy.head_weight, Origin("tiny", ()), record=record)
         assert read_record(tmp_path) == record
+
+
+def test_a_record_gives_way_to_one_of_as_many_places_and_to_no_smaller_one(tmp_path: Path) -> None:
+    smaller, as_large = (replace(RECORD, places=places, temperature=0.1) for places in (11, 12))
+    assert keep_better(RECORD, tmp_path) == RECORD == read_record(tmp_path)
+    assert keep_better(smaller, tmp_path) == RECORD == read_record(tmp_path)
+    assert keep_better(as_large, tmp_path) == as_large == read_record(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    assert keep_better(smaller, tmp_path) == smaller == read_record(tmp_path)
 
 
 def test_a_write_that_fails_leaves_no_record_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ from tlt.kernels.noise import as_int64
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
-from tlt.spec.record import DraftRecord, read_record, write_record
+from tlt.spec.record import FILE as RECORD_FILE
+from tlt.spec.record import DraftRecord, keep_better, read_record
 from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
@@ -101,7 +102,8 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
 
 
 def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str | None) -> None:
-    """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it."""
+    """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it unless the
+    one that is there was measured on more."""
     path = _policy_of(source, read_drafter_config(Path(source)), policy_path)
     console = Console(highlight=False)
     spec = replace(config.spec, drafter="eagle", path=source)
@@ -111,8 +113,17 @@ def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str
     answers = _told(_answers(config, policy, prompts, config.draft.held_out, console, skip=config.draft.answers))
     found = _measure(drafter, policy, _held(config, policy, drafter.config.taps, answers))
     _tell(console, found)
-    write_record(DraftRecord(found.ranks, found.tokens, config.sampling.temperature), Path(source))
-    console.print(f"tuners that use {source} start from this", soft_wrap=True)
+    record = DraftRecord(found.ranks, found.tokens, config.sampling.temperature)
+    kept = keep_better(record, Path(source))
+    if kept == record:
+        console.print(f"tuners that use {source} start from this", soft_wrap=True)
+        return
+    console.print(
+        f"{source} has a record of {kept.places} places already (temperature {kept.temperature:g}), which is kept: "
+        f"this one has {record.places}. To replace it, raise draft.held_out, or remove {RECORD_FILE} and measure again",
+        style="bold yellow",
+        soft_wrap=True,
+    )
 
 
 def draft_export(source: str, target: str, form: str, policy_path: str | None) -> None:

@@ -4,8 +4,8 @@ What `tlt` writes for itself is the flat format with a few words of its own unde
 drafter serves elsewhere as it is; only a run's checkpoints leave the policy's head out, and `tlt draft export` adds it.
 Names and shapes are checked on the way in and on the way out, because neither engine reports what is missing; an error
 names the tensor. A drafter that is not there, or does not fit the policy, is an error and never a random one; so are
-weights that are NaN or infinite, read or written. Reading and writing touch no tensor of the policy. What the drafter was measured to accept lies beside it, if somebody measured
-it: never what was measured of other weights.
+weights that are NaN or infinite, read or written. Reading and writing touch no tensor of the policy. What the drafter
+was measured to accept lies beside it, if somebody measured it: never what was measured of other weights.
 """
 # V policy's vocabulary, v draft vocabulary, D hidden
 

@@ -74,6 +74,21 @@ def write_record(record: DraftRecord | None, directory: Path) -> None:
         beside.replace(file)
 
 
+def keep_better(record: DraftRecord, directory: Path) -> DraftRecord:
+    """Writes the record unless the one that is there was measured on more places; the one that is there now.
+
+    For weights that did not change meanwhile. A file that is no record gives way.
+    """
+    try:
+        known = read_record(directory)
+    except ModelError:
+        known = None
+    if known is not None and known.places > record.places:
+        return known
+    write_record(record, directory)
+    return record
+
+
 def _problem(ranks: Any, places: Any, temperature: Any) -> str:
     """What is wrong with it, and what was expected; nothing if all is well."""
     if not isinstance(places, int) or isinstance(places, bool) or places < 1:
