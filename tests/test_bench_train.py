@@ -68,9 +68,9 @@ def test_all_variants_learn_the_same(tmp_path: Path) -> None:
     steps = [record for name in names for record in sections[name]["records"]]
     totals = sections["totals"]["records"]
     assert [(record["variant"], record["step"]) for record in steps] == [
-        (name, step) for name in names for step in (0, 1)
+        (name, step) for name in names for step in (1, 2)
     ]
-    for step in (0, 1):
+    for step in (1, 2):
         told = [(r["mean_reward"], r["loss"], r["tokens"]) for r in steps if r["step"] == step]
         assert told[0] == told[1] == told[2] == told[3]
     assert [record["identical"] for record in steps] == [None, None, *[1.0] * 6]
@@ -82,7 +82,7 @@ def test_all_variants_learn_the_same(tmp_path: Path) -> None:
         assert total["rollout_s"] + total["update_s"] + total["drafting_s"] <= total["seconds"]
     assert totals[0]["speedup"] == totals[0]["rollout_speedup"] == 1.0
     assert all(record["drafter_version"] is None for record in steps if record["variant"] != ADAPTIVE)
-    for step in (0, 1):  # the first answers are the first policy's own, up to the rounding of what the engine tells
+    for step in (1, 2):  # the first answers are the first policy's own, up to the rounding of what the engine tells
         assert len({round(r["moved"], 9) for r in steps if r["step"] == step}) == 1
     assert steps[0]["moved"] == pytest.approx(0.0, abs=1e-6)
     assert abs(steps[1]["moved"]) > 1e-4

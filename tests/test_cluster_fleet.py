@@ -146,7 +146,7 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
     assert {"rolling", "drafting", "updating", "publishing"} <= names
     assert story.of(DrafterTrained)
     rolled = story.of(FleetRolledOut)
-    assert [event.step for event in rolled] == list(range(STEPS))
+    assert [event.step for event in rolled] == list(range(1, STEPS + 1))
     assert sum(event.joins for event in rolled) > 0  # two were dry, and trained the drafter together
     assert sum(event.swaps for event in rolled) > 0  # and the third took what they had learned while it wrote
     used = sum(event.drafting_s for event in rolled), sum(event.idle_s for event in rolled)

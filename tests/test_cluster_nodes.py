@@ -60,11 +60,11 @@ def test_a_run_across_two_nodes_survives_the_loss_of_one(
 
     def emit(event: Event) -> None:
         events.append(event)
-        if event == PhaseStarted(1, "rollout"):
+        if event == PhaseStarted(2, "rollout"):
             for member in fleet._crew.members.values():
                 ray.get(member.actor.dawdle.remote(0.01))  # long enough to die in the middle
             threading.Timer(0.3, lose_the_second).start()
-        if event == PhaseStarted(2, "rollout"):
+        if event == PhaseStarted(3, "rollout"):
             cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
             wait_for_everyone(fleet, 2)
 
@@ -76,8 +76,8 @@ def test_a_run_across_two_nodes_survives_the_loss_of_one(
         fleet.close()
     (lost,) = [event for event in events if isinstance(event, WorkerLost)]
     (returned,) = [event for event in events if isinstance(event, WorkerReturned)]
-    assert lost.step == 1
+    assert lost.step == 2
     assert lost.requests > 0
-    assert events.index(returned) > events.index(PhaseStarted(2, "rollout"))  # there was no room before
+    assert events.index(returned) > events.index(PhaseStarted(3, "rollout"))  # there was no room before
     assert returned.worker == lost.worker
     assert [event.version for event in events if isinstance(event, FleetPublished)] == [1, 2, 3]

@@ -15,7 +15,7 @@ from tlt.watch.log import EventLog, start_run
 
 EVENTS = (
     RunStarted(verb="rollout", seed=3, version="0"),
-    RolloutFinished(step=0, n=4, mean_reward=0.25, length_p50=9, length_p90=20, length_max=31, tokens=60, seconds=1.5),
+    RolloutFinished(step=1, n=4, mean_reward=0.25, length_p50=9, length_p90=20, length_max=31, tokens=60, seconds=1.5),
     WarmupStep(step=1, loss=2.5, tokens=100, seconds=0.25),
     RunFinished(seconds=2.0),
 )

@@ -307,4 +307,4 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
         tlt.train(config)
     assert [
         step.step for step in steps_of(tlt.train(replace(config, run=replace(config.run, steps=2)), resume=True))
-    ] == [0, 1]
+    ] == [1, 2]

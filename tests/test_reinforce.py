@@ -85,7 +85,7 @@ def test_in_float32_too_curves_are_the_same_bit_by_bit(tmp_path: Path) -> None:
     assert off[0] != off[1]  # there was something to settle
     assert events_of(runs["plain"], ShapesChosen) == ()
     told = events_of(runs["suffix"], ShapesChosen)
-    assert [event.step for event in told] == [0, 1]
+    assert [event.step for event in told] == [1, 2]
     for event in told:
         assert {requests for requests, _, _ in event.ticks} <= {1, 2, 4, 8}
         assert sum(ticks for _, _, ticks in event.ticks) > 0

@@ -98,7 +98,7 @@ def test_stopped_with_the_policy_updated_or_a_checkpoint_half_written(
     run = tlt.train(config, resume=True)
     assert same_as(undisturbed, config)
     assert [event.step for event in events_of(run, RunResumed)] == [2]
-    assert [step.step for step in steps_of(run)] == [0, 1, 2, 3]
+    assert [step.step for step in steps_of(run)] == [1, 2, 3, 4]
 
 
 # ---- killed from outside
@@ -135,7 +135,7 @@ def test_killed_in_a_checkpoint_and_in_a_rollout(
 
     def in_a_later_rollout() -> bool:
         last = [line for line in events_so_far(config) if "PhaseStarted" in line][-1:]
-        return any('"step": 3, "phase": "rollout"' in line for line in last)
+        return any('"step": 4, "phase": "rollout"' in line for line in last)
 
     for moment, delay in ((half.exists, 0.0), (in_a_later_rollout, 0.02), (lambda: False, 0.0)):
         process = processes.Process(target=tlt.train, args=(config,), kwargs={"resume": True})

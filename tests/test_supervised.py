@@ -212,7 +212,7 @@ def test_a_refused_step_leaves_no_trace() -> None:
     kept = models[0].norm.detach().clone()
     with torch.no_grad():
         models[0].norm.fill_(float("inf"))
-    with pytest.raises(TltError, match=r"step 1: .* were not touched"):
+    with pytest.raises(TltError, match=r"step 2: .* were not touched"):
         refusing.step(rows)
     assert models[0].norm.isinf().all()
     with torch.no_grad():
@@ -384,7 +384,7 @@ def test_warmup_writes_a_policy_and_its_story(tmp_path: Path) -> None:
 def test_warmup_on_the_toy_task(tmp_path: Path) -> None:
     warmup(config_for(tmp_path, tokens_per_batch=2048), "toy")
     steps = [e.event for e in read_run(tmp_path / "lesson").events if isinstance(e.event, WarmupStep)]
-    assert [step.step for step in steps] == [0, 1, 2]
+    assert [step.step for step in steps] == [1, 2, 3]
     assert all(0 < step.loss < 1 for step in steps)
 
 

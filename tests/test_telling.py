@@ -64,7 +64,7 @@ def test_a_run_tells_acceptance_by_depth_and_what_switching_cost(
     assert last.once_s > 0, "a learned drafter that was left out has something to take in"
     found = metrics_of(last)
     assert found is not None
-    assert found.step == 1
+    assert found.step == 2
     expected = {
         f"acceptance/{drafter}/{depth}": share
         for drafter, shares in last.by_depth
@@ -113,7 +113,7 @@ def test_workers_count_as_much_as_they_verified() -> None:
 
 def test_events_of_earlier_versions_say_nothing_of_depths(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
-    file.write_text('{"time": 1.0, "kind": "ShapesChosen", "fields": {"step": 3, "ticks": [[4, "off", 9]]}}\n')
+    file.write_text('{"time": 1.0, "kind": "ShapesChosen", "fields": {"step": 2, "ticks": [[4, "off", 9]]}}\n')
     (record,) = read_events(file)
     assert record.event == ShapesChosen(3, ((4, "off", 9),))
     found = metrics_of(record.event)

@@ -30,19 +30,19 @@ from tlt.watch.log import EventLog
 def test_a_resumed_run_has_every_step_once_as_computed_last(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     write_run(config, [*events_of_steps(0, 4), CheckpointSaved(4, "a", 0.1), *events_of_steps(4, 7)])
-    again = [step(number, mean_reward=0.9) for number in range(4, 6)]
+    again = [step(number, mean_reward=0.9) for number in range(5, 7)]
     run = read_run(write_run(config, [RunResumed(4, "a"), *again]))
-    assert [taken.step for taken in steps_of(run)] == [0, 1, 2, 3, 4, 5]  # 6 was lost with the crash
+    assert [taken.step for taken in steps_of(run)] == [1, 2, 3, 4, 5, 6]  # 7 was lost with the crash
     assert [taken.mean_reward for taken in steps_of(run)[4:]] == [0.9, 0.9]
-    assert steps_of(run)[3] == step(3)
-    assert [rollout.step for rollout in events_of(run, RolloutFinished)] == [0, 1, 2, 3]
+    assert steps_of(run)[3] == step(4)
+    assert [rollout.step for rollout in events_of(run, RolloutFinished)] == [1, 2, 3, 4]
     assert [saved.step for saved in events_of(run, CheckpointSaved)] == [4]
 
 
 def test_a_run_that_begins_anew_forgets_the_one_before(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     write_run(config, events_of_steps(0, 5))
-    run = read_run(write_run(config, [step(0, mean_reward=0.7)]))
+    run = read_run(write_run(config, [step(1, mean_reward=0.7)]))
     assert [taken.mean_reward for taken in steps_of(run)] == [0.7]
 
 
@@ -72,7 +72,7 @@ def test_steps_are_whole_after_any_number_of_crashes(lives: list[tuple[int, int]
         events = [tlt.watch.events.RunStarted("train", 0, "0"), RunResumed(start, ""), *events_of_steps(start, reached)]
         records += [Recorded(0.0, event) for event in events]
     steps = [record.event for record in counted(records) if isinstance(record.event, tlt.watch.events.StepFinished)]
-    assert steps == [step(number) for number in range(reached)]
+    assert steps == [step(number) for number in range(1, reached + 1)]
 
 
 def test_every_kind_of_event_can_be_read_back() -> None:
@@ -123,12 +123,12 @@ class Sturdy(Fragile):
 def test_a_reader_that_fails_costs_no_event_and_is_told(tmp_path: Path) -> None:
     fragile, sturdy = Fragile(), Sturdy()
     with EventLog(tmp_path / "events.jsonl", [fragile, sturdy]) as log:
-        for number in range(4):
+        for number in range(1, 5):
             log.emit(step(number))
     told = [record.event for record in read_events(tmp_path / "events.jsonl")]
     failed = ReaderFailed("fragile", "no network")
-    assert told == [step(0), step(1), failed, step(2), step(3)]
-    assert fragile.seen == [step(0), step(1)]
+    assert told == [step(1), step(2), failed, step(3), step(4)]
+    assert fragile.seen == [step(1), step(2)]
     assert sturdy.seen == told
     assert sturdy.closed
 
@@ -143,12 +143,12 @@ def test_readers_see_what_is_on_disk(tmp_path: Path) -> None:
 
     checking = Checking()
     with EventLog(path, [checking]) as log:
-        log.emit(step(0))
-    assert checking.seen == [step(0)]
+        log.emit(step(1))
+    assert checking.seen == [step(1)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.watch.log._drop_torn_line", lambda path: None)  # it has no end
     with EventLog("/dev/full") as log, pytest.raises(TltError, match=r"/dev/full: cannot be written \(No space left"):
-        log.emit(step(0))
+        log.emit(step(1))

@@ -56,7 +56,7 @@ def watch(config: RunConfig, console: Console, events: Iterable[Event], resumed:
 
 
 def test_a_line_holds_the_numbers_of_its_step_under_their_headings() -> None:
-    line, head = step_line(step(2), 12), heading()
+    line, head = step_line(step(3), 12), heading()
     assert len(line) == len(head) == WIDE
     expected = {"reward": "0.174", "p90": "112", "accept": "1.70", "rollout": "4.00s", "saved": "3.00s"}
     for name, said in expected.items():
@@ -64,7 +64,7 @@ def test_a_line_holds_the_numbers_of_its_step_under_their_headings() -> None:
         assert line[:end].endswith(said)
     assert line.split()[0] == "3/12"
     for reward in (-123.4567, 1e12, -99999.9):
-        large = step_line(replace(step(2), mean_reward=reward), 12)
+        large = step_line(replace(step(3), mean_reward=reward), 12)
         assert float(large.split()[1]) == pytest.approx(reward, rel=0.05)
         assert len(large) == WIDE
 
@@ -75,14 +75,16 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     for record in recorded(*events_of_steps(0, 2)):
         lines.show(record)
     assert "update" not in printed(console)
-    assert len(step_line(step(0), 12, wide=False)) <= 80
+    assert len(step_line(step(1), 12, wide=False)) <= 80
 
 
 def test_only_a_new_version_of_the_drafter_is_worth_a_line() -> None:
     console = console_of()
     lines = Lines(12, console)
     versions = (1, 1, 1, 2, 2)
-    trained = (DrafterTrained(n, version, 5, 100, 2.0, 1.5, 0.5, "behind") for n, version in enumerate(versions))
+    trained = (
+        DrafterTrained(n, version, 5, 100, 2.0, 1.5, 0.5, "behind") for n, version in enumerate(versions, start=1)
+    )
     for record in recorded(*trained):
         lines.show(record)
     assert [line.split(":")[0].strip() for line in printed(console).splitlines()] == ["drafter 1", "drafter 2"]
@@ -93,35 +95,35 @@ def test_what_is_piped_is_plain_lines(tmp_path: Path) -> None:
     watch(config_of(tmp_path), console, [*events_of_steps(0, 3), RunFinished(9.0)])
     lines = printed(console).splitlines()
     assert "\x1b" not in printed(console)
-    assert lines[:4] == [heading(), *(step_line(step(number), 12) for number in range(3))]
+    assert lines[:4] == [heading(), *(step_line(step(number), 12) for number in range(1, 4))]
     assert lines[-1] == f"Report: {tmp_path / 'shown' / 'report.html'}"
     assert (tmp_path / "shown" / "report.html").exists()
 
 
 def test_a_terminal_shows_what_is_going_on(tmp_path: Path) -> None:
     console = console_of(terminal=True)
-    events = [*events_of_steps(0, 2), PhaseStarted(2, "rollout"), RolloutProgress(2, 60, 100, 40, 3000)]
+    events = [*events_of_steps(0, 2), PhaseStarted(3, "rollout"), RolloutProgress(3, 60, 100, 40, 3000)]
     watch(config_of(tmp_path, "--watch.console=live"), console, events)
     assert "loading the policy" in printed(console)
     assert "60 of 100 answers, 40 running" in printed(console)
     assert "2 of 12 steps · 1 min 10 s left" in printed(console)  # ten steps of 7 s
-    assert step_line(step(1), 12) in printed(console)
+    assert step_line(step(2), 12) in printed(console)
 
 
 def test_time_left_follows_the_recent_steps_and_a_resumed_run_counts_on() -> None:
     progress = Progress(planned=20)
     assert progress.left_s is None
-    for record in recorded(RunResumed(5, "x"), *(step(number, step_s=2.0) for number in range(5, 8))):
+    for record in recorded(RunResumed(5, "x"), *(step(number, step_s=2.0) for number in range(6, 9))):
         progress.note(record)
     assert (progress.taken, progress.left_s) == (8, 24.0)
 
 
 def test_trouble_is_said_aloud() -> None:
     troubles: list[Event] = [
-        RewardsFailed(0, "raised", 3, "data.jsonl:7", "ZeroDivisionError"),
-        AcceptanceCollapsed(0, "eagle", "8x2", recent=1.1, usual=2.5, verifies=100),
+        RewardsFailed(1, "raised", 3, "data.jsonl:7", "ZeroDivisionError"),
+        AcceptanceCollapsed(1, "eagle", "8x2", recent=1.1, usual=2.5, verifies=100),
         ReaderFailed("W&B", "no network"),
-        ReplayCompared(0, 10, 1.0, 2.0, identical=False),
+        ReplayCompared(1, 10, 1.0, 2.0, identical=False),
         RunFailed("TaskError", "no such column"),
     ]
     expected = ("3 rewards failed", "collapsed", "W&B is left out", "OTHER TOKENS", "stopped by TaskError")
@@ -130,7 +132,7 @@ def test_trouble_is_said_aloud() -> None:
         assert said
         assert words in said[0]
         assert said[1].startswith("bold")
-    assert notice(PhaseStarted(0, "update")) is None
+    assert notice(PhaseStarted(1, "update")) is None
 
 
 def test_nothing_is_said_where_nothing_is_wanted(tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_nothing_is_said_where_nothing_is_wanted(tmp_path: Path) -> None:
 
 def test_an_error_is_on_record_and_goes_on_to_the_caller(tmp_path: Path) -> None:
     def events() -> Iterator[Event]:
-        yield step(0)
+        yield step(1)
         raise TltError("first line\nsecond line")
 
     with pytest.raises(TltError, match="first line"):
@@ -226,7 +228,7 @@ def test_every_number_of_a_step_has_a_name_and_only_one() -> None:
     assert {name: found.values[name] for name in STEP_METRICS} == {
         name: getattr(step(3), field) for name, field in STEP_METRICS.items()
     }
-    assert metrics_of(PhaseStarted(0, "update")) is None
+    assert metrics_of(PhaseStarted(1, "update")) is None
 
 
 # ---- TensorBoard
@@ -244,26 +246,26 @@ def test_tensorboard_reads_back_the_numbers(tmp_path: Path) -> None:
     config = config_of(tmp_path, "--watch.tensorboard=true")
     watch(config, console_of(), [*events_of_steps(0, 4), RunFinished(1.0)])
     for name, field in STEP_METRICS.items():
-        expected = [(number, pytest.approx(getattr(step(number), field), rel=1e-6)) for number in range(4)]
+        expected = [(number, pytest.approx(getattr(step(number), field), rel=1e-6)) for number in range(1, 5)]
         assert scalars(tmp_path, name) == expected
 
 
 def test_tensorboard_shows_acceptance_by_depth(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    chosen = ShapesChosen(2, ((8, "eagle 2x1/4", 9),), (("eagle", (0.75, 0.5)),), switches=3, once_s=0.25)
+    chosen = ShapesChosen(3, ((8, "eagle 2x1/4", 9),), (("eagle", (0.75, 0.5)),), switches=3, once_s=0.25)
     watch(config_of(tmp_path, "--watch.tensorboard=true"), console_of(), [*events_of_steps(0, 3), chosen])
     expected = {"acceptance/eagle/1": 0.75, "acceptance/eagle/2": 0.5, "rollout/switch_cost_s": 0.25}
-    assert {name: scalars(tmp_path, name) for name in expected} == {n: [(2, value)] for n, value in expected.items()}
+    assert {name: scalars(tmp_path, name) for name in expected} == {n: [(3, value)] for n, value in expected.items()}
 
 
 def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     config = config_of(tmp_path, "--watch.tensorboard=true")
     watch(config, console_of(), events_of_steps(0, 4))
-    again: list[Event] = [RunResumed(2, "x"), *(step(number, mean_reward=0.5) for number in range(2, 5))]
+    again: list[Event] = [RunResumed(2, "x"), *(step(number, mean_reward=0.5) for number in range(3, 6))]
     watch(config, console_of(), again, resumed=True)
     found = scalars(tmp_path, "reward/mean")
-    assert [number for number, _ in found] == [0, 1, 2, 3, 4]
+    assert [number for number, _ in found] == [1, 2, 3, 4, 5]
     assert [value for _, value in found][2:] == [0.5, 0.5, 0.5]
 
 
@@ -326,15 +328,15 @@ def test_wandb_is_told_the_numbers(tmp_path: Path, wandb: FakeWandb) -> None:
     assert run.arguments["name"] == "shown"
     assert run.arguments["config"]["run.steps"] == 12
     assert ("*", "step") in run.metrics
-    assert [values["step"] for values in run.logged] == [0, 1]
-    assert run.logged[1]["reward/mean"] == step(1).mean_reward
+    assert [values["step"] for values in run.logged] == [1, 2]
+    assert run.logged[1]["reward/mean"] == step(2).mean_reward
     assert run.exit_code == 0
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_a_new_one_does_not(tmp_path: Path, wandb: FakeWandb) -> None:
     config = config_of(tmp_path, "--watch.wandb=mine")
     watch(config, console_of(), events_of_steps(0, 2))
-    watch(config, console_of(), [RunResumed(2, "x"), step(2)], resumed=True)
+    watch(config, console_of(), [RunResumed(2, "x"), step(3)], resumed=True)
     watch(config, console_of(), events_of_steps(0, 1))
     first, resumed, other = (run.arguments["id"] for run in wandb.runs)
     assert first == resumed != other
@@ -354,7 +356,7 @@ def test_wandb_that_goes_down_costs_nothing_but_itself(tmp_path: Path, wandb: Fa
 def test_wandb_that_cannot_start_ends_the_run_before_it_began(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.refuses = True
     with pytest.raises(TltError, match=r"not logged in.*WANDB_MODE=offline"):
-        watch(config_of(tmp_path, "--watch.wandb=mine"), console_of(), [rollout(0)])
+        watch(config_of(tmp_path, "--watch.wandb=mine"), console_of(), [rollout(1)])
     assert not (tmp_path / "shown" / "events.jsonl").exists()
 
 

@@ -45,17 +45,17 @@ def titles(svg: ElementTree.Element) -> list[str]:
 def test_hovering_shows_the_numbers_of_the_events(tmp_path: Path) -> None:
     directory = whole_run(tmp_path)
     rewards, accepts = titles(drawing(directory, "Reward")), titles(drawing(directory, "Accept length"))
-    for number in range(12):
+    for number in range(1, 13):
         taken = step(number)
-        assert f"step {number + 1}: mean reward {taken.mean_reward:.4g}, spread 0.4" in rewards
-        assert f"step {number + 1}: accept length {taken.accept_length:.3f}" in accepts
-        lengths = f"median {40 + number}, p90 {110 + number}, longest {301 + number} tokens"
-        assert f"step {number + 1}: {lengths}" in titles(drawing(directory, "Answer lengths"))
+        assert f"step {number}: mean reward {taken.mean_reward:.4g}, spread 0.4" in rewards
+        assert f"step {number}: accept length {taken.accept_length:.3f}" in accepts
+        lengths = f"median {taken.length_p50}, p90 {taken.length_p90}, longest {taken.length_max} tokens"
+        assert f"step {number}: {lengths}" in titles(drawing(directory, "Answer lengths"))
 
 
 def test_a_new_drafter_is_marked_where_it_first_drafts(tmp_path: Path) -> None:
     """The engine gets it at the end of a step: of the last one's nobody has drafted."""
-    swaps = [DrafterSwapped(0, 1), DrafterSwapped(6, 2), DrafterSwapped(11, 3)]
+    swaps = [DrafterSwapped(1, 1), DrafterSwapped(7, 2), DrafterSwapped(12, 3)]
     directory = write_run(config_of(tmp_path), [*events_of_steps(0, 12), *swaps])
     told = [title for title in titles(drawing(directory, "Accept length")) if title.startswith("drafter")]
     assert told == ["drafter 1 from step 2 on", "drafter 2 from step 8 on"]
@@ -68,7 +68,7 @@ def test_lines_are_drawn_to_scale(tmp_path: Path) -> None:
     (low, low_y), (high, high_y) = ((float(at.text or ""), float(at.get("y") or "")) for at in (labels[0], labels[-1]))
     dots = list(svg.iter("circle"))
     assert len(dots) == 12
-    for number, dot in enumerate(dots):
+    for number, dot in enumerate(dots, start=1):
         value = low + (float(dot.get("cy") or "") - low_y) / (high_y - low_y) * (high - low)
         assert value == pytest.approx(step(number).mean_reward, abs=0.001)
 
@@ -87,11 +87,11 @@ def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
 def test_what_workers_did_is_drawn_to_scale(tmp_path: Path) -> None:
     """Of the last step: worker 1 rolls for 6 of 10 s, then trains the drafter, and waits for the last second."""
     spans = [
-        WorkerSpans(10, 0, "here", (("rolling", 90.0, 9.0),)),
-        WorkerSpans(11, 1, "there", (("rolling", 100.0, 6.0), ("drafting", 106.0, 2.0), ("idle", 108.0, 1.0))),
-        WorkerSpans(11, 0, "here", (("rolling", 100.0, 9.0),)),
-        WorkerSpans(11, 0, "here", (("updating", 109.0, 1.0),)),
-        WorkerSpans(11, 1, "there", (("updating", 109.0, 1.0),)),
+        WorkerSpans(11, 0, "here", (("rolling", 90.0, 9.0),)),
+        WorkerSpans(12, 1, "there", (("rolling", 100.0, 6.0), ("drafting", 106.0, 2.0), ("idle", 108.0, 1.0))),
+        WorkerSpans(12, 0, "here", (("rolling", 100.0, 9.0),)),
+        WorkerSpans(12, 0, "here", (("updating", 109.0, 1.0),)),
+        WorkerSpans(12, 1, "there", (("updating", 109.0, 1.0),)),
     ]
     directory = write_run(config_of(tmp_path), [*events_of_steps(0, 12), *spans])
     shown = figure(directory, "Workers")
@@ -122,8 +122,8 @@ def test_shapes_are_shown_by_number_of_requests(tmp_path: Path) -> None:
     """Of all steps; what is rarely used is one of the others, and hovering names it."""
     rare = tuple((8, f"suffix {depth}x1/8", 2) for depth in range(1, 5))
     chosen = [
-        ShapesChosen(0, ((8, "eagle 7x1/8", 30), (256, "off", 10))),
-        ShapesChosen(1, ((8, "eagle 7x1/8", 30), (8, "off", 12), *rare, (256, "eagle 2x1/4~2", 30))),
+        ShapesChosen(1, ((8, "eagle 7x1/8", 30), (256, "off", 10))),
+        ShapesChosen(2, ((8, "eagle 7x1/8", 30), (8, "off", 12), *rare, (256, "eagle 2x1/4~2", 30))),
     ]
     directory = write_run(config_of(tmp_path), [*events_of_steps(0, 2), *chosen])
     shown = figure(directory, "Shapes")
@@ -143,8 +143,8 @@ def test_acceptance_is_shown_by_depth_over_the_steps(tmp_path: Path) -> None:
     """A figure for each drafter that something was verified of; hovering tells every depth."""
     ticks = ((8, "eagle 7x1/8", 30),)
     shares = ((0.5, 0.25), (0.75, 0.5, 0.25, 0.125))
-    chosen = [ShapesChosen(n, ticks, (("eagle", share),), 3, 0.25) for n, share in enumerate(shares)]
-    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 3), *chosen, ShapesChosen(2, ticks)])
+    chosen = [ShapesChosen(n, ticks, (("eagle", share),), 3, 0.25) for n, share in enumerate(shares, start=1)]
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 3), *chosen, ShapesChosen(3, ticks)])
     shown = figure(directory, "Acceptance by depth: eagle")
     assert [entry.label for entry in shown.legend] == ["depth 1", "depth 2", "depth 4"]
     assert "shapes changed 6 times" in shown.words
@@ -154,12 +154,12 @@ def test_acceptance_is_shown_by_depth_over_the_steps(tmp_path: Path) -> None:
     assert told[1] == "step 2: 75.0%, 50.0%, 25.0%, 12.5% at depth 1, 2, …"
     assert [one.title for one in figures_of(read_run(directory))].count("Acceptance by depth: eagle") == 1
     assert "Acceptance by depth: eagle" in page(read_run(directory))
-    unknown = write_run(config_of(tmp_path / "older"), [*events_of_steps(0, 2), ShapesChosen(0, ticks)])
+    unknown = write_run(config_of(tmp_path / "older"), [*events_of_steps(0, 2), ShapesChosen(1, ticks)])
     assert not any("by depth" in one.title for one in figures_of(read_run(unknown)))
 
 
 def test_of_many_workers_some_are_shown(tmp_path: Path) -> None:
-    spans = [WorkerSpans(0, rank, "here", (("rolling", 5.0, 1.0 + rank),)) for rank in range(60)]
+    spans = [WorkerSpans(1, rank, "here", (("rolling", 5.0, 1.0 + rank),)) for rank in range(60)]
     directory = write_run(config_of(tmp_path), [*events_of_steps(0, 1), *spans])
     shown = figure(directory, "Workers")
     assert "each worker (20 of 60) did in step 1: 0.0% of their time idle" in shown.words
@@ -197,8 +197,8 @@ def test_the_distribution_counts_every_answer_once(tmp_path: Path) -> None:
 
 def test_the_paragraph_says_what_happened(tmp_path: Path) -> None:
     said = in_words(summarise(read_run(whole_run(tmp_path))))
-    first = sum(step(number).mean_reward for number in range(5)) / 5
-    last = sum(step(number).mean_reward for number in range(7, 12)) / 5
+    first = sum(step(number).mean_reward for number in range(1, 6)) / 5
+    last = sum(step(number).mean_reward for number in range(8, 13)) / 5
     assert f"rose from {first:.3f} over the first 5 steps to {last:.3f} over the last" in said
     assert "took 12 steps" in said
     assert "1 min 24 s, of which 57% was rollout" in said
@@ -216,7 +216,7 @@ def test_the_last_lines(tmp_path: Path) -> None:
 
 
 def test_other_tokens_are_never_passed_over(tmp_path: Path) -> None:
-    replay = ReplayCompared(0, 10, tlt_s=1.0, plain_s=2.0, identical=False)
+    replay = ReplayCompared(1, 10, tlt_s=1.0, plain_s=2.0, identical=False)
     run = read_run(write_run(config_of(tmp_path), [*events_of_steps(0, 2), replay]))
     assert "Tokens identical: NO." in last_lines(summarise(run), "")
     assert "NOT identical" in in_words(summarise(run))
@@ -226,16 +226,18 @@ def test_other_tokens_are_never_passed_over(tmp_path: Path) -> None:
 def test_accept_lengths_are_pooled_over_verifies(tmp_path: Path) -> None:
     """A step that hardly drafted says little."""
     pairs = [(2.0, 1), (4.0, 3), (3.0, 300), (9.0, 100)]
-    steps = [step(number, accept_length=length, verifies=count) for number, (length, count) in enumerate(pairs)]
+    steps = [
+        step(number, accept_length=length, verifies=count) for number, (length, count) in enumerate(pairs, start=1)
+    ]
     found = summarise(read_run(write_run(config_of(tmp_path), [*steps]))).accept_length
     assert (found.first, found.last) == (pytest.approx(3.5), pytest.approx(4.5))
 
 
 def test_what_the_drafter_learned_is_told(tmp_path: Path) -> None:
     def trained(number: int, before: float, after: float) -> DrafterTrained:
-        return DrafterTrained(number, number + 1, 9, 900, 1.0, 0.5, 0.1, "cold", before, after)
+        return DrafterTrained(number, number, 9, 900, 1.0, 0.5, 0.1, "cold", before, after)
 
-    events = [trained(0, 1.03, 1.5), step(0), trained(1, 1.4, 2.25), step(1)]
+    events = [trained(1, 1.03, 1.5), step(1), trained(2, 1.4, 2.25), step(2)]
     summary = summarise(read_run(write_run(config_of(tmp_path, "--draft.unroll=3"), events)))
     assert any("3 tokens ahead: 1.03" in line and "2.25 at the end" in line for line in last_lines(summary, ""))
     assert "1.03 were to be expected before" in in_words(summary)
@@ -243,7 +245,7 @@ def test_what_the_drafter_learned_is_told(tmp_path: Path) -> None:
 
 def test_steps_that_drafted_nothing_do_not_count_as_accepting_nothing(tmp_path: Path) -> None:
     accepts = [1.0, 2.0, 1.0, 3.0, 1.0]
-    steps = [step(number, accept_length=accept) for number, accept in enumerate(accepts)]
+    steps = [step(number, accept_length=accept) for number, accept in enumerate(accepts, start=1)]
     run = read_run(write_run(config_of(tmp_path), list(steps)))
     assert (summarise(run).accept_length.first, summarise(run).accept_length.last) == (2.0, 3.0)
     shown = next(one for one in figures_of(run) if one.title == "Accept length")
@@ -254,13 +256,13 @@ def test_steps_that_drafted_nothing_do_not_count_as_accepting_nothing(tmp_path: 
 def test_without_replays_the_saving_is_an_estimate(tmp_path: Path) -> None:
     run = read_run(write_run(config_of(tmp_path), events_of_steps(0, 4)))
     assert "saved 12.0 s of rollout (1.75 × as fast as plain decoding, estimated)" in in_words(summarise(run))
-    slower = [step(number, saved_s=-1.0) for number in range(4)]
+    slower = [step(number, saved_s=-1.0) for number in range(1, 5)]
     run = read_run(write_run(config_of(tmp_path), list(slower)))
     assert "cost 4.0 s of rollout (0.75 ×" in in_words(summarise(run))
 
 
 def test_plain_decoding_is_called_that(tmp_path: Path) -> None:
-    plain = [step(number, accept_length=1.0, saved_s=0.0) for number in range(3)]
+    plain = [step(number, accept_length=1.0, saved_s=0.0) for number in range(1, 4)]
     run = read_run(write_run(config_of(tmp_path), list(plain)))
     assert "rollouts were decoded plainly" in in_words(summarise(run))
     assert [one.title for one in figures_of(run)] == ["Reward", "Time per phase", "Answer lengths"]
@@ -335,7 +337,7 @@ def test_a_crashed_run_can_be_told(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_resumed_run_is_told_as_one(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     write_run(config, [*events_of_steps(0, 5), RunFailed("KeyboardInterrupt", "")])
-    run = read_run(write_run(config, [RunResumed(3, "there"), step(3, mean_reward=0.7777)]))
+    run = read_run(write_run(config, [RunResumed(3, "there"), step(4, mean_reward=0.7777)]))
     shown = next(one for one in figures_of(run) if one.title == "Reward")
     said = titles(ElementTree.fromstring(shown.svg))
     assert len(said) == 4

@@ -24,17 +24,18 @@ def config_of(directory: Path, *flags: str) -> RunConfig:
 
 
 def step(number: int, **changes: float) -> StepFinished:
-    """A step whose numbers differ from every other step's."""
+    """A step, from 1, whose numbers differ from every other step's."""
+    before = number - 1
     values: dict[str, float] = {
-        "mean_reward": 0.1 + 0.0371 * number,
+        "mean_reward": 0.1 + 0.0371 * before,
         "reward_std": 0.4,
-        "length_mean": 50.5 + number,
-        "length_p50": 40 + number,
-        "length_p90": 110 + number,
-        "length_max": 301 + number,
+        "length_mean": 50.5 + before,
+        "length_p50": 40 + before,
+        "length_p90": 110 + before,
+        "length_max": 301 + before,
         "truncated": 0.0,
-        "tokens": 1000 + number,
-        "accept_length": 1.5 + 0.1011 * number,
+        "tokens": 1000 + before,
+        "accept_length": 1.5 + 0.1011 * before,
         "loss": 0.01,
         "grad_norm": 1.5,
         "kl": 0.0,
@@ -50,17 +51,18 @@ def step(number: int, **changes: float) -> StepFinished:
         "step_s": 7.0,
         "saved_s": 3.0,
     }
-    return StepFinished(step=number, policy_version=number + 1, **{**values, **changes})  # type: ignore[arg-type]
+    return StepFinished(step=number, policy_version=number, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def rollout(number: int) -> RolloutFinished:
-    lengths = tuple(10 + number + 3 * answer for answer in range(100))
+    lengths = tuple(9 + number + 3 * answer for answer in range(100))
     return RolloutFinished(number, 100, 0.5, lengths[50], lengths[90], lengths[-1], sum(lengths), 4.0, lengths)
 
 
-def events_of_steps(first: int, last: int) -> list[Event]:
+def events_of_steps(taken: int, last: int) -> list[Event]:
+    """Of the steps after `taken` others."""
     events: list[Event] = []
-    for number in range(first, last):
+    for number in range(taken + 1, last + 1):
         events += [PhaseStarted(number, "rollout"), rollout(number), step(number)]
     return events
 
@@ -74,7 +76,7 @@ def write_run(config: RunConfig, events: list[Event]) -> Path:
 
 
 def whole_run(directory: Path, steps: int = 12) -> Path:
-    replay = ReplayCompared(0, 1000, tlt_s=4.0, plain_s=7.0, identical=True)
+    replay = ReplayCompared(1, 1000, tlt_s=4.0, plain_s=7.0, identical=True)
     events = [MACHINE, *events_of_steps(0, steps), replay, RunFinished(seconds=90.0)]
     return write_run(config_of(directory, f"--run.steps={steps}"), events)
 

@@ -100,7 +100,7 @@ class Times:
 class Step:
     """What came of one step."""
 
-    number: int
+    number: int  # from 1, as in every event
     judged: tuple[Judged, ...]
     report: RolloutReport
     update: UpdateResult
@@ -123,10 +123,11 @@ class Loop:
     fleet: Fleet
     emit: Emit
 
-    def step(self, number: int) -> Step:
-        """From the prompts of step `number` to policy version `number + 1`."""
+    def step(self, taken: int) -> Step:
+        """The step after `taken` others, which brings the policy from that version to the next."""
+        number = taken + 1
         started = time.perf_counter()
-        asked = ask(number, self.config, self.task, self.tokenizer)
+        asked = ask(taken, self.config, self.task, self.tokenizer)
         with Judging(self.judge, [(one.prompt, [request.key for request in one.requests]) for one in asked]) as judging:
             self._roll_out(number, asked, judging)
             answered = time.perf_counter()
@@ -140,7 +141,7 @@ class Loop:
         update_started = time.perf_counter()
         self.emit(PhaseStarted(number, "update"))
         update = self.fleet.update(experiences(judged, self.config.grpo))
-        self.fleet.publish(number, number + 1)
+        self.fleet.publish(number, number)
         late = judging.last_verdict_s
         waited = max(0.0, min(late, drafted) - answered)  # for rewards; drafting beside it costs nothing
         times = Times(
@@ -166,7 +167,7 @@ class Loop:
 
     def _replay(self, number: int, asked: Sequence[Asked], judged: Sequence[Judged], seconds: float) -> None:
         """The same answers written plainly, by the same policy: to compare."""
-        if not is_replayed(number, self.config.run.replay_every):
+        if not is_replayed(number - 1, self.config.run.replay_every):
             return
         self.emit(PhaseStarted(number, "replay"))
         plain, plain_s = self.fleet.replay([request for one in asked for request in one.requests])
@@ -177,24 +178,27 @@ class Loop:
         self.emit(ReplayCompared(number, tokens, tlt_s=seconds, plain_s=plain_s, identical=identical))
 
 
-def is_replayed(step: int, every: int) -> bool:
-    """The middle one of every so many steps: it speaks for those around it, and a cold start only for itself."""
-    return every > 0 and step % every == every // 2
+def is_replayed(taken: int, every: int) -> bool:
+    """The middle one of every so many steps: it speaks for those around it, and a cold start only for itself.
+
+    `taken`: steps before this one.
+    """
+    return every > 0 and taken % every == every // 2
 
 
-def ask(step: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list[Asked]:
-    """The step's prompts with `task.group` requests each. No key is used twice in a run."""
-    prompts = list(task.sample(step, config.task.prompts) or ())
+def ask(taken: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list[Asked]:
+    """The prompts of the step after `taken` others, with `task.group` requests each. No key is used twice in a run."""
+    prompts = list(task.sample(taken, config.task.prompts) or ())
     if not prompts:
         raise TaskError(
-            f"{type(task).__module__}.{type(task).__qualname__}.sample({step}, {config.task.prompts}) returned no "
+            f"{type(task).__module__}.{type(task).__qualname__}.sample({taken}, {config.task.prompts}) returned no "
             f"prompts; expected {config.task.prompts}, one at least: begin again with the first where they end, "
-            f"or lower run.steps to {step}"
+            f"or lower run.steps to {taken}"
         )
     asked = []
     for index, prompt in enumerate(prompts):
         tokens = tuple(tokenizer.encode_prompt(prompt.content))
-        first = (step << 32) + index * config.task.group
+        first = (taken << 32) + index * config.task.group
         keys = [Key(config.run.seed, first + answer) for answer in range(config.task.group)]
         asked.append(Asked(prompt, tuple(Request(key, tokens, config.sampling, prompt.id) for key in keys)))
     return asked

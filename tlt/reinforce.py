@@ -94,29 +94,29 @@ class _Run:
             refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
         fleet = open_fleet(self._config, self._log.emit)
         try:
-            first = self._restore(fleet, newest)
+            restored = self._restore(fleet, newest)
             loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
-            for number in range(first, self._config.run.steps):
-                self._step(loop, number)
+            for taken in range(restored, self._config.run.steps):
+                self._step(loop, taken)
             self._saver.wait()
         finally:
             self._saver.close()
             fleet.close()
         self._log.emit(RunFinished(seconds=time.perf_counter() - self._started))
 
-    def _step(self, loop: Loop, number: int) -> None:
+    def _step(self, loop: Loop, taken: int) -> None:
         started = time.perf_counter()
-        step = loop.step(number)
+        step = loop.step(taken)
         self._tell(step)
         computed = time.perf_counter()
-        taken = number + 1
         every, steps = self._config.checkpoint.every, self._config.run.steps
-        fill = self._copy(loop.fleet, taken) if taken == steps or (every and taken % every == 0) else None
+        saves = step.number == steps or (every and step.number % every == 0)
+        fill = self._copy(loop.fleet, step.number) if saves else None
         checkpoint_s = time.perf_counter() - computed
         step_s = time.perf_counter() - started - step.times.replay
         self._log.emit(step_finished(step, checkpoint_s=checkpoint_s, step_s=step_s))
         if fill:  # after the event: whoever resumes from this checkpoint does not compute the step again
-            self._saver.save(taken, fill)
+            self._saver.save(step.number, fill)
         self._saver.tell()
 
     def _tell(self, step: Step) -> None:
@@ -129,22 +129,22 @@ class _Run:
 
     # ---- checkpoints
 
-    def _copy(self, fleet: Fleet, taken: int) -> Callable[[Path], None]:
-        """Everything as it is now; what comes back writes it."""
-        self._log.emit(PhaseStarted(taken - 1, "checkpoint"))
+    def _copy(self, fleet: Fleet, step: int) -> Callable[[Path], None]:
+        """Everything as it is after the step; what comes back writes it."""
+        self._log.emit(PhaseStarted(step, "checkpoint"))
         self._saver.wait()  # the last copy's memory is used again
         write_fleet = fleet.snapshot()
 
         def fill(directory: Path) -> None:
             write_fleet(directory)
             (directory / CONFIG_FILE).write_text(to_toml(self._config), encoding="utf-8")
-            record = {"format": _FORMAT, "steps": taken, "tlt": __version__}
+            record = {"format": _FORMAT, "steps": step, "tlt": __version__}
             (directory / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
         return fill
 
     def _restore(self, fleet: Fleet, newest: tuple[int, Path] | None) -> int:
-        """The first step to take."""
+        """How many steps have been taken."""
         if newest is None:
             return 0
         taken, path = newest

@@ -34,7 +34,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def rollout(config: RunConfig) -> None:
-    """Samples the prompts of step 0, answers and judges them, and says how it went."""
+    """Samples the prompts of step 1, answers and judges them, and says how it went."""
     task = task_of(config)
     with judge_of(task) as judge:  # first: a reward that cannot be loaded is told before a policy is
         _roll_out(config, task, judge)
@@ -48,15 +48,15 @@ def _roll_out(config: RunConfig, task: Task, judge: Judge) -> None:
     with start_run(config, "rollout", __version__) as log:
         answered_from = time.perf_counter()
         requests = [request for _, request in asked]
-        completions = _answer(policy, config, requests, console, lambda alarm: log.emit(acceptance_collapsed(0, alarm)))
+        completions = _answer(policy, config, requests, console, lambda alarm: log.emit(acceptance_collapsed(1, alarm)))
         seconds = time.perf_counter() - answered_from
         answers = [(prompt, completions[request.key]) for prompt, request in asked]
         verdicts = judge.judge(answers)
         rollouts = [Rollout(*answer, verdict.reward) for answer, verdict in zip(answers, verdicts, strict=True)]
-        failures = rewards_failed(0, verdicts)
+        failures = rewards_failed(1, verdicts)
         for failure in failures:
             log.emit(failure)
-        log.emit(rollout_finished(0, rollouts, seconds))
+        log.emit(rollout_finished(1, rollouts, seconds))
         directory = Path(config.run.out) / config.run.name
         _write(rollouts, verdicts, directory / ROLLOUTS_FILE)
         log.emit(RunFinished(seconds=time.perf_counter() - started))

@@ -95,7 +95,7 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
     lengths, rewards, update = Lengths.of(lengths_of(rollouts)), [rollout.reward for rollout in rollouts], step.update
     return StepFinished(
         step=step.number,
-        policy_version=step.number + 1,
+        policy_version=step.number,
         mean_reward=fmean(rewards),
         reward_std=pstdev(rewards),
         length_mean=lengths.mean,

@@ -42,7 +42,7 @@ def warmup(config: RunConfig, data: str) -> None:
     with start_run(config, "warmup", __version__) as log, _Display(config.warmup.steps) as display:
         stream = islice(batches(examples, config.warmup.tokens_per_batch), config.warmup.steps)
         step_started = time.perf_counter()
-        for step, result in enumerate(trainer.steps(pack(batch, row_tokens) for batch in stream)):
+        for step, result in enumerate(trainer.steps(pack(batch, row_tokens) for batch in stream), start=1):
             seconds = time.perf_counter() - step_started
             step_started += seconds
             log.emit(WarmupStep(step=step, loss=result.loss, tokens=result.answer_tokens, seconds=seconds))

@@ -201,7 +201,7 @@ class _Bench:
         answers = {rollout.completion.key: rollout.completion.tokens for rollout in step.rollouts}
         if name == ALONE:
             self._answers.setdefault(seed, []).append(answers)
-        expected = self._answers[seed][step.number]
+        expected = self._answers[seed][step.number - 1]
         rolled = [event for event in events if isinstance(event, FleetRolledOut)]
         self._rolled.setdefault((seed, name), []).extend(rolled)
         record = FleetStep(

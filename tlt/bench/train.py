@@ -213,8 +213,8 @@ class _Bench:
     def _record(self, name: str, step: Step, seconds: float, events: Sequence[Event], reach: "_Reach") -> StepRecord:
         found = _answers(step)
         same = common = None
-        if name != PLAIN and step.number < len(self._plain):
-            expected = self._plain[step.number]
+        if name != PLAIN and step.number <= len(self._plain):
+            expected = self._plain[step.number - 1]
             same = fmean(found[key] == tokens for key, tokens in expected.items())
             agreed = sum(common_start(found[key], tokens) for key, tokens in expected.items())
             common = agreed / sum(map(len, expected.values()))

@@ -12,7 +12,7 @@ from tlt.types import Completion, Prompt
 @runtime_checkable
 class Task(Protocol):
     def sample(self, step: int, count: int) -> Sequence[Prompt]:
-        """The `count` prompts of step `step`, one at least; the same arguments give the same prompts."""
+        """`count` prompts, one at least, of the step after `step` others; the same arguments give the same prompts."""
         ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:

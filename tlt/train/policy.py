@@ -174,15 +174,15 @@ class PolicyTrainer:
         """Before the weights change: numbers that would spoil them, or that were another policy's."""
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
             raise TltError(
-                f"step {self.steps_taken}: loss {report.loss}, gradient norm {report.grad_norm}; the weights were not "
-                "touched: go on from the last checkpoint with a lower train.learning_rate, and check the rewards"
+                f"step {self.steps_taken + 1}: loss {report.loss}, gradient norm {report.grad_norm}; the weights were "
+                "not touched: go on from the last checkpoint with a lower train.learning_rate, and check the rewards"
             )
         limit = self._grpo.mismatch_limit
         if first and limit and report.mismatch_mean > limit:
             raise TltError(
-                f"step {self.steps_taken}: trainer and engine differ by {report.mismatch_mean:.3f} nats per token on "
-                f"average, more than grpo.mismatch_limit ({limit}); the weights were not touched: the answers are not "
-                "this policy's. Check that the engine holds the trainer's weights, or raise the limit"
+                f"step {self.steps_taken + 1}: trainer and engine differ by {report.mismatch_mean:.3f} nats per token "
+                f"on average, more than grpo.mismatch_limit ({limit}); the weights were not touched: the answers are "
+                "not this policy's. Check that the engine holds the trainer's weights, or raise the limit"
             )
 
     # ---- rows

@@ -103,8 +103,8 @@ class SupervisedTrainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.steps_taken -= 1  # the device has seen it, too, and left the weights alone
             raise TltError(
-                f"step {self.steps_taken}: loss {loss}, gradient norm {grad_norm}; the weights were not touched, but "
-                "learn no more: start again with a lower learning rate, and check the data"
+                f"step {self.steps_taken + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not touched, "
+                "but learn no more: start again with a lower learning rate, and check the data"
             )
         return StepResult(loss, lessons.tokens, lessons.answer_tokens, grad_norm, rate)
 

@@ -70,7 +70,7 @@ class Progress:
             case RolloutProgress() as rollout:
                 self.rollout = rollout
             case StepFinished() as step:
-                self.taken, self.phase, self.rollout = step.step + 1, "", None
+                self.taken, self.phase, self.rollout = step.step, "", None
                 self.saved_s += step.saved_s
                 self.recent.append(step.step_s)
             case _:
@@ -117,7 +117,7 @@ def heading(wide: bool = True) -> str:
 
 
 def step_line(step: StepFinished, planned: int, wide: bool = True) -> str:
-    number = f"{step.step + 1}/{planned}"
+    number = f"{step.step}/{planned}"
     return f"{number:>{_STEP_WIDTH}}" + "".join(f"{column.say(step):>{column.width}}" for column in _columns(wide))
 
 
@@ -149,7 +149,7 @@ def notice(event: Event) -> tuple[str, str] | None:
         case ReplayCompared() as replay:
             same = "the same tokens" if replay.identical else "OTHER TOKENS"
             text = f"plainly {duration(replay.plain_s)} instead of {duration(replay.tlt_s)}, {same}"
-            return f"step {replay.step + 1} written again: {text}", "dim" if replay.identical else "bold red"
+            return f"step {replay.step} written again: {text}", "dim" if replay.identical else "bold red"
         case RewardsFailed() as failed:
             text = f"{failed.count} rewards failed ({failed.kind}); the first, of {failed.prompt}: {failed.message}"
             return text, "bold yellow"

@@ -1,8 +1,9 @@
 """The run's one stream: typed events, one line of `events.jsonl` each, and how a run is read back.
 
 Nothing is ever rewritten, so only the last line can be torn (by a crash) and is left out; any other broken line is an
-error. A kind that a newer version wrote is kept whole. Steps count from 0; where an event speaks of steps taken, that
-is also the next step's number. Knows nothing of who emits (`tlt.watch.log`) or who shows.
+error. A kind that a newer version wrote is kept whole. Steps count from 1: step N is the N-th step of the run, and 0 is
+before the first. Lines without a `format` are of earlier versions, count from 0 and are renumbered when they are read.
+Knows nothing of who emits (`tlt.watch.log`) or who shows.
 """
 
 import json
@@ -18,6 +19,7 @@ from tlt.watch.event import Event as Event
 
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.toml"
+FORMAT = 2  # of a line; 1, which is not written down, counted steps from 0
 
 Phase = Literal["rollout", "reward", "update", "drafting", "checkpoint", "replay"]
 
@@ -46,9 +48,9 @@ class MachineDescribed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunResumed(Event):
-    """The run goes on from a checkpoint. Steps from `step` on are computed again, with the same numbers."""
+    """The run goes on from a checkpoint. The steps after `step` are computed again, with the same numbers."""
 
-    step: int  # steps taken
+    step: int  # the last one in the checkpoint; 0: none
     path: str  # of the checkpoint
     changed: tuple[str, ...] = ()  # settings that are others than when it was written: `key old → new`
 
@@ -165,7 +167,7 @@ class DrafterTrained(Event):
 class DrafterSwapped(Event):
     """The engine drafts with this version from now on."""
 
-    step: int  # at the end of which; it drafts in the next
+    step: int  # at the end of which it is taken; it drafts in the next
     version: int
 
 
@@ -173,7 +175,7 @@ class DrafterSwapped(Event):
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 
-    step: int  # steps taken: a run resumed from here goes on with this one
+    step: int  # the last one in it: a run resumed from here goes on with the next
     path: str
     seconds: float  # from its beginning to its last byte; what the run waited for is in StepFinished.checkpoint_s
 
@@ -314,6 +316,8 @@ def _parse(line: bytes, where: str) -> Recorded:
     known = _KINDS.get(kind)
     if known is None or not _fits(known, values):
         return Recorded(when, UnknownEvent(kind, values))
+    if record.get("format", 1) == 1 and "step" in values and known not in (CheckpointSaved, RunResumed):
+        values["step"] += 1  # those two always named the last step taken
     return Recorded(when, known(**{name: _frozen(value) for name, value in values.items()}))
 
 

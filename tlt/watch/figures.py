@@ -86,9 +86,9 @@ def _reward(steps: Sequence[StepFinished]) -> Figure:
 
 def _accept_length(steps: Sequence[StepFinished], swaps: Sequence[DrafterSwapped]) -> Figure:
     drafted = [step for step in steps if step.accept_length > 1]
-    last = steps[-1].step + 1
+    last = steps[-1].step
     # handed to the engine at the end of a step: it drafts in the next one
-    marks = [Mark(swap.step + 2, f"drafter {swap.version} from step {swap.step + 2} on") for swap in swaps]
+    marks = [Mark(swap.step + 1, f"drafter {swap.version} from step {swap.step + 1} on") for swap in swaps]
     lines = _with_running_mean("accept length", drafted, [step.accept_length for step in drafted], "c4")
     svg = line_chart(
         lines,
@@ -109,7 +109,7 @@ def _accept_length(steps: Sequence[StepFinished], swaps: Sequence[DrafterSwapped
 def _lengths(steps: Sequence[StepFinished]) -> Figure:
     wanted = (("longest", "length_max", "c2"), ("90th percentile", "length_p90", "c4"), ("median", "length_p50", "c1"))
     lines = [
-        Line(label, [(step.step + 1, float(getattr(step, name))) for step in steps], colour)
+        Line(label, [(step.step, float(getattr(step, name))) for step in steps], colour)
         for label, name, colour in wanted
     ]
 
@@ -127,7 +127,7 @@ def _lengths(steps: Sequence[StepFinished]) -> Figure:
 
 
 def _with_running_mean(label: str, steps: Sequence[StepFinished], values: Sequence[float], colour: str) -> list[Line]:
-    numbers = [step.step + 1 for step in steps]
+    numbers = [step.step for step in steps]
     raw = Line(label, list(zip(numbers, values, strict=True)), colour, faint=len(steps) >= _SMOOTH_FROM)
     if not raw.faint:
         return [raw]
@@ -148,11 +148,11 @@ def _time(steps: Sequence[StepFinished]) -> Figure:
     for start in range(0, len(steps), share):
         some, parts = steps[start : start + share], each[start : start + share]
         means = {phase: sum(part[phase] for part in parts) / len(parts) for phase in phases}
-        title = f"step {some[0].step + 1}" + (f" to {some[-1].step + 1}, mean" if len(some) > 1 else "")
+        title = f"step {some[0].step}" + (f" to {some[-1].step}, mean" if len(some) > 1 else "")
         said = "\n".join(f"{phase} {duration(seconds)}" for phase, seconds in means.items() if seconds)
         mean = sum(step.step_s for step in some) / len(some)
         values = [means[phase] / unit for phase in phases]
-        bars.append(Bar(some[0].step + 0.5, float(len(some)), values, f"{title}: {duration(mean)}\n{said}"))
+        bars.append(Bar(some[0].step - 0.5, float(len(some)), values, f"{title}: {duration(mean)}\n{said}"))
     colours = [_PHASE_COLOURS[phase] for phase in phases]
     svg = bar_chart(bars, colours, _step_axis(), Axis(f"{name} per step", (0.0,)))
     words = "Where the time of a step went." + (f" A bar is the mean of {share} steps." if share > 1 else "")
@@ -163,7 +163,7 @@ def _saved(steps: Sequence[StepFinished]) -> Figure:
     spent = list(accumulate(step.rollout_s for step in steps))
     plain = list(accumulate(step.rollout_s + step.saved_s for step in steps))
     unit, name = _time_unit(max(spent[-1], plain[-1]))
-    numbers = [step.step + 1 for step in steps]
+    numbers = [step.step for step in steps]
 
     def line(label: str, seconds: Sequence[float], colour: str) -> Line:
         return Line(label, [(n, s / unit) for n, s in zip(numbers, seconds, strict=True)], colour)
@@ -184,11 +184,11 @@ def _replays(replays: Sequence[ReplayCompared]) -> Figure:
     bars = []
     for index, replay in enumerate(replays):
         same = "the same tokens" if replay.identical else "OTHER TOKENS"
-        said = f"step {replay.step + 1}: plain {duration(replay.plain_s)}, TLT {duration(replay.tlt_s)}, {same}"
+        said = f"step {replay.step}: plain {duration(replay.plain_s)}, TLT {duration(replay.tlt_s)}, {same}"
         bars.append(Bar(index - 0.36, 0.36, (replay.plain_s / unit, 0.0), said))
         bars.append(Bar(index, 0.36, (0.0, replay.tlt_s / unit), said))
     stride = -(-len(replays) // _MOST_NAMES)
-    names = tuple((float(index), str(replays[index].step + 1)) for index in range(0, len(replays), stride))
+    names = tuple((float(index), str(replays[index].step)) for index in range(0, len(replays), stride))
     x = Axis("step", (-0.5, max(len(replays), _LEAST_PAIRS) - 0.5), names=names)
     svg = bar_chart(bars, ("c5", "c3"), x, Axis(name, (0.0,)))
     identical = sum(replay.identical for replay in replays)
@@ -223,7 +223,7 @@ def _shapes(chosen: Sequence[ShapesChosen]) -> Figure:
 
 def _by_depth(drafter: str, chosen: Sequence[ShapesChosen]) -> Figure:
     """Over the steps, at a few depths; hovering names them all."""
-    told = [(one.step + 1, shares) for one in chosen for name, shares in one.by_depth if name == drafter]
+    told = [(one.step, shares) for one in chosen for name, shares in one.by_depth if name == drafter]
     deepest = max(len(shares) for _, shares in told)
     lines = [
         Line(f"depth {depth}", [(step, shares[depth - 1]) for step, shares in told if depth <= len(shares)], colour)
@@ -268,7 +268,7 @@ def _workers(told: Sequence[WorkerSpans]) -> Figure:
     lanes = [Lane(str(worker), [shown(worker, span) for span in by_worker[worker]]) for worker in chosen]
     idle = sum(seconds for what, _, seconds in every if what == "idle") / sum(seconds for _, _, seconds in every)
     part = f" ({len(lanes)} of {len(by_worker)})" if len(lanes) < len(by_worker) else ""
-    words = f"What each worker{part} did in step {step + 1}: {idle:.1%} of their time idle."
+    words = f"What each worker{part} did in step {step}: {idle:.1%} of their time idle."
     entries = tuple(Entry(what, colour) for what, colour in _DOING.items() if any(what == span[0] for span in every))
     return Figure("Workers", words, entries, lane_chart(lanes, Axis(f"{name} since the step began")))
 
@@ -329,7 +329,7 @@ def _alive(lengths: Sequence[int], at: int) -> float:
 def _last(rollouts: Sequence[RolloutFinished]) -> tuple[list[int], str]:
     some = rollouts[-_SMOOTH:]
     if len(some) == 1:
-        return _pooled(some), f"step {some[0].step + 1}"
+        return _pooled(some), f"step {some[0].step}"
     return _pooled(some), f"the last {len(some)} steps"
 
 
@@ -345,7 +345,7 @@ def _step_axis() -> Axis:
 
 
 def _columns(steps: Sequence[StepFinished], say: Callable[[StepFinished], str]) -> list[Column]:
-    return [Column(step.step + 1, f"step {step.step + 1}: {say(step)}") for step in steps]
+    return [Column(step.step, f"step {step.step}: {say(step)}") for step in steps]
 
 
 def _entries(lines: Sequence[Line]) -> tuple[Entry, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from tlt.watch.events import (
-    CheckpointSaved,
     Event,
     Recorded,
     Run,
@@ -50,13 +49,11 @@ def _step_of(event: Event) -> int | None:
 
 
 def _undone(event: Event, resumed: int) -> bool:
-    """Whether a run resumed with `resumed` steps taken has lost what this event tells, and computes it again."""
+    """Whether a run resumed after step `resumed` has lost what this event tells, and computes it again."""
     if isinstance(event, RunFinished | RunFailed):
         return True  # it did not end there after all
     step = _step_of(event)
-    if step is None:
-        return False
-    return step > resumed if isinstance(event, CheckpointSaved | RunResumed) else step >= resumed
+    return step is not None and step > resumed
 
 
 def events_of(run: Run, kind: type[E]) -> tuple[E, ...]:

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 from tlt.config import RunConfig
 from tlt.errors import ReaderError, TltError
 from tlt.recipe import to_toml
-from tlt.watch.events import CONFIG_FILE, EVENTS_FILE, Event, ReaderFailed, Recorded, RunStarted
+from tlt.watch.events import CONFIG_FILE, EVENTS_FILE, FORMAT, Event, ReaderFailed, Recorded, RunStarted
 
 
 class Reader(Protocol):
@@ -46,7 +46,9 @@ class EventLog:
             if isinstance(value, float) and not isfinite(value):
                 raise TltError(f"{kind} has {name} = {value}; a run cannot go on from a number that is not finite")
         record = Recorded(time.time(), event)
-        self._append(json.dumps({"time": record.time, "kind": kind, "fields": values}).encode() + b"\n")
+        self._append(
+            json.dumps({"time": record.time, "format": FORMAT, "kind": kind, "fields": values}).encode() + b"\n"
+        )
         # on disk first: a reader that fails costs no event
         for failure in [failure for reader in tuple(self._readers) if (failure := self._tell(reader, record))]:
             self.emit(failure)

@@ -151,7 +151,7 @@ def _answers(answers: Sequence[AnswerShown]) -> str:
 
 
 def _answer(shown: AnswerShown) -> str:
-    heading = f"Step {shown.step + 1}, reward {shown.reward:.3g}, {shown.tokens} tokens"
+    heading = f"Step {shown.step}, reward {shown.reward:.3g}, {shown.tokens} tokens"
     texts = f'<p class="asked">{escape(shown.question)}</p><p>{escape(shown.answer)}</p>'
     return f'<div class="answer"><h3>{heading}</h3>{texts}</div>'
 
@@ -161,7 +161,7 @@ def _step_table(steps: Sequence[StepFinished]) -> str:
     shown = [*steps[::stride], *([steps[-1]] if (len(steps) - 1) % stride else [])]
     head = "".join(f'<th scope="col">{name.replace("/", " ")}</th>' for name in STEP_METRICS)
     rows = "".join(
-        f'<tr><th scope="row">{step.step + 1}</th>'
+        f'<tr><th scope="row">{step.step}</th>'
         + "".join(f"<td>{_number(getattr(step, field))}</td>" for field in STEP_METRICS.values())
         + "</tr>"
         for step in shown

@@ -34,7 +34,7 @@ class TensorBoard:
         event = record.event
         if isinstance(event, RunResumed):
             self.close()
-            self._writer = self._open(self._directory, purge_step=event.step)
+            self._writer = self._open(self._directory, purge_step=event.step + 1)
         if isinstance(event, RolloutFinished) and event.lengths:
             lengths = self._as_array(event.lengths)
             self._written().add_histogram("length/all", lengths, event.step, walltime=record.time)
