@@ -52,8 +52,8 @@ def of_families() -> dict[str, dict[str, float]]:
 
 
 def of_model(directory: Path) -> dict[str, float]:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
     rows = [torch.tensor(tokenizer.encode(text)) for text in TEXTS]
     return compare(theirs, load_policy(directory), rows)
 

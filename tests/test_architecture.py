@@ -228,6 +228,16 @@ def broad_excepts(modules: list[Module]) -> Iterator[str]:
                     yield f"{module}, line {node.lineno}"
 
 
+def code_from_model_directories(modules: list[Module]) -> Iterator[str]:
+    """Transformers runs Python files of a model directory if it is allowed to, and asks on the terminal if not told."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".from_pretrained", ".from_config")):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if given.get("trust_remote_code") != "False":
+                    yield f"{module}, line {node.lineno}, does not say trust_remote_code=False"
+
+
 def long_functions(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         for node in ast.walk(module.tree):
@@ -287,6 +297,13 @@ RULES: list[tuple[Rule, list[list[Module]]]] = [
         [
             [plain("tlt.text", f"try:\n    x\nexcept{what}:\n    pass")]
             for what in ("", " Exception", " BaseException as error", " (KeyError, Exception)")
+        ],
+    ),
+    (
+        code_from_model_directories,
+        [
+            [plain("tlt.text", f"AutoTokenizer.from_pretrained(path{more})")]
+            for more in ("", ", trust_remote_code=True", ", trust_remote_code=trusted", ", **{}")
         ],
     ),
     (

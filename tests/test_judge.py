@@ -1,23 +1,40 @@
 """The judge: a user's reward in its own process. What raises, hangs, dies or is no number is named, never a zero."""
 
 import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings
 from tlt.errors import TaskError
 from tlt.rollout import rollout
 from tlt.tasks.judge import DirectJudge, ProcessJudge, Verdict
+from tlt.tasks.judge_wire import InvalidReply, opening_reply, read_opening_reply, read_scores_reply, scores_reply
+from tlt.tasks.rewards import Failed, Ready, Refused
 from tlt.types import Completion, Key, Message, Prompt, SamplingParams, Timing
 from tlt.watch.events import RewardsFailed, read_run
 
 # What the answer says is what happens.
 OBEYS = """
-import os, sys, time
+import os, pickle, sys, time
+LINE = int(sys.argv[1])
+class Touches:
+    def __reduce__(self):
+        return open, (__file__ + ".touched", "w")
 def reward(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
         raise KeyError("no such thing")
@@ -35,6 +52,17 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
         return None
     if solution_str == "pid":
         return os.getpid()
+    if solution_str == "strange signal":
+        os.kill(os.getpid(), 40)
+    if solution_str == "sends a pickle":
+        frame = pickle.dumps(Touches())
+        os.write(LINE, len(frame).to_bytes(8, "big") + frame)
+    if solution_str == "announces too much":
+        os.write(LINE, (2**60).to_bytes(8, "big"))
+    if solution_str == "sends bytes slowly":
+        for byte in (1000).to_bytes(8, "big") + bytes(1000):
+            os.write(LINE, bytes([byte]))
+            time.sleep(0.05)
     if solution_str == "torch":
         return "torch" in sys.modules
     return len(solution_str)
@@ -122,6 +150,119 @@ def test_several_processes_judge_in_order_and_survive_failures(obeying: TaskSett
     with ProcessJudge(replace(obeying, reward_processes=3)) as judge:
         assert rewards(judge, *texts) == [1.0, -1.0, 2.0, -1.0, 3.0, -1.0, *map(float, range(20))]
         assert len(set(rewards(judge, *["pid"] * 60))) <= 3
+
+
+def test_whatever_the_process_sends_nothing_of_it_is_run(court: ProcessJudge, obeying: TaskSettings) -> None:
+    texts = ("sends a pickle", "announces too much", "sends bytes slowly", "strange signal", "a")
+    found = verdicts(court, *texts)
+    assert [(v.failure.kind, v.failure.message) for v in found if v.failure] == [
+        ("died", "the reward's process was ended, as it sent a message that is not UTF-8 text"),
+        ("died", f"the reward's process was ended, as it sent a message of {2**60} bytes; expected at most {2**26}"),
+        ("timed out", "no reward within 0.5 s"),
+        ("died", "the reward ended its process (signal 40)"),
+    ]
+    assert found[-1] == Verdict(1.0)
+    assert not Path(obeying.reward.removesuffix(":reward") + ".touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("[1.0]", "something other than a list of 2 scores"),
+        ("[1.0, 2.0, 3.0]", "something other than a list of 2 scores"),
+        ('{"refused": "no"}', "something other than a list of 2 scores"),
+        ("[1.0, true]", "a score that is neither a number nor a failure"),
+        ("[1.0, null]", "a score that is neither a number nor a failure"),
+        ('[1.0, "2.0"]', "a score that is neither a number nor a failure"),
+        ('[1.0, {"died": "x"}]', "a score that is neither a number nor a failure"),
+        ('[1.0, {"raised": 1}]', "a score that is neither a number nor a failure"),
+        ("[" * 1000, "a message that is nested deeper than 64 levels"),
+        ("1" * 5000, "a message that holds an integer with too many digits"),
+    ],
+)
+def test_scores_are_checked(reply: str, expected: str) -> None:
+    with pytest.raises(InvalidReply) as caught:
+        read_scores_reply(reply.encode(), 2)
+    assert str(caught.value) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(reply=st.binary(max_size=80) | st.text('[]{}":,0123456789.eEN-raisedfu ', max_size=80).map(str.encode))
+def test_no_reply_does_more_than_be_refused(reply: bytes) -> None:
+    for read in (read_opening_reply, lambda payload: read_scores_reply(payload, 1)):
+        with suppress(InvalidReply):
+            read(reply)
+
+
+def test_replies_say_what_was_said() -> None:
+    scores = (0.1, -1e12, Failed("raised", "Traceback\n\udcff"), Failed("no number", "x" * 10_000))
+    assert read_scores_reply(scores_reply(scores), 4) == (
+        *scores[:2],
+        Failed("raised", "Traceback\n\\udcff"),
+        Failed("no number", "x" * 8000),
+    )
+    assert [score.kind for score in read_scores_reply(b"[1e400, NaN]", 2) if isinstance(score, Failed)] == [
+        "no number"
+    ] * 2
+    for said in (Ready(True, ("level", "köln")), Ready(False, ()), Refused("no such file")):
+        assert read_opening_reply(opening_reply(said)) == said
+    for wrong in (
+        "[]",
+        '{"takes_groups": 1, "needs": []}',
+        '{"takes_groups": true, "needs": ["a b"]}',
+        '{"refused": 1}',
+    ):
+        with pytest.raises(InvalidReply, match="no answer to its opening"):
+            read_opening_reply(wrong.encode())
+
+
+# ---- processes and their parent
+
+HOLDS_THE_LOCK = """
+import ctypes, os
+def reward(solution_str, ground_truth):
+    open(__file__ + ".pid", "w").write(f"{os.getpid()}\\n")
+    ctypes.PyDLL(None).sleep(600)  # unlike CDLL, keeps the interpreter's lock
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread looks for the parent, which needs the lock")
+def test_a_process_dies_with_a_run_that_is_killed_whatever_it_does(reward_file: Any, tmp_path: Path) -> None:
+    name = reward_file(HOLDS_THE_LOCK)
+    code = f"""
+from tlt.config import TaskSettings
+from tlt.tasks.judge import ProcessJudge
+from tlt.types import Completion, Key, Prompt, Timing
+answer = Completion(Key(0, 0), (), (), "x", (), (), "eos", 0, Timing(0.0, 0.0))
+ProcessJudge(TaskSettings(reward={name!r}, reward_timeout_s=600.0)).judge([(Prompt("p", "2+2?"), answer)])
+"""
+    noted = tmp_path / "mine.py.pid"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1]) as driver:
+        while not (noted.exists() and noted.read_text().endswith("\n")):
+            assert driver.poll() is None
+            time.sleep(0.02)
+        process = os.pidfd_open(int(noted.read_text()))  # also of one that nobody reaps
+        driver.kill()
+    try:
+        assert select.select([process], [], [], 30.0)[0], "the judging process outlives its run"
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+
+
+def test_a_process_whose_parent_is_gone_leaves_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "tlt.tasks.judge_child", str(theirs.fileno()), str(os.getppid())]
+    with ours, theirs:
+        left = subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60, capture_output=True)
+    assert (left.returncode, left.stderr) == (1, b"")
+
+
+def test_a_process_that_a_thread_started_outlives_the_thread(court: ProcessJudge) -> None:
+    with ThreadPoolExecutor(1) as thread:  # as the judging beside a rollout: one per step
+        first = thread.submit(rewards, court, "die", "pid").result()
+    assert rewards(court, "pid") == first[1:]
 
 
 @pytest.mark.parametrize(

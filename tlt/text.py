@@ -26,7 +26,7 @@ class Tokenizer:
         directory = Path(path)
         if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer in {directory}: expected tokenizer.json and tokenizer_config.json")
-        inner = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        inner = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         if inner.eos_token_id is None:
             raise ModelError(f"the tokenizer in {directory} names no eos_token; answers could never end: add one")
         return cls(inner, frozenset({inner.eos_token_id, *_declared_eos(directory)}))

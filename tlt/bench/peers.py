@@ -137,7 +137,9 @@ def transformers_model(model: Transformer) -> Any:
 
     config = AutoConfig.for_model(**dict(model.config.source))
     with torch.device(model.embed.device):
-        theirs = AutoModelForCausalLM.from_config(config, dtype=model.embed.dtype, attn_implementation="sdpa")
+        theirs = AutoModelForCausalLM.from_config(
+            config, dtype=model.embed.dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
     ours = dict(model.named_parameters())
     wanted = places(model.config)
     for name, parameter in theirs.named_parameters():

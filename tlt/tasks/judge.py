@@ -6,21 +6,32 @@ that nobody sees. A process that hung or died is replaced. Knows nothing of what
 """
 
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
-from multiprocessing.connection import Pipe, wait
-from typing import Any, Protocol, Self
+from multiprocessing.connection import wait
+from typing import Protocol, Self, TypeVar
 
 from tlt.config import TaskSettings
 from tlt.errors import TaskError
+from tlt.tasks.judge_wire import (
+    LARGEST_FRAME,
+    InvalidReply,
+    read_opening_reply,
+    read_scores_reply,
+    receive_frame,
+    send_frame,
+)
 from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused, number_of
 from tlt.tasks.task import Task
 from tlt.types import Completion, Prompt
@@ -31,6 +42,7 @@ _SHOWN = 200  # characters of an answer in a message
 Answer = tuple[Prompt, Completion]
 Call = tuple[int, ...]  # the answers judged in one call, by number
 Score = float | Failed
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,39 +180,32 @@ class _Child:
     """One judging process. A call at a time: `begin`, then `finish` when it is over or its time is."""
 
     def __init__(self, opening: Opening) -> None:
-        self.connection, theirs = Pipe()
+        self.line, theirs = socket.socketpair()
+        self._answers = 0  # that it was asked to judge, by the last call
         self._limit_s = _START_TIMEOUT_S
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tlt.tasks.judge_child", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what the user's code prints goes where errors go
-                start_new_session=True,  # Ctrl-C is ours; and its processes end with it
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            self._process = _starter(os.getpid()).submit(_start_process, theirs.fileno()).result()
         self.deadline = time.monotonic() + _START_TIMEOUT_S
         self._send(opening)
         self.ready = self._opened()
 
     def begin(self, cases: tuple[Case, ...], limit_s: float) -> None:
-        self._limit_s = limit_s
+        self._answers, self._limit_s = len(cases), limit_s
         self.deadline = time.monotonic() + limit_s
         self._send(cases)
 
     def finish(self) -> Sequence[Score] | Failed:
         """The scores; Failed if there are none, and then the process has been ended."""
-        scores: Sequence[Score] | Failed = self._receive()
-        return scores
+        return self._receive(lambda payload: read_scores_reply(payload, self._answers))
 
     def end(self) -> int:
         """Ends the process and what it has started, and says how it ended."""
-        self.connection.close()
+        self.line.close()
         os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         return self._process.wait()
 
     def _opened(self) -> Ready:
-        answer = self._receive()
+        answer = self._receive(read_opening_reply)
         if isinstance(answer, Ready):
             return answer
         if isinstance(answer, Refused):
@@ -209,17 +214,38 @@ class _Child:
         raise TaskError(f"the reward's process did not start; it {answer.kind}: {answer.message}")
 
     def _send(self, message: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died, and receiving will say so
-            self.connection.send(message)
+        with suppress(ConnectionError, TimeoutError):  # it has died or hangs, and receiving will say so
+            send_frame(self.line, pickle.dumps(message), self.deadline)
 
-    def _receive(self) -> Any:
+    def _receive(self, read: Callable[[bytes], T]) -> T | Failed:
         try:
-            if self.connection.poll(max(0.0, self.deadline - time.monotonic())):
-                return self.connection.recv()
-        except (EOFError, ConnectionResetError):
+            return read(receive_frame(self.line, self.deadline, LARGEST_FRAME))
+        except (EOFError, ConnectionError):
             return Failed("died", f"the reward ended its process ({_how(self.end())})")
-        self.end()
-        return Failed("timed out", f"no reward within {self._limit_s:g} s")
+        except InvalidReply as error:
+            self.end()
+            return Failed("died", f"the reward's process was ended, as it sent {error}")
+        except TimeoutError:
+            self.end()
+            return Failed("timed out", f"no reward within {self._limit_s:g} s")
+
+
+@cache
+def _starter(process: int) -> ThreadPoolExecutor:
+    """The thread of this process that starts judging processes. It stays as long as the process does: on Linux a
+    judging process is killed when the thread that started it ends, and judges are called from threads of a step."""
+    return ThreadPoolExecutor(1, thread_name_prefix=f"judge-starter-{process}")
+
+
+def _start_process(line: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "tlt.tasks.judge_child", str(line), str(os.getpid())],
+        pass_fds=[line],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what the user's code prints goes where errors go
+        start_new_session=True,  # Ctrl-C is ours; and its processes end with it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
 
 
 def case_of(prompt: Prompt, completion: Completion) -> Case:
@@ -240,14 +266,15 @@ def _first_to_finish(children: Sequence[_Child]) -> list[_Child]:
     over: list[_Child] = []
     while not over:
         patience = max(0.0, min(child.deadline for child in children) - time.monotonic())
-        heard = wait([child.connection for child in children], timeout=patience)
+        heard = wait([child.line for child in children], timeout=patience)
         now = time.monotonic()
-        over = [child for child in children if child.connection in heard or child.deadline <= now]
+        over = [child for child in children if child.line in heard or child.deadline <= now]
     return over
 
 
 def _how(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    names = {known.value: known.name for known in signal.Signals}  # not of every real-time signal
+    return f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
 
 
 def _complaint(case: Case, failed: Failed) -> str:

@@ -1,0 +1,115 @@
+"""Messages between the run and a judging process: frames on a socket, and what a frame may hold.
+
+To the process go pickled records: a row may hold any type, and the process runs the user's code anyway. Back comes
+JSON, checked field by field: whatever the process sends, the run gets numbers, text or an error, and executes nothing.
+A frame is its length in 8 bytes and then as many bytes. Knows nothing of processes, rewards and time limits.
+"""
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.strict_json import InvalidJson, parse
+from tlt.tasks.rewards import Failed, FailureKind, Ready, Refused, number_of
+
+LARGEST_FRAME = 2**26  # bytes that the run takes from a process
+LONGEST_TEXT = 8000  # characters of a message; the rest of a longer one is left out
+_SHORTEST_WAIT_S = 1e-3  # a socket's timeout of 0 means another thing
+_HEAD = struct.Struct(">Q")
+_KINDS: dict[str, FailureKind] = {"raised": "raised", "no number": "no number"}  # a process cannot report its own end
+
+
+class InvalidReply(Exception):
+    """A judging process sent something other than what was asked for. The message goes behind "it sent"."""
+
+
+# ---- frames
+
+
+def send_frame(line: socket.socket, payload: bytes, deadline: float | None = None) -> None:
+    """Raises TimeoutError at `deadline`, a time of time.monotonic."""
+    _limit(line, deadline)
+    line.sendall(_HEAD.pack(len(payload)) + payload)
+
+
+def receive_frame(line: socket.socket, deadline: float | None = None, largest: int | None = None) -> bytes:
+    """Raises EOFError where the other side has hung up, InvalidReply where it announces more than `largest` bytes, and
+    TimeoutError at `deadline`, however slowly the bytes come."""
+    (length,) = _HEAD.unpack(_receive(line, _HEAD.size, deadline))
+    if largest is not None and length > largest:
+        raise InvalidReply(f"a message of {length} bytes; expected at most {largest}")
+    return _receive(line, length, deadline)
+
+
+def _receive(line: socket.socket, count: int, deadline: float | None) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        _limit(line, deadline)
+        part = line.recv(min(count - len(received), 2**20))
+        if not part:
+            raise EOFError
+        received += part
+    return bytes(received)
+
+
+def _limit(line: socket.socket, deadline: float | None) -> None:
+    line.settimeout(None if deadline is None else max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
+
+
+# ---- replies
+
+
+def opening_reply(reply: Ready | Refused) -> bytes:
+    if isinstance(reply, Refused):
+        return _encoded({"refused": _text(reply.message)})
+    return _encoded({"takes_groups": reply.takes_groups, "needs": list(reply.needs)})
+
+
+def scores_reply(scores: Sequence[float | Failed]) -> bytes:
+    return _encoded([{s.kind: _text(s.message)} if isinstance(s, Failed) else s for s in scores])
+
+
+def read_opening_reply(payload: bytes) -> Ready | Refused:
+    match _decoded(payload):
+        case {"refused": str(message), **rest} if not rest:
+            return Refused(message[:LONGEST_TEXT])
+        case {"takes_groups": bool(takes_groups), "needs": [*needs], **rest} if not rest:
+            if all(isinstance(name, str) and name.isidentifier() for name in needs):
+                return Ready(takes_groups, tuple(needs))
+    raise InvalidReply("no answer to its opening")
+
+
+def read_scores_reply(payload: bytes, count: int) -> tuple[float | Failed, ...]:
+    values = _decoded(payload)
+    if not isinstance(values, list) or len(values) != count:
+        raise InvalidReply(f"something other than a list of {count} scores")
+    return tuple(_score(value) for value in values)
+
+
+def _score(value: Any) -> float | Failed:
+    if type(value) in (int, float):
+        return number_of(value)
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, message),) = value.items()
+        if kind in _KINDS and isinstance(message, str):
+            return Failed(_KINDS[kind], message[:LONGEST_TEXT])
+    raise InvalidReply("a score that is neither a number nor a failure")
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _decoded(payload: bytes) -> Any:
+    try:
+        return parse(payload)
+    except InvalidJson as error:
+        raise InvalidReply(f"a message that {error}") from None
+
+
+def _text(message: str) -> str:
+    """Half characters, as in names of files that are not UTF-8, become their escapes."""
+    return message.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
