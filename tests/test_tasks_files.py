@@ -208,8 +208,8 @@ def test_a_wrong_row_is_named(tmp_path: Path, rows: list[Any], expected: str) ->
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"none\.jsonl: no such file"):
         task(str(tmp_path / "none.jsonl"))
-    with pytest.raises(TaskError, match=r"ends in '\.csv'; expected a file that ends in \.jsonl"):
-        task(str(tmp_path / "rows.csv"))
+    with pytest.raises(TaskError, match=r"ends in '\.txt'; expected a file that ends in \.jsonl"):
+        task(str(tmp_path / "rows.txt"))
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"prompt": "caf\xe9", "answer": "x"}\n')
     with pytest.raises(TaskError, match=r"latin\.jsonl:1: is not UTF-8"):
@@ -241,7 +241,7 @@ def test_a_system_message_for_a_plain_prompt_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({"name": "files"}, "path is ''; expected a JSONL or parquet file"),
+        ({"name": "files"}, "path is ''; expected a file of prompts"),
         ({"path": "x.jsonl"}, 'set name = "files"'),
         ({"template": "Q:"}, r"template is 'Q:'; expected a text with \{prompt\}"),
         ({"reward": "exakt"}, r"reward is 'exakt'; expected exact, gsm8k, math or FILE\.py:FUNCTION"),

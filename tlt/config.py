@@ -103,7 +103,7 @@ class TaskSettings:
     name: Literal["toy", "steps", "files"] = "toy"  # who asks and judges: a built-in task, or a file and a reward
     prompts: int = 64  # prompts per step
     group: int = 1  # answers per prompt
-    path: str = ""  # file of prompts, JSONL or parquet; needs name = "files", as all that follows
+    path: str = ""  # .jsonl, .json, .csv, .parquet, .arrow or saved dataset; needs name = "files", as all that follows
     prompt_column: str = ""  # column of the prompt; "" takes prompt or question
     reference_column: str = ""  # column of the reference; "" takes reward_model, ground_truth, answer or label
     template: str = ""  # text around a plain prompt, with {prompt} in its place; "" takes the prompt as it is
@@ -122,7 +122,7 @@ class TaskSettings:
         _require(self.prompts >= 1, "prompts", self.prompts, "at least 1")
         _require(self.group >= 1, "group", self.group, "at least 1")
         files = self.name == "files"
-        _require(bool(self.path) or not files, "path", self.path, 'a JSONL or parquet file, as name is "files"')
+        _require(bool(self.path) or not files, "path", self.path, 'a file of prompts, as name is "files"')
         _require(files or not self.path, "path", self.path, f'nothing, as name is "{self.name}"; set name = "files"')
         _require(not self.template or "{prompt}" in self.template, "template", self.template, "a text with {prompt}")
         known = self.reward in ("exact", "gsm8k", "math") or re.fullmatch(r".+\.py:[^\W\d]\w*", self.reward)

@@ -1,13 +1,12 @@
-"""A task from a file: prompts and references from JSONL or parquet rows, in the layouts people already have.
+"""A task from a file: prompts and references from its rows, in the layouts people already have.
 
 The prompts of a step are a function of (file, seed, step, count): epochs follow each other, each in its own order, and
-step s stands at position s · count, so a resumed run needs nothing but its step. A prompt's id is the file's name and
-its line (JSONL, from 1) or row (parquet, from 0). A row that is not what was expected is an error that names it.
-Knows columns and text; knows nothing of tokens.
+step s stands at position s · count, so a resumed run needs nothing but its step. A prompt's id is its row's. A row that
+is not what was expected is an error that names it. Knows columns and text; knows nothing of formats or tokens.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 
 from tlt.config import TaskSettings
 from tlt.errors import TaskError, shown
-from tlt.strict_json import InvalidJson, parse
 from tlt.tasks.judge import ProcessJudge
 from tlt.tasks.math import MARKER, gsm8k_reference
 from tlt.tasks.rewards import BUILT_IN
+from tlt.tasks.rows import Row, read_rows
 from tlt.types import Completion, Message, Prompt
 
 PROMPT_COLUMNS = ("prompt", "question")
@@ -50,64 +49,6 @@ def _order(rows: int, seed: int, epoch: int) -> Sequence[int]:
     order = list(range(rows))
     random.Random(f"files/{seed}/{epoch}").shuffle(order)
     return order
-
-
-# ---- rows
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    id: str
-    origin: str  # where it stands, for messages
-    columns: Mapping[str, Any]
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, by its ending; blank lines are passed over."""
-    readers = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".parquet": _parquet_rows}
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise TaskError(f"task.path {path}: ends in {path.suffix!r}; expected a file that ends in {', '.join(readers)}")
-    if not path.is_file():
-        raise TaskError(f"task.path {path}: no such file; expected JSONL or parquet, relative to {Path.cwd()}")
-    return reader(path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Row(f"{path.name}:{number}", f"{path}:{number}", _parse(line, f"{path}:{number}"))
-    except OSError as error:
-        raise TaskError(f"task.path {path}: cannot be read ({error.strerror})") from None
-
-
-def _parse(line: bytes, origin: str) -> dict[str, Any]:
-    try:
-        record = parse(line.strip())
-    except InvalidJson as error:
-        raise TaskError(f"{origin}: {error}; expected one object per line") from None
-    if not isinstance(record, dict):
-        raise TaskError(f"{origin}: is {shown(record)}; expected an object, {{column: value, …}}")
-    return record
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError:
-        raise TaskError(f"{path}: parquet needs pyarrow, which is not installed; pip install 'tlt-rl[data]'") from None
-    number = 0
-    try:
-        with ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for columns in batch.to_pylist():
-                    yield Row(f"{path.name}:{number}", f"{path}, row {number}", columns)
-                    number += 1
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: text, dates
-        raise TaskError(f"{path}: cannot be read as parquet ({shown(str(error))})") from None
 
 
 # ---- prompts

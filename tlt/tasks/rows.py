@@ -1,0 +1,225 @@
+"""Rows of the files people keep prompts in: JSON lines, JSON, CSV, parquet, Arrow, and what `datasets` saves to disk.
+
+A row's id is the file's name and its line (JSON lines, from 1) or its row (all others, from 0). A file, line or row
+that cannot be read is an error that names it. Knows formats; knows nothing of what the columns mean.
+"""
+
+import csv
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.errors import TaskError, shown
+from tlt.strict_json import InvalidJson, parse, read_object
+
+_STATE = "state.json"  # in a directory of `save_to_disk`: which files hold the rows, in order
+_SPLITS = "dataset_dict.json"  # in a directory of such directories: what they are called
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    id: str
+    origin: str  # where it stands, for messages
+    columns: Mapping[str, Any]
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, by its ending, or of a directory that `save_to_disk` wrote."""
+    if path.is_dir():
+        return _saved_rows(path)
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise TaskError(
+            f"task.path {path}: ends in {path.suffix!r}; expected a file that ends in {', '.join(_READERS)}, "
+            "or a directory that save_to_disk of `datasets` wrote"
+        )
+    if not path.is_file():
+        raise TaskError(f"task.path {path}: no such file; expected a file of prompts, relative to {Path.cwd()}")
+    return reader(path)
+
+
+def _numbered(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    for number, columns in enumerate(rows):
+        yield Row(f"{path.name}:{number}", f"{path}, row {number}", columns)
+
+
+def _unreadable(path: Path, error: OSError) -> TaskError:
+    return TaskError(f"task.path {path}: cannot be read ({error.strerror})")
+
+
+# ---- text
+
+
+def _line_rows(path: Path) -> Iterator[Row]:
+    """One JSON object per line; blank lines are passed over."""
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(f"{path.name}:{number}", f"{path}:{number}", _parse(line, f"{path}:{number}"))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _parse(line: bytes, origin: str) -> dict[str, Any]:
+    try:
+        record = parse(line.strip())
+    except InvalidJson as error:
+        raise TaskError(f"{origin}: {error}; expected one object per line") from None
+    return _object(record, origin)
+
+
+def _object(record: Any, origin: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise TaskError(f"{origin}: is {shown(record)}; expected an object, {{column: value, …}}")
+    return record
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    """A list of objects. What begins as an object is read as JSON lines: many tools call those .json too."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return _line_rows(path)
+    try:
+        records = parse(content)
+    except InvalidJson as error:
+        raise TaskError(f"{path}: {error}; expected a list of objects, or one object per line") from None
+    if not isinstance(records, list):
+        raise TaskError(f"{path}: is {shown(records)}; expected a list of objects, or one object per line")
+    return _numbered(path, (_object(record, f"{path}, row {number}") for number, record in enumerate(records)))
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a prompt may be longer than the 128 KiB csv takes by itself
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            yield from _numbered(path, _csv_columns(path, csv.reader(text, strict=True)))
+    except UnicodeDecodeError:
+        raise TaskError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
+    except csv.Error as error:
+        raise TaskError(f"{path}: cannot be read as CSV ({error})") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _csv_columns(path: Path, lines: Iterable[list[str]]) -> Iterator[dict[str, Any]]:
+    """Each line by the names in the first; every value is text, and an empty one is None."""
+    filled = (line for line in lines if line)
+    names = next(filled, [])
+    if len(set(names)) < len(names):
+        raise TaskError(f"{path}: its first line is {shown(names)}; expected the names of its columns, each once")
+    for number, line in enumerate(filled):
+        if len(line) != len(names):
+            raise TaskError(f"{path}, row {number}: has {len(line)} values; expected {len(names)}: {', '.join(names)}")
+        yield {name: value or None for name, value in zip(names, line, strict=True)}
+
+
+# ---- Arrow
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    return _numbered(path, _from_batches(path, "parquet", _parquet_batches))
+
+
+def _arrow_rows(path: Path) -> Iterator[Row]:
+    return _numbered(path, _from_batches(path, "Arrow", _arrow_batches))
+
+
+def _saved_rows(path: Path) -> Iterator[Row]:
+    """A directory that `Dataset.save_to_disk` wrote: one or more Arrow files, named in order by state.json."""
+    if (path / _SPLITS).is_file():
+        splits = read_object(path / _SPLITS, TaskError, "save the dataset again").get("splits")
+        raise TaskError(f"task.path {path}: holds the splits {shown(splits)}; name one: {path}/SPLIT")
+    if not (path / _STATE).is_file():
+        raise TaskError(
+            f"task.path {path}: is a directory without {_STATE}; expected a file, or a directory that save_to_disk of "
+            "`datasets` wrote"
+        )
+    files = read_object(path / _STATE, TaskError, "save the dataset again").get("_data_files")
+    files = files if isinstance(files, list) else [files]
+    listed = [file.get("filename") if isinstance(file, dict) else None for file in files]
+    named = [name for name in listed if isinstance(name, str)]
+    if not named or len(named) < len(listed):
+        raise TaskError(f"{path / _STATE}: its _data_files are {shown(files)}; expected names of files: save it again")
+    rows = (columns for name in named for columns in _from_batches(path / name, "Arrow", _arrow_batches))
+    return _numbered(path, rows)
+
+
+def _from_batches(path: Path, kind: str, read: Callable[[Path], Iterator[Any]]) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow
+    except ModuleNotFoundError:
+        raise TaskError(f"{path}: {kind} needs pyarrow, which is not installed; pip install 'tlt-rl[data]'") from None
+    try:
+        for batch in read(path):
+            coded = [field for field in batch.schema if _holds_json(field)]
+            for row in batch.to_pylist():
+                yield row | {field.name: _decoded(row[field.name], field) for field in coded}
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: text, dates
+        raise TaskError(f"{path}: cannot be read as {kind} ({shown(str(error))})") from None
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        yield from file.iter_batches()
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Of a file in Arrow's stream format, as `datasets` writes it, or in its file format."""
+    from pyarrow import OSFile, ipc
+
+    with OSFile(str(path)) as file:
+        begins_as_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if begins_as_file:
+            reader = ipc.open_file(file)
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            yield from ipc.open_stream(file)
+
+
+def _holds_json(field: Any) -> bool:
+    """Whether values of several types are kept as JSON text, here or further in: `Json` of `datasets`."""
+    return _is_json(field) or any(_holds_json(inner) for inner in _inner(field.type))
+
+
+def _is_json(field: Any) -> bool:
+    name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()  # where pyarrow does not know the type
+    return bool(getattr(field.type, "extension_name", name) == "arrow.json")
+
+
+def _inner(type_: Any) -> list[Any]:
+    from pyarrow import types
+
+    if types.is_struct(type_):
+        return [type_.field(index) for index in range(type_.num_fields)]
+    is_list = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
+    return [type_.value_field] if is_list else []
+
+
+def _decoded(value: Any, field: Any) -> Any:
+    if value is None:
+        return None
+    if _is_json(field):
+        return parse(value if isinstance(value, bytes) else value.encode())
+    inner = _inner(field.type)
+    if isinstance(value, dict):
+        return {one.name: _decoded(value[one.name], one) for one in inner}
+    return [_decoded(item, inner[0]) for item in value] if inner else value
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _line_rows,
+    ".ndjson": _line_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
+}
