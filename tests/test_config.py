@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,26 @@ def test_a_wrong_recipe_is_refused(tmp_path: Path, text: str, expected: str) -> 
 )
 def test_a_wrong_flag_is_refused(flags: list[str], expected: str) -> None:
     assert expected in message(None, *flags)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "...", "/tmp/run", "a/b", "../run", "a\\b", "a\0b", "a\n", "two words", "x" * 201, "é" * 101],
+)
+def test_a_run_is_named_like_a_directory(tmp_path: Path, name: str) -> None:
+    """It is one, below `run.out` and nowhere else, and suffixes fit behind it."""
+    expected = f"run.name is {name!r}; expected letters, digits, '_', '-' or '.', not dots alone, 200 bytes at most"
+    assert expected in message(None, f"--run.name={name}")
+    assert expected in message(recipe(tmp_path, f"[run]\nname = {json.dumps(name)}"))
+
+
+@pytest.mark.parametrize("name", ["run", "v1.2", "..a", "x" * 200, "lauf-größe_2"])
+def test_names_of_runs(name: str) -> None:
+    assert load_config(None, [f"--run.name={name}"]).run.name == name
+
+
+def test_a_run_is_not_kept_where_no_directory_can_be() -> None:
+    assert "run.out is 'a\\x00b'; expected a directory" in message(None, "--run.out=a\0b")
 
 
 def test_a_bad_flag_is_not_blamed_on_the_recipe(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 from tlt.errors import ConfigError
 from tlt.types import SamplingParams
 
+_NAME_BYTES = 200  # of run.name, at most: a file name may have 255, and suffixes take some of them
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -23,7 +24,7 @@ def _require(holds: bool, key: str, value: object, expected: str) -> None:
 class RunSettings:
     """What this run is called, where it writes, and the seed of every draw."""
 
-    name: str = "run"  # the run's directory is out/name
+    name: str = "run"  # the run's directory is out/name; letters, digits, _, - and .
     out: str = "runs"  # directory that holds the runs
     seed: int = 0  # of prompts and sampling; the same seed gives the same rollouts
     steps: int = 100  # steps of reinforcement learning
@@ -32,8 +33,10 @@ class RunSettings:
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
         _require(self.replay_every >= 0, "replay_every", self.replay_every, "0 or more")
-        _require(bool(re.fullmatch(r"[\w.-]+", self.name)), "name", self.name, "letters, digits, '_', '-' or '.'")
-        _require(self.out != "", "out", self.out, "a directory")
+        named = re.fullmatch(r"[\w.-]+", self.name) and self.name.strip(".") and len(self.name.encode()) <= _NAME_BYTES
+        words = f"letters, digits, '_', '-' or '.', not dots alone, {_NAME_BYTES} bytes at most"
+        _require(bool(named), "name", self.name, words)
+        _require(self.out != "" and "\0" not in self.out, "out", self.out, "a directory")
         _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
 
 
