@@ -4,8 +4,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,19 @@ import ray
 
 from tests.fleets import CONFIG, Letters, TinyHost, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
+from tlt.cluster.crew import Crew
 from tlt.cluster.messages import RollReport
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.timeline import Span
 from tlt.config import RunConfig
+from tlt.dispatch import Dispatch
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, StateLost
 from tlt.fleet import LocalFleet
-from tlt.loop import Fleet, Loop, RolloutReport
+from tlt.loop import Fleet, Loop, RolloutReport, ask
 from tlt.tasks.judge import DirectJudge
 from tlt.types import Key, SamplingParams
-from tlt.watch.events import DrafterTrained, Event
+from tlt.watch.events import DrafterTrained, Event, ReplayCompared
 from tlt.watch.workers import FleetPublished, FleetRolledOut, WorkerLost, WorkerReturned, WorkerSpans
 
 STEPS = 2
@@ -151,6 +154,42 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
     assert sum(event.swaps for event in rolled) > 0  # and the third took what they had learned while it wrote
     used = sum(event.drafting_s for event in rolled), sum(event.idle_s for event in rolled)
     assert used[0] > used[1]  # the benchmark measures how much more
+
+
+def test_a_replay_is_timed_as_the_rollout_is(crowd: Crowd, alone: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a driver's clock that counts answers, and to which preparing a worker is very slow."""
+    now = 0.0
+
+    def slower(owner: type, method: str, seconds: float) -> None:
+        original = getattr(owner, method)
+
+        def call(*given: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return original(*given)
+
+        monkeypatch.setattr(owner, method, call)
+
+    slower(Crew, "ask_all", 1000.0)
+    slower(RayFleet, "_heal", 1000.0)
+    slower(Dispatch, "answered", 1.0)
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+    monkeypatch.setattr("tlt.cluster.ray_fleet.time", clock)
+    monkeypatch.setattr("tlt.loop.time", clock)
+    config = replace(crowd.config, run=replace(crowd.config.run, replay_every=1))
+    (replay,) = run(config, crowd.fleet, crowd.story, 1).of(ReplayCompared)
+    assert replay.identical
+    assert replay.tlt_s == replay.plain_s == len(alone.tokens[0])
+
+
+def test_a_worker_that_is_killed_in_a_replay_is_done_without(crowd: Crowd, alone: Story) -> None:
+    asked = ask(0, crowd.config, Letters(), letters())
+    expected = crowd.fleet._dispatch._expected.copy()
+    crowd.arm(0, "rollout", 5)
+    completions, _ = crowd.fleet.replay([request for one in asked for request in one.requests])
+    assert {completion.key: completion.tokens for completion in completions} == alone.tokens[0]
+    assert [event.phase for event in crowd.story.of(WorkerLost)] == ["replay"]
+    assert crowd.fleet._dispatch._expected == expected
 
 
 def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:

@@ -1,9 +1,11 @@
 """The loop: the same step whatever the order, the worker or the drafter; and a policy that learns."""
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch
 import tlt
 from tests.training import LEARNED, numbers, small
 from tlt.drafting.states import Recompute
+from tlt.engine.engine import Engine
 from tlt.errors import ConfigError, TaskError
-from tlt.fleet import LocalFleet
+from tlt.fleet import LocalFleet, Worker
 from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences, is_replayed
 from tlt.policy import TINY_POLICY
 from tlt.spec.learned import LearnedDrafting
@@ -162,6 +165,33 @@ def test_the_middle_one_of_so_many_steps_is_replayed() -> None:
     assert [step for step in range(28) if is_replayed(step, 7)] == [3, 10, 17, 24]
     assert [step for step in range(4) if is_replayed(step, 1)] == [0, 1, 2, 3]
     assert not any(is_replayed(step, 0) for step in range(28))
+
+
+def test_off_against_off_takes_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts ticks, and to which everything before the first one is very slow."""
+    now = 0.0
+
+    def slower(owner: type, method: str, seconds: float) -> None:
+        original = getattr(owner, method)
+
+        def call(*given: object, **named: object) -> object:
+            nonlocal now
+            now += seconds
+            return original(*given, **named)
+
+        monkeypatch.setattr(owner, method, call)
+
+    slower(Engine, "tick", 1.0)
+    slower(Worker, "plain_engine", 1000.0)
+    slower(ToyTask, "sample", 1000.0)
+    for module in ("tlt.loop", "tlt.fleet"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now, sleep=time.sleep))
+    config, events = small(tmp_path, "--run.replay_every=1", "--engine.rows=3"), list[Event]()
+    task, fleet = ToyTask(config.task.toy), LocalFleet(config, events.append)
+    Loop(config, task, TOKENIZER, DirectJudge(task), fleet, events.append).step(0)
+    (replay,) = [event for event in events if isinstance(event, ReplayCompared)]
+    assert replay.identical
+    assert replay.tlt_s == replay.plain_s > 0
 
 
 def test_no_key_comes_twice_in_a_run(tmp_path: Path) -> None:

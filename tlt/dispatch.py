@@ -23,6 +23,12 @@ class Dispatch:
         self._at: dict[int, dict[Key, Request]] = {}  # what each worker has
         self._spare = 0  # requests a worker may have beyond its rows, so that no row waits for the next hand-out
 
+    def apart(self) -> "Dispatch":
+        """Another that knows the same of every prompt, and from now on learns by itself."""
+        other = Dispatch(self._rows)
+        other._expected = dict(self._expected)
+        return other
+
     @property
     def waiting(self) -> int:
         return sum(len(unit) for unit in self._waiting)

@@ -75,6 +75,7 @@ class Worker:
         keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None
         self.engine = build_engine(self.policy, self._with_room(), chooser, self._learned, keeper)
         self.drafter = self._online_drafter(online, keeper, fellows) if online else None
+        self._plain: Engine | None = None  # writes instead of `engine` during a replay
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
 
@@ -112,35 +113,39 @@ class Worker:
 
     # ---- rollout
 
+    @property
+    def _writer(self) -> Engine:
+        return self._plain or self.engine
+
     def submit(self, requests: Sequence[Request]) -> None:
-        self.engine.submit(requests)
+        self._writer.submit(requests)
         self._prompt_ids.update((request.key, request.prompt_id) for request in requests)
 
     @property
     def idle(self) -> bool:
-        return self.engine.idle
+        return self._writer.idle
 
     def tick(self) -> list[Completion]:
-        """The answers that ended in one tick. The drafter will learn from them."""
-        completions = self.engine.tick()
+        """The answers that ended in one tick. The drafter will learn from them, unless this is a replay."""
+        completions = self._writer.tick()
         ids = [self._prompt_ids.pop(completion.key) for completion in completions]
-        if self.drafter and completions:
+        if self.drafter and completions and self._plain is None:
             self.drafter.learn_from(completions, self.engine.version, ids)
         return completions
 
     def finish(self) -> None:
         """Raises if a request failed."""
-        self.engine.drain()
+        self._writer.drain()
 
     def speculation(self) -> SpeculationReport | None:
         return self.engine.report().speculation
 
-    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
-        """Written again by an engine without speculation that shares nothing but the policy."""
-        plain = self.plain_engine()
-        started = time.perf_counter()
-        plain.submit(requests)
-        return plain.drain(), time.perf_counter() - started
+    def begin_replay(self) -> None:
+        """Until `end_replay`, requests are written by an engine without speculation that shares only the policy."""
+        self._plain = self.plain_engine()
+
+    def end_replay(self) -> None:
+        self._plain = None
 
     def plain_engine(self) -> Engine:
         """Another engine for the same policy, that does not speculate."""
@@ -227,20 +232,23 @@ class LocalFleet:
         self.worker = Worker(config)
         self._emit = emit
         self._before: SpeculationReport | None = None
-        self._told = 0  # alarms
+        self._step = self._told = 0  # _told: alarms
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
-        self._before = self.worker.speculation()
+        self._step, self._before = step, self.worker.speculation()
+        return self._write(requests)
+
+    def _write(self, requests: Sequence[Request]) -> Iterator[Completion]:
         self.worker.submit(requests)
         while not self.worker.idle:
             yield from self.worker.tick()
-            self._sound(step)
+            self._sound()
         self.worker.finish()
 
-    def _sound(self, step: int) -> None:
+    def _sound(self) -> None:
         alarms = self.worker.engine.alarms
         while self._told < len(alarms):
-            self._emit(acceptance_collapsed(step, alarms[self._told]))
+            self._emit(acceptance_collapsed(self._step, alarms[self._told]))
             self._told += 1
 
     def report(self) -> RolloutReport:
@@ -262,7 +270,12 @@ class LocalFleet:
             self._emit(DrafterSwapped(step, swapped))
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
-        return self.worker.replay(requests)
+        self.worker.begin_replay()
+        started = time.perf_counter()
+        completions = list(self._write(requests))
+        seconds = time.perf_counter() - started
+        self.worker.end_replay()
+        return completions, seconds
 
     def snapshot(self) -> Callable[[Path], None]:
         return self.worker.snapshot()

@@ -51,7 +51,10 @@ class Fleet(Protocol):
     """All workers, each with an engine, a share of the policy's trainer, and the drafter's."""
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Every request's answer, once, as it ends. Workers that run dry may train the drafter until the last is in."""
+        """Every request's answer, once, as it ends. Workers that run dry may train the drafter until the last is in.
+
+        Preparations end before this returns; the rollout runs while its answers are taken.
+        """
 
     def report(self) -> RolloutReport:
         """Of the rollout that has just ended."""
@@ -66,7 +69,8 @@ class Fleet(Protocol):
         """From now on every engine writes with the updated policy, and drafts with the newest drafter."""
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
-        """The same requests once more without speculation, and the seconds that took."""
+        """The same requests once more without speculation, and the seconds of the rollout alone: they do not include
+        building, compiling and measuring the engines that write it."""
 
     def snapshot(self) -> Callable[[Path], None]:
         """Everything `restore` needs to go on bit by bit, as it is now. What comes back writes it into an empty
@@ -129,7 +133,7 @@ class Loop:
         started = time.perf_counter()
         asked = ask(taken, self.config, self.task, self.tokenizer)
         with Judging(self.judge, [(one.prompt, [request.key for request in one.requests]) for one in asked]) as judging:
-            self._roll_out(number, asked, judging)
+            rollout_s = self._roll_out(number, asked, judging)
             answered = time.perf_counter()
             report = self.fleet.report()
             self.emit(PhaseStarted(number, "drafting"))
@@ -137,7 +141,7 @@ class Loop:
             drafted = time.perf_counter()
             judged = tuple(judging.judged())
         rewarded = time.perf_counter()
-        self._replay(number, asked, judged, answered - started)
+        self._replay(number, asked, judged, rollout_s)
         update_started = time.perf_counter()
         self.emit(PhaseStarted(number, "update"))
         update = self.fleet.update(experiences(judged, self.config.grpo))
@@ -153,17 +157,20 @@ class Loop:
         )
         return Step(number, judged, report, update, times)
 
-    def _roll_out(self, number: int, asked: Sequence[Asked], judging: Judging) -> None:
+    def _roll_out(self, number: int, asked: Sequence[Asked], judging: Judging) -> float:
+        """Seconds from the first request to the last answer."""
         requests = [request for one in asked for request in one.requests]
         self.emit(PhaseStarted(number, "rollout"))
-        tokens, told = 0, time.perf_counter()
-        for finished, completion in enumerate(self.fleet.rollout(number, requests), start=1):
+        completions = self.fleet.rollout(number, requests)
+        tokens, told = 0, (started := time.perf_counter())
+        for finished, completion in enumerate(completions, start=1):
             judging.hand_in(completion)
             tokens += len(completion.tokens)
             if time.perf_counter() - told > _PROGRESS_S:
                 told = time.perf_counter()
                 left = len(requests) - finished
                 self.emit(RolloutProgress(number, finished, len(requests), min(left, self.config.engine.rows), tokens))
+        return time.perf_counter() - started
 
     def _replay(self, number: int, asked: Sequence[Asked], judged: Sequence[Judged], seconds: float) -> None:
         """The same answers written plainly, by the same policy: to compare."""

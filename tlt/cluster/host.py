@@ -49,7 +49,7 @@ from tlt.model.transformer import Transformer
 from tlt.telling import rollout_report
 from tlt.train.policy import PolicyTrainer, UpdateResult
 from tlt.train.sharded import ShardedTrainer
-from tlt.types import Completion, Experience
+from tlt.types import Experience
 
 _LOOK_S = 0.02  # between two looks at the mail while there is nothing to do
 _PATIENCE_S = 60.0  # that a call from one worker waits at another's desk; it is made again if need be
@@ -238,8 +238,11 @@ class Host:
             swaps=self._swaps,
         )
 
-    def replay(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._worker.replay(requests)[0]
+    def begin_replay(self) -> None:
+        self._worker.begin_replay()
+
+    def end_replay(self) -> None:
+        self._worker.end_replay()
 
     # ---- what one's training costs another's writing
 

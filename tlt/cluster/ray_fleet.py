@@ -7,7 +7,7 @@ replaced between two phases of a step, from the state of one that is not. Knows 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,7 @@ class RayFleet:
         self._step, self._phase, self._since = 0, "start", time.monotonic()
         self._desk = Coordinator(())
         self._dispatch = Dispatch(config.engine.rows)
+        self._dispatch_before = self._dispatch.apart()  # as it was before the last rollout
         self._reports: dict[int, RollReport] = {}
         self._rollout_s = 0.0
         self._whole, self._meetings = False, 0  # a ring of all; rings that were tried
@@ -77,15 +78,24 @@ class RayFleet:
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step = step
         self._heal("rollout")
+        self._dispatch_before = self._dispatch.apart()
+        return self._rolled_out(requests)
+
+    def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:
         started = time.perf_counter()
-        self._dispatch.begin(requests, self._crew.members)
-        epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, step)
-        epoch.begin(drafting=self._drafts)
-        yield from epoch.answers()
-        answered = time.perf_counter()
-        self._reports = epoch.end()
+        answered, self._reports = yield from self._write(requests, drafting=self._drafts)
         self._rollout_s = answered - started
         self._tell_rollout(time.perf_counter() - answered)
+
+    def _write(
+        self, requests: Sequence[Request], *, drafting: bool
+    ) -> Generator[Completion, None, tuple[float, dict[int, RollReport]]]:
+        """Yields the answers; returns when the last was in, and the workers' reports."""
+        self._dispatch.begin(requests, self._crew.members)
+        epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, self._step)
+        epoch.begin(drafting=drafting)
+        yield from epoch.answers()
+        return time.perf_counter(), epoch.end()
 
     def report(self) -> RolloutReport:
         reports = self._reports.values()
@@ -105,20 +115,16 @@ class RayFleet:
         self._tell_drafting(epoch.end())
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+        """Dispatched like the rollout, with what was known of the prompts then: only the engines differ."""
         self._enter("replay")
-        seats = list(self._crew.members)
-        self._dispatch.begin(requests, seats)
-        shares: dict[int, list[Request]] = {seat: [] for seat in seats}
-        while (handed := self._dispatch.next(crowded=True)) is not None:
-            shares[handed[0]] += handed[1]
+        self._crew.ask_all("begin_replay")
+        after, self._dispatch = self._dispatch, self._dispatch_before
         started = time.perf_counter()
-        calls = {seat: self._crew.members[seat].actor.replay.remote(share) for seat, share in shares.items()}
-        outcome = self._crew.ask(calls, "replay")
-        missing = [request for seat in outcome.lost for request in shares[seat]]
-        found = [completion for part in outcome.answers.values() for completion in part]
-        if missing:
-            found += self.replay(missing)[0]
-        return found, time.perf_counter() - started
+        completions = list(self._write(requests, drafting=False))
+        seconds = time.perf_counter() - started
+        self._dispatch = after
+        self._crew.ask_all("end_replay")
+        return completions, seconds
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
         """The ticks of the first worker that writes these plainly, so often while the others on its machine train in
