@@ -25,7 +25,6 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tlt.bench.fidelity import common_start
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.machine import describe
 from tlt.bench.prompts import token_prompts
@@ -36,6 +35,7 @@ from tlt.kernels.linear import weigh
 from tlt.kernels.linear_table import choose_exact
 from tlt.kernels.linear_triton import exact_linear, room_for
 from tlt.policy import Policy, open_policy
+from tlt.replay import common_start
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.speculation import NoSpeculation
 from tlt.types import Completion, Key, SamplingParams

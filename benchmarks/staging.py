@@ -16,7 +16,6 @@ import workloads
 from recording import Recording
 from workloads import WORKLOADS, Workload
 
-from tlt.bench.fidelity import common_start
 from tlt.bench.machine import describe
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import PLAIN, Variant, Written
@@ -24,6 +23,7 @@ from tlt.config import RunConfig
 from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.policy import Policy, open_policy
+from tlt.replay import Difference
 from tlt.types import Completion, Key, Prompt
 
 _WARM_TOKENS = 64  # of an answer, in the rollout that only warms plain decoding up
@@ -138,14 +138,13 @@ def warm_up(stage: Recording, variant: Variant) -> Written:
 def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Completion]) -> dict[str, Any]:
     """How often two runs of the same requests turn into another token, per token that could have."""
     pairs = list(zip(_completions(one), _completions(other), strict=True))
-    same = sum(a.tokens == b.tokens for a, b in pairs)
-    tokens = sum(common_start(a.tokens, b.tokens) for a, b in pairs) + len(pairs) - same
+    found = Difference.of((a.tokens, b.tokens) for a, b in pairs)
     return {
         "requests": len(pairs),
-        "identical": same,
-        "identical_share": same / len(pairs),
-        "tokens_compared": tokens,
-        "per_1000_tokens": 1e3 * (len(pairs) - same) / max(1, tokens),
+        "identical": len(pairs) - found.differing,
+        "identical_share": 1.0 - found.differing / len(pairs),
+        "tokens_compared": found.tokens,
+        "per_1000_tokens": 1e3 * found.differing / max(1, found.tokens),
     }
 
 

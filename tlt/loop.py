@@ -14,6 +14,7 @@ from typing import Protocol
 from tlt.config import GrpoSettings, RunConfig
 from tlt.engine.request import Request
 from tlt.errors import TaskError
+from tlt.replay import replayed
 from tlt.spec.shape import TicksByBatch
 from tlt.tasks.judge import Judge
 from tlt.tasks.judging import Judged, Judging
@@ -22,7 +23,7 @@ from tlt.text import Tokenizer
 from tlt.train.grpo import advantages
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience, Key, Prompt, Rollout
-from tlt.watch.events import Event, PhaseStarted, ReplayCompared, RolloutProgress
+from tlt.watch.events import Event, PhaseStarted, RolloutProgress
 
 Emit = Callable[[Event], None]
 ByDepth = tuple[tuple[str, tuple[float, ...]], ...]  # drafter; share accepted at depth 1, 2, … of what got there
@@ -177,12 +178,9 @@ class Loop:
         if not is_replayed(number - 1, self.config.run.replay_every):
             return
         self.emit(PhaseStarted(number, "replay"))
-        plain, plain_s = self.fleet.replay([request for one in asked for request in one.requests])
-        written = {completion.key: completion.tokens for completion in plain}
+        requests = [request for one in asked for request in one.requests]
         answers = [rollout.completion for one in judged for rollout in one.group.rollouts]
-        identical = all(written[answer.key] == answer.tokens for answer in answers)
-        tokens = sum(len(answer.tokens) for answer in answers)
-        self.emit(ReplayCompared(number, tokens, tlt_s=seconds, plain_s=plain_s, identical=identical))
+        self.emit(replayed(number, self.config, requests, answers, seconds, self.fleet.replay))
 
 
 def is_replayed(taken: int, every: int) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tlt.bench.lab import Lab
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
+from tlt.replay import Difference
 from tlt.types import Completion
 
 _TOKENS_PER_FORWARD = 8192
@@ -60,17 +61,15 @@ def identity(lab: Lab) -> Iterator[Identity]:
     one = lab.natural_once(count, cap).completions
     other = lab.natural(lab.engine(other_rows), count, cap).completions
     lab.release()
-    common = [common_start(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
-    same = sum(a.tokens == b.tokens for a, b in zip(one, other, strict=True))
-    tokens = sum(common) + count - same
+    found = Difference.of((a.tokens, b.tokens) for a, b in zip(one, other, strict=True))
     yield Identity(
         rows=count,
         other_rows=other_rows,
         requests=count,
-        identical=same,
-        tokens=tokens,
-        divergences=count - same,
-        per_token=(count - same) / tokens,
+        identical=count - found.differing,
+        tokens=found.tokens,
+        divergences=found.differing,
+        per_token=found.differing / found.tokens,
         temperature=lab.temperature,
         cap=cap,
     )
@@ -136,9 +135,3 @@ def _as_in_training(model: Transformer) -> Iterator[None]:
             yield
     finally:
         model.requires_grad_(True)
-
-
-def common_start(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

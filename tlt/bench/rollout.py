@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from tlt.bench.fidelity import common_start
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.machine import describe
 from tlt.bench.options import RolloutOptions, RolloutScale
@@ -19,6 +18,7 @@ from tlt.bench.report import Clock, Report, Subject
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
 from tlt.config import RunConfig
 from tlt.policy import open_policy
+from tlt.replay import common_start
 from tlt.spec.shape import by_batch
 from tlt.telling import Lengths
 

@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from tlt.bench.fidelity import common_start
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.machine import describe, free_memory, wait_for
 from tlt.bench.options import VARIANTS, TrainOptions, TrainScale
@@ -40,6 +39,7 @@ from tlt.model.device import upload
 from tlt.model.transformer import Transformer
 from tlt.model.weights import save_policy
 from tlt.policy import device_of, open_policy, source_of
+from tlt.replay import common_start
 from tlt.tasks.choose import judge_of, task_of
 from tlt.text import Tokenizer
 from tlt.train.drafter_measure import expected

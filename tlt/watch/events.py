@@ -189,6 +189,15 @@ class ReplayCompared(Event):
     tlt_s: float  # seconds of the rollout, as the run wrote it
     plain_s: float  # seconds of the same rollout without speculation
     identical: bool  # token for token
+    plain_tokens: int = 0  # of the replay; events of earlier versions have 0 in this and the following fields
+    compared: int = 0  # tokens of all answers, each up to and including its first difference
+    differing: int = 0  # answers that differ: so many of those tokens
+    exact: bool = False  # no token may differ: exact mode, or float64; elsewhere rounding depends on the batch size
+    at_once: int = 0  # requests that ran at once at most, all workers together
+    sample_at_once: int = 0  # where tokens differ: of these requests fewer at once, plainly, against the replay
+    sample_compared: int = 0
+    sample_differing: int = 0
+    sample_s: float = 0.0  # seconds that the sample took; in no step's time, like the replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,132 @@
+"""The verdict on replays: whether the tokens are those of plain decoding, and if not, whether that is rounding.
+
+Pure: events in, numbers and sentences out. In half precision rounding depends on the size of a pass, so plain decoding
+differs from itself at another batch size. Differences that are no more frequent than those are rounding; where nothing
+may differ (exact mode, float64), every difference is a fault.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+from tlt.watch.events import ReplayCompared
+
+# "few": plain decoding was not seen to differ from itself, and too few tokens were compared to say that it does not
+Verdict = Literal["identical", "uncounted", "few", "rounding", "more", "fault"]
+_SIGMAS = 3.0  # standard errors by which two rates of differences differ
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Rollouts that were decoded twice with the same seeds: as the run did, and plainly. Sums over the replays."""
+
+    count: int
+    tokens: int
+    tlt_s: float
+    plain_s: float
+    identical: bool  # all of them, token for token
+    exact: bool  # no token may differ
+    compared: int  # tokens, each answer's up to and including its first difference
+    differing: int  # first differences among them
+    at_once: int  # requests, at most
+    sample_at_once: int  # plain decoding of fewer requests at once, against the replay; 0: not measured
+    sample_compared: int
+    sample_differing: int
+    sample_s: float
+
+    @classmethod
+    def of(cls, replays: Sequence[ReplayCompared]) -> "Replayed":
+        return cls(
+            count=len(replays),
+            tokens=sum(replay.tokens for replay in replays),
+            tlt_s=sum(replay.tlt_s for replay in replays),
+            plain_s=sum(replay.plain_s for replay in replays),
+            identical=all(replay.identical for replay in replays),
+            exact=any(replay.exact for replay in replays),
+            compared=sum(replay.compared for replay in replays),
+            differing=sum(replay.differing for replay in replays),
+            at_once=max(replay.at_once for replay in replays),
+            sample_at_once=max(replay.sample_at_once for replay in replays),
+            sample_compared=sum(replay.sample_compared for replay in replays),
+            sample_differing=sum(replay.sample_differing for replay in replays),
+            sample_s=sum(replay.sample_s for replay in replays),
+        )
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_s / self.tlt_s if self.tlt_s else 1.0
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.identical:
+            return "identical"
+        if self.exact:
+            return "fault"
+        if not self.compared:
+            return "uncounted"  # by an earlier version
+        if self.sample_compared and self._more_than_plain():
+            return "more"
+        return "rounding" if self.sample_differing else "few"
+
+    def _more_than_plain(self) -> bool:
+        """Whether tokens differ more often than those of plain decoding at another batch size, beyond chance."""
+        ours, plain = self.differing / self.compared, self.sample_differing / self.sample_compared
+        seen = max(1, self.sample_differing)  # none seen does not mean that there are none
+        error = sqrt(self.differing / self.compared**2 + seen / self.sample_compared**2)
+        return ours - plain > _SIGMAS * error
+
+
+def verdict_in_words(replayed: Replayed) -> str:
+    """A sentence or two."""
+    match replayed.verdict:
+        case "identical":
+            return "Tokens identical: yes."
+        case "fault":
+            which = f"{replayed.differing} of the answers differ" if replayed.differing else "some answers differ"
+            return (
+                f"Tokens identical: NO, {which}, and in exact mode or float64 nothing may: this is a fault of tlt, "
+                "please report it with the run's events.jsonl."
+            )
+        case "uncounted":
+            return "Tokens identical: no; how many differ is not on record."
+        case verdict:
+            pass
+    counts = f"{replayed.differing:,} of {replayed.compared:,} compared"
+    said = f"Tokens: {in_1000(replayed.differing, replayed.compared)} differ from plain decoding ({counts})."
+    if not replayed.sample_compared:
+        return f"{said} Rounding may do that; there was no smaller batch to measure it with."
+    batches = f"{replayed.sample_at_once} requests run at once instead of {replayed.at_once}"
+    if verdict == "few":
+        own = (
+            f"In plain decoding itself none of {replayed.sample_compared:,} differ when {batches}: too few to compare."
+        )
+    else:
+        rate = in_1000(replayed.sample_differing, replayed.sample_compared)
+        counts = f"{replayed.sample_differing:,} of {replayed.sample_compared:,}"
+        more = "rounding alone does NOT explain the difference; see “tokens differ” in docs/operations.md"
+        own = f"In plain decoding itself {rate} ({counts}) differ when {batches}: "
+        own += f"{more if verdict == 'more' else 'this is rounding'}."
+    return f"{said} {own} (That took {replayed.sample_s:.1f} s to measure, outside the steps.)"
+
+
+def in_short(replayed: Replayed) -> str:
+    """A few words, for a line that has others."""
+    match replayed.verdict:
+        case "identical":
+            return "the same tokens"
+        case "fault":
+            return "OTHER TOKENS, where none may differ"
+        case "uncounted":
+            return "not all tokens the same"
+        case "more":
+            return f"{in_1000(replayed.differing, replayed.compared)} tokens differ, more than rounding explains"
+        case verdict:
+            why = " by rounding" if verdict == "rounding" else ""
+            return f"{in_1000(replayed.differing, replayed.compared)} tokens differ{why}"
+
+
+def in_1000(differing: int, compared: int) -> str:
+    """As in `1.9 in 1,000`."""
+    rate = 1000 * differing / compared
+    return f"{rate:.0f} in 1,000" if rate >= 9.95 else f"{rate:.2g} in 1,000"
