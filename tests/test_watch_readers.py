@@ -123,7 +123,7 @@ def test_trouble_is_said_aloud() -> None:
         RewardsFailed(1, "raised", 3, "data.jsonl:7", "ZeroDivisionError"),
         AcceptanceCollapsed(1, "eagle", "8x2", recent=1.1, usual=2.5, verifies=100),
         ReaderFailed("W&B", "no network"),
-        ReplayCompared(1, 10, 1.0, 2.0, identical=False),
+        ReplayCompared(1, 10, 1.0, 2.0, identical=False, exact=True),
         RunFailed("TaskError", "no such column"),
     ]
     expected = ("3 rewards failed", "collapsed", "W&B is left out", "OTHER TOKENS", "stopped by TaskError")

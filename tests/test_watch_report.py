@@ -1,6 +1,8 @@
 """The report: its numbers are those of the events, its drawing is to scale, and it needs nothing but itself."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -8,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watching import config_of, events_of_steps, step, whole_run, write_run
+from tests.watching import config_of, events_of_steps, rollout, step, whole_run, write_run
 from tlt.cli import main
 from tlt.watch.events import (
     EVENTS_FILE,
     DrafterSwapped,
     DrafterTrained,
+    Event,
     ReplayCompared,
     RunFailed,
     RunResumed,
@@ -215,12 +218,28 @@ def test_the_last_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_other_tokens_are_never_passed_over(tmp_path: Path) -> None:
-    replay = ReplayCompared(1, 10, tlt_s=1.0, plain_s=2.0, identical=False)
+COUNTED = {"compared": 970, "differing": 2, "at_once": 64, "sample_at_once": 16, "sample_compared": 900}
+
+
+@pytest.mark.parametrize(
+    ("counted", "console", "tile"),
+    [
+        ({**COUNTED, "sample_differing": 2}, "this is rounding", "2.1 in 1,000 tokens differ by rounding"),
+        ({**COUNTED, "sample_differing": 2, "exact": True}, "Tokens identical: NO", "OTHER TOKENS"),
+        ({}, "Tokens identical: no; how many differ is not on record", "not all tokens the same"),
+    ],
+)
+def test_other_tokens_are_never_passed_over(tmp_path: Path, counted: dict[str, int], console: str, tile: str) -> None:
+    replay = ReplayCompared(1, 1000, tlt_s=1.0, plain_s=2.0, identical=False, **counted)  # type: ignore[arg-type]
     run = read_run(write_run(config_of(tmp_path), [*events_of_steps(0, 2), replay]))
-    assert "Tokens identical: NO." in last_lines(summarise(run), "")
-    assert "NOT identical" in in_words(summarise(run))
-    assert "OTHER TOKENS" in page(run)
+    lines = last_lines(summarise(run), "")
+    assert any(console in line for line in lines)
+    assert any("2.0 s for the same requests, same seeds" in line for line in lines)
+    assert console in in_words(summarise(run))
+    assert tile in page(run)
+    shown = figure(tmp_path / "shown", "Measured against plain decoding")
+    assert f"0 of 1 identical token for token, {tile}" in shown.words
+    assert any(tile in title for title in titles(ElementTree.fromstring(shown.svg)))
 
 
 def test_accept_lengths_are_pooled_over_verifies(tmp_path: Path) -> None:
@@ -261,11 +280,87 @@ def test_without_replays_the_saving_is_an_estimate(tmp_path: Path) -> None:
     assert "cost 4.0 s of rollout (0.75 ×" in in_words(summarise(run))
 
 
+SPECULATES = ("--spec.drafter=suffix", "--spec.chooser=tuner")
+
+
+def titles_and_words(directory: Path, events: Sequence[Event], *flags: str) -> tuple[list[str], str, str]:
+    """Of a run: the titles of its figures, its paragraph, and its last lines as one text."""
+    run = read_run(write_run(config_of(directory, *flags), list(events)))
+    summary = summarise(run)
+    return [one.title for one in figures_of(run)], in_words(summary), "\n".join(last_lines(summary, ""))
+
+
 def test_plain_decoding_is_called_that(tmp_path: Path) -> None:
     plain = [step(number, accept_length=1.0, saved_s=0.0) for number in range(1, 4)]
-    run = read_run(write_run(config_of(tmp_path), list(plain)))
-    assert "rollouts were decoded plainly" in in_words(summarise(run))
-    assert [one.title for one in figures_of(run)] == ["Reward", "Time per phase", "Answer lengths"]
+    off, words, last = titles_and_words(tmp_path / "off", plain)
+    assert off == ["Reward", "Time per phase", "Answer lengths"]
+    assert "Speculation was off: rollouts were decoded plainly." in words
+    assert "Speculation was off" in last
+    unused = [*plain, ShapesChosen(1, ((8, "off", 30), (16, "off", 2)))]
+    kept_off, words, last = titles_and_words(tmp_path / "unused", unused, *SPECULATES)
+    assert kept_off == off  # a chart of passes that are all off shows nothing
+    assert "Nothing was drafted: no draft was expected to pay" in words
+    assert "Nothing was drafted: no draft was expected to pay" in last
+
+
+def test_drafts_that_nobody_accepted_were_drafted(tmp_path: Path) -> None:
+    """Their accept length is that of plain decoding, 1."""
+    refused = [step(number, accept_length=1.0, saved_s=-0.5, verifies=40) for number in range(1, 3)]
+    events = [*refused, ShapesChosen(1, ((8, "suffix 3x1/4", 30), (8, "off", 12)))]
+    shown, words, last = titles_and_words(tmp_path, events, *SPECULATES)
+    assert {"Accept length", "Shapes", "Time saved"} <= set(shown)
+    assert "Drafts were verified, and next to none of their tokens were accepted." in words
+    assert "speculation cost 1.0 s of rollout" in words
+    assert "Accept length: 1.00 tokens per verify in the first step with drafts, 1.00 in the last." in last
+    assert "Nothing was drafted" not in words + last
+
+
+def test_what_did_not_change_is_not_said_to_go_from_here_to_there(tmp_path: Path) -> None:
+    same = [step(number, mean_reward=0.3252, length_mean=20.2, accept_length=2.5) for number in range(1, 5)]
+    almost = [replace(one, mean_reward=one.mean_reward - 1e-5 * one.step) for one in same]
+    for name, steps in (("same", same), ("almost", almost)):
+        _, words, _ = titles_and_words(tmp_path / name, steps)
+        assert "Mean reward was 0.325 over the first 2 steps and over the last, while" in words
+        assert "while answers stayed at 20 tokens on average." in words
+        assert "A verify gave 2.50 tokens on average, the policy's own included." in words
+
+
+def test_one_step_is_not_compared_with_itself(tmp_path: Path) -> None:
+    text = page(read_run(write_run(config_of(tmp_path / "page", "--run.steps=1"), [step(1)])))
+    assert "0.100<small>of one step</small>" in text
+    assert "1 of 1 step<" in text
+    _, words, last = titles_and_words(tmp_path, [step(1)])
+    assert "Mean reward was 0.100, with answers of 50 tokens on average. It took 7.0 s" in words
+    assert "Mean reward: 0.100 in the only step." in last
+    assert "Accept length: 1.50 tokens per verify in the only step with drafts." in last
+
+
+def test_a_chooser_without_costs_estimates_nothing(tmp_path: Path) -> None:
+    steps = [step(number, saved_s=0.0) for number in range(1, 4)]
+    shown, words, last = titles_and_words(tmp_path, steps, "--spec.drafter=suffix", "--spec.chooser=fixed")
+    assert "Time saved" not in shown
+    assert "cost table" not in words + last
+    assert "rollout speed-up" not in page(read_run(tmp_path / "shown"))
+
+
+def test_a_replay_of_plain_decoding_is_no_speed_up(tmp_path: Path) -> None:
+    plain = [step(number, accept_length=1.0, saved_s=0.0) for number in range(1, 3)]
+    replay = ReplayCompared(1, 1000, tlt_s=4.0, plain_s=3.9, identical=True)
+    _, words, last = titles_and_words(tmp_path, [*plain, replay])
+    assert "× as fast" not in words + last
+    assert "Rollout time: 4.0 s for 1,000 tokens (1 rollout written twice), 3.9 s for the same tokens" in last
+
+
+def test_answers_that_all_run_into_the_limit_have_no_tail(tmp_path: Path) -> None:
+    events = [replace(rollout(1), lengths=(9, 64, 64)), step(1)]
+    directory = write_run(config_of(tmp_path), events)
+    words = figure(directory, "Still running").words
+    assert words == "Half of the answers or more are as long as the longest: 64 tokens."
+
+
+def test_a_drafter_that_came_too_late_has_no_triangle(tmp_path: Path) -> None:
+    directory = write_run(config_of(tmp_path), [*events_of_steps(0, 2), DrafterSwapped(2, 1)])
+    assert "triangle" not in figure(directory, "Accept length").words
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ from tlt.watch.events import (
     RunStarted,
     StepFinished,
 )
+from tlt.watch.history import drafted
 from tlt.watch.summary import duration, first_line
+from tlt.watch.verdict import Replayed, in_short
 from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 
 _RECENT = 10  # steps whose mean time the remaining ones are reckoned by
@@ -45,6 +47,7 @@ _DOING = {
     "checkpoint": "saving a checkpoint",
     "replay": "writing the rollout again, plainly, to compare",
 }
+_LOUD = {"more": "bold yellow", "fault": "bold red"}  # verdicts on a replay; the others are quiet
 
 
 @dataclass(slots=True)
@@ -101,12 +104,12 @@ _COLUMNS = (
     _Column("p90", 6, lambda step: f"{step.length_p90}"),
     _Column("longest", 8, lambda step: f"{step.length_max}"),
     _Column("cut", 5, lambda step: f"{step.truncated:.0%}"),
-    _Column("accept", 7, lambda step: f"{step.accept_length:.2f}" if step.accept_length > 1 else "–"),
+    _Column("accept", 7, lambda step: f"{step.accept_length:.2f}" if drafted(step) else "–"),
     _Column("rollout", 9, lambda step: _short(step.rollout_s)),
     _Column("update", 8, lambda step: _short(step.update_s), spare=True),
     _Column("drafter", 8, lambda step: _short(step.drafting_s), spare=True),
     _Column("step", 8, lambda step: _short(step.step_s)),
-    _Column("saved", 8, lambda step: _short(step.saved_s)),
+    _Column("saved", 8, lambda step: _short(step.saved_s) if step.saved_s else "–"),
 )
 _STEP_WIDTH = 9
 WIDE = _STEP_WIDTH + sum(column.width for column in _COLUMNS)  # characters of a whole line
@@ -147,9 +150,9 @@ def notice(event: Event) -> tuple[str, str] | None:
             text = f"drafter {trained.version}: loss {trained.loss_before:.3f} → {trained.loss_after:.3f}"
             return f"{text} in {duration(trained.seconds)}, {trained.reason}", "dim"
         case ReplayCompared() as replay:
-            same = "the same tokens" if replay.identical else "OTHER TOKENS"
-            text = f"plainly {duration(replay.plain_s)} instead of {duration(replay.tlt_s)}, {same}"
-            return f"step {replay.step} written again: {text}", "dim" if replay.identical else "bold red"
+            compared = Replayed.of([replay])
+            text = f"plainly {duration(replay.plain_s)} instead of {duration(replay.tlt_s)}, {in_short(compared)}"
+            return f"step {replay.step} written again: {text}", _LOUD.get(compared.verdict, "dim")
         case RewardsFailed() as failed:
             text = f"{failed.count} rewards failed ({failed.kind}); the first, of {failed.prompt}: {failed.message}"
             return text, "bold yellow"

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
-from tlt.watch.history import events_of, steps_of
+from tlt.watch.history import drafted, events_of, steps_of
 from tlt.watch.lanes import Lane, LaneSpan, lane_chart
 from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
-from tlt.watch.summary import PHASES, duration, phase_seconds
+from tlt.watch.summary import PHASES, duration, is_estimated, phase_seconds
+from tlt.watch.verdict import Replayed, in_short
 from tlt.watch.workers import WorkerSpans
 
 _SMOOTH = 5  # steps in a running mean
@@ -56,12 +57,14 @@ def figures_of(run: Run) -> list[Figure]:
     rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
     drawn = [_reward(steps), _time(steps), _lengths(steps)]
     drawn += [_distribution(rollouts), _still_running(rollouts)] if rollouts else []
-    if any(step.accept_length > 1 for step in steps):
-        drawn += [_accept_length(steps, events_of(run, DrafterSwapped)), _saved(steps)]
+    if any(map(drafted, steps)):
+        drawn.append(_accept_length(steps, events_of(run, DrafterSwapped)))
+        drawn += [_saved(steps)] if is_estimated(run.config) else []
     if replays := events_of(run, ReplayCompared):
         drawn.append(_replays(replays))
     if chosen := events_of(run, ShapesChosen):
-        drawn.append(_shapes(chosen))
+        used = any(shape != _OFF for one in chosen for _, shape, _ in one.ticks)
+        drawn += [_shapes(chosen)] if used else []
         names = sorted({name for one in chosen for name, _ in one.by_depth})
         drawn += [_by_depth(name, chosen) for name in names]
     if spans := events_of(run, WorkerSpans):
@@ -85,23 +88,24 @@ def _reward(steps: Sequence[StepFinished]) -> Figure:
 
 
 def _accept_length(steps: Sequence[StepFinished], swaps: Sequence[DrafterSwapped]) -> Figure:
-    drafted = [step for step in steps if step.accept_length > 1]
+    some = [step for step in steps if drafted(step)]
     last = steps[-1].step
     # handed to the engine at the end of a step: it drafts in the next one
     marks = [Mark(swap.step + 1, f"drafter {swap.version} from step {swap.step + 1} on") for swap in swaps]
-    lines = _with_running_mean("accept length", drafted, [step.accept_length for step in drafted], "c4")
+    marks = [mark for mark in marks if mark.x <= last]
+    lines = _with_running_mean("accept length", some, [step.accept_length for step in some], "c4")
     svg = line_chart(
         lines,
         Axis("step", (1.0, float(last)), whole=True),
         Axis("tokens per verify", (1.0,)),
-        columns=_columns(drafted, lambda step: f"accept length {step.accept_length:.3f}"),
-        marks=[mark for mark in marks if mark.x <= last],
+        columns=_columns(some, lambda step: f"accept length {step.accept_length:.3f}"),
+        marks=marks,
         rule=1.0,
     )
     words = "Tokens gained from one pass of the policy, its own included. 1 is plain decoding."
-    if len(drafted) < len(steps):
-        words += f" {len(steps) - len(drafted)} of {len(steps)} steps drafted nothing: it would not have paid."
-    if swaps:
+    if len(some) < len(steps):
+        words += f" {len(steps) - len(some)} of {len(steps)} steps drafted nothing: no draft was expected to pay."
+    if marks:
         words += " A triangle is a new version of the drafter."
     return Figure("Accept length", words, _entries(lines), svg)
 
@@ -183,16 +187,21 @@ def _replays(replays: Sequence[ReplayCompared]) -> Figure:
     unit, name = _time_unit(max(max(replay.plain_s, replay.tlt_s) for replay in replays))
     bars = []
     for index, replay in enumerate(replays):
-        same = "the same tokens" if replay.identical else "OTHER TOKENS"
-        said = f"step {replay.step}: plain {duration(replay.plain_s)}, TLT {duration(replay.tlt_s)}, {same}"
+        times = f"plain {duration(replay.plain_s)}, TLT {duration(replay.tlt_s)}"
+        said = f"step {replay.step}: {times}, {in_short(Replayed.of([replay]))}"
         bars.append(Bar(index - 0.36, 0.36, (replay.plain_s / unit, 0.0), said))
         bars.append(Bar(index, 0.36, (0.0, replay.tlt_s / unit), said))
     stride = -(-len(replays) // _MOST_NAMES)
     names = tuple((float(index), str(replays[index].step)) for index in range(0, len(replays), stride))
     x = Axis("step", (-0.5, max(len(replays), _LEAST_PAIRS) - 0.5), names=names)
     svg = bar_chart(bars, ("c5", "c3"), x, Axis(name, (0.0,)))
-    identical = sum(replay.identical for replay in replays)
-    words = f"Same rollout, same seeds, written both ways; {identical} of {len(replays)} identical token for token."
+    words = "Same requests, same seeds, written both ways"
+    whole = Replayed.of(replays)
+    if whole.identical:
+        words += ": all tokens identical."
+    else:
+        same = sum(replay.identical for replay in replays)
+        words += f"; {same} of {len(replays)} identical token for token, {in_short(whole)}."
     return Figure("Measured against plain decoding", words, (Entry("plain", "c5"), Entry("with TLT", "c3")), svg)
 
 
@@ -311,7 +320,10 @@ def _still_running(rollouts: Sequence[RolloutFinished]) -> Figure:
     ]
     svg = line_chart(lines, Axis("tokens"), Axis("still being written", (0.0, 1.0), percent=True), columns=columns)
     half, all_ = sorted(last)[len(last) // 2], max(last)
-    words = f"The tail: half of the answers are done after {half} tokens, the last one after {all_}."
+    if half < all_:
+        words = f"The tail: half of the answers are done after {half} tokens, the last one after {all_}."
+    else:
+        words = f"Half of the answers or more are as long as the longest: {all_} tokens."
     return Figure("Still running", words, _entries(lines), svg)
 
 

@@ -64,3 +64,8 @@ def events_of(run: Run, kind: type[E]) -> tuple[E, ...]:
 def steps_of(run: Run) -> tuple[StepFinished, ...]:
     """Every step taken, once, in order."""
     return tuple({event.step: event for event in events_of(run, StepFinished)}.values())
+
+
+def drafted(step: StepFinished) -> bool:
+    """Whether drafts were verified in a step, accepted or not. Earlier versions did not count verifies."""
+    return step.verifies > 0 or step.accept_length > 1

@@ -19,6 +19,7 @@ from tlt.watch.figures import Figure, figures_of
 from tlt.watch.history import counted, events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS
 from tlt.watch.summary import Ends, Summary, duration, in_words, machine_of, started_of, summarise
+from tlt.watch.verdict import in_short
 
 REPORT_FILE = "report.html"
 _MOST_ROWS = 400  # of the table of steps
@@ -87,10 +88,11 @@ def _tiles(summary: Summary) -> Iterator[str]:
     if not summary.taken:
         return
     tiles = [("mean reward", *_change(summary.reward, ".3f"))]
-    if summary.speculated:
+    if summary.drafted:
         tiles.append(("accept length", *_change(summary.accept_length, ".2f")))
-        tiles.append(_speed(summary))
-    tiles.append(("time of all steps", duration(summary.step_s), f"{summary.taken} of {summary.planned} steps"))
+        tiles += [_speed(summary)] if summary.replayed or summary.estimated else []
+    steps = f"{summary.taken} of {summary.planned} {'step' if summary.planned == 1 else 'steps'}"
+    tiles.append(("time of all steps", duration(summary.step_s), steps))
     pace = summary.tokens / summary.phase_s["rollout"] if summary.phase_s["rollout"] else 0.0
     tiles.append(("tokens written", f"{summary.tokens:,}", f"{pace:,.0f} per second of rollout"))
     yield '<dl class="tiles">'
@@ -101,14 +103,16 @@ def _tiles(summary: Summary) -> Iterator[str]:
 
 
 def _change(ends: Ends, form: str) -> tuple[str, str]:
+    if not ends.apart:
+        return f"{ends.first:{form}}", "of one step"
     each = "first and last step" if ends.steps == 1 else f"means of the first and last {ends.steps} steps"
     return f"{ends.first:{form}} → {ends.last:{form}}", each
 
 
 def _speed(summary: Summary) -> tuple[str, str, str]:
     if summary.replayed:
-        same = "same tokens" if summary.replayed.identical else "OTHER TOKENS"
-        return "rollout speed-up", f"{summary.replayed.speedup:.2f} ×", f"against plain decoding: measured, {same}"
+        note = f"against plain decoding: measured, {in_short(summary.replayed)}"
+        return "rollout speed-up", f"{summary.replayed.speedup:.2f} ×", note
     return "rollout speed-up", f"{summary.rollout_speedup:.2f} ×", "against plain decoding, estimated"
 
 

@@ -5,8 +5,9 @@ Pure: a run in, numbers and sentences out. Measured times and estimated ones are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tlt.config import RunConfig
 from tlt.watch.events import (
     AcceptanceCollapsed,
     DrafterTrained,
@@ -22,7 +23,8 @@ from tlt.watch.events import (
     RunStarted,
     StepFinished,
 )
-from tlt.watch.history import counted, events_of, steps_of
+from tlt.watch.history import counted, drafted, events_of, steps_of
+from tlt.watch.verdict import Replayed, verdict_in_words
 
 PHASES = ("rollout", "reward", "update", "drafting", "checkpoint")
 _ENDS = 5  # steps at the beginning and at the end that are compared
@@ -35,21 +37,7 @@ class Ends:
     first: float
     last: float
     steps: int  # in each mean
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """Rollouts that were written twice with the same seeds: as the run did, and plainly."""
-
-    count: int
-    tokens: int
-    tlt_s: float
-    plain_s: float
-    identical: bool  # all of them, token for token
-
-    @property
-    def speedup(self) -> float:
-        return self.plain_s / self.tlt_s if self.tlt_s else 1.0
+    apart: bool = True  # False: of one step, both of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +59,9 @@ class Summary:
     step_s: float  # all steps together
     phase_s: dict[str, float]  # by PHASES and "other"
     saved_s: float  # of rollout, estimated from measured costs of plain ticks
-    speculated: bool
+    asked: bool  # to speculate, by the configuration
+    drafted: bool
+    estimated: bool  # somebody estimates `saved_s`: choosers other than the tuner do not
     replayed: Replayed | None
     rewards_failed: int
     alarms: int
@@ -87,6 +77,7 @@ class Summary:
 def summarise(run: Run) -> Summary:
     steps = steps_of(run)
     ended, failure = _end(counted(run.events))
+    replays = events_of(run, ReplayCompared)
     return Summary(
         name=run.config.run.name,
         planned=run.config.run.steps,
@@ -96,19 +87,26 @@ def summarise(run: Run) -> Summary:
         resumes=len(events_of(run, RunResumed)),
         reward=_ends([step.mean_reward for step in steps]),
         length=_ends([step.length_mean for step in steps]),
-        accept_length=_accept_length([step for step in steps if step.accept_length > 1]),
+        accept_length=_accept_length([step for step in steps if drafted(step)]),
         drafter=_drafter(events_of(run, DrafterTrained)),
         ahead=run.config.draft.unroll,
         tokens=sum(step.tokens for step in steps),
         step_s=sum(step.step_s for step in steps),
         phase_s=_phases(steps),
         saved_s=sum(step.saved_s for step in steps),
-        speculated=any(step.accept_length > 1 for step in steps),
-        replayed=_replayed(events_of(run, ReplayCompared)),
+        asked=run.config.spec.drafter != "none",
+        drafted=any(map(drafted, steps)),
+        estimated=is_estimated(run.config),
+        replayed=Replayed.of(replays) if replays else None,
         rewards_failed=sum(event.count for event in events_of(run, RewardsFailed)),
         alarms=len(events_of(run, AcceptanceCollapsed)),
         readers_failed=tuple(f"{event.reader}: {event.message}" for event in events_of(run, ReaderFailed)),
     )
+
+
+def is_estimated(config: RunConfig) -> bool:
+    """Whether anybody estimates what speculation saves: other choosers than the tuner keep no costs."""
+    return config.spec.chooser == "tuner"
 
 
 def phase_seconds(step: StepFinished) -> dict[str, float]:
@@ -134,13 +132,13 @@ def _ends(values: Sequence[float]) -> Ends:
     count = min(_ENDS, max(1, len(values) // 2))  # the two ends of a short run do not overlap
     if not values:
         return Ends(0.0, 0.0, 0)
-    return Ends(sum(values[:count]) / count, sum(values[-count:]) / count, count)
+    return Ends(sum(values[:count]) / count, sum(values[-count:]) / count, count, apart=len(values) > 1)
 
 
 def _accept_length(steps: Sequence[StepFinished]) -> Ends:
     """Tokens per verify of the first and the last few steps, each end's verifies taken together."""
     ends = _ends([1.0] * len(steps))
-    return Ends(_pooled(steps[: ends.steps]), _pooled(steps[len(steps) - ends.steps :]), ends.steps)
+    return replace(ends, first=_pooled(steps[: ends.steps]), last=_pooled(steps[len(steps) - ends.steps :]))
 
 
 def _pooled(steps: Sequence[StepFinished]) -> float:
@@ -151,18 +149,6 @@ def _pooled(steps: Sequence[StepFinished]) -> float:
 
 def _drafter(trained: Sequence[DrafterTrained]) -> Ends | None:
     return Ends(trained[0].accept_before, trained[-1].accept_after, 1) if trained else None
-
-
-def _replayed(replays: Sequence[ReplayCompared]) -> Replayed | None:
-    if not replays:
-        return None
-    return Replayed(
-        count=len(replays),
-        tokens=sum(replay.tokens for replay in replays),
-        tlt_s=sum(replay.tlt_s for replay in replays),
-        plain_s=sum(replay.plain_s for replay in replays),
-        identical=all(replay.identical for replay in replays),
-    )
 
 
 def _end(records: Sequence[Recorded]) -> tuple[str, str]:
@@ -211,29 +197,32 @@ def last_lines(summary: Summary, where: str) -> list[str]:
     if not summary.taken:
         return [f"No step was finished. Everything is in {where}."]
     reward, accept = summary.reward, summary.accept_length
-    lines = [f"Mean reward: {reward.first:.3f} in the first {_few(reward)}, {reward.last:.3f} in the last."]
-    if summary.speculated:
-        lines.append(
-            f"Accept length: {accept.first:.2f} tokens per verify in the first {_few(accept)} with drafts, "
-            f"{accept.last:.2f} in the last."
-        )
+    lines = [f"Mean reward: {_both(reward, '.3f', '')}."]
+    if summary.drafted:
+        lines.append(f"Accept length: {_both(accept, '.2f', ' tokens per verify', ' with drafts')}.")
+    else:
+        lines.append(_why_plain(summary))
     if summary.drafter:
         lines.append(
             f"Learned drafter alone, {summary.ahead} tokens ahead: {summary.drafter.first:.2f} tokens per verify to be "
             f"expected at first, {summary.drafter.last:.2f} at the end, on answers it had not learned from."
         )
-    replayed = summary.replayed
-    if replayed:
-        lines += [
-            f"Rollout time with TLT: {duration(replayed.tlt_s)} for {replayed.tokens:,} tokens "
-            f"({_rollouts(replayed.count)} written twice).",
-            f"Plain decoding took: {duration(replayed.plain_s)} for the same tokens, same seeds: "
-            f"TLT is {replayed.speedup:.2f} × as fast.",
-            f"Tokens identical: {'yes' if replayed.identical else 'NO'}.",
-        ]
-    elif summary.speculated:
+    if summary.replayed:
+        lines += [*_replay_times(summary, summary.replayed), verdict_in_words(summary.replayed)]
+    elif summary.drafted and summary.estimated:
         lines.append(_estimate(summary))
     return [*lines, f"Report: {where}"]
+
+
+def _replay_times(summary: Summary, replayed: Replayed) -> list[str]:
+    twice = f"{replayed.tokens:,} tokens ({_rollouts(replayed.count)} written twice)"
+    again = "the same tokens, same seeds" if replayed.identical else "the same requests, same seeds"
+    if not summary.drafted:
+        return [f"Rollout time: {duration(replayed.tlt_s)} for {twice}, {duration(replayed.plain_s)} for {again}."]
+    return [
+        f"Rollout time with TLT: {duration(replayed.tlt_s)} for {twice}.",
+        f"Plain decoding took: {duration(replayed.plain_s)} for {again}: TLT is {replayed.speedup:.2f} × as fast.",
+    ]
 
 
 def _opening(summary: Summary) -> str:
@@ -251,41 +240,70 @@ def _opening(summary: Summary) -> str:
 
 def _learned(summary: Summary) -> str:
     reward, length = summary.reward, summary.length
-    moved = "rose" if reward.last > reward.first else "fell" if reward.last < reward.first else "stayed"
-    return (
-        f"Mean reward {moved} from {reward.first:.3f} over the first {_few(reward)} to {reward.last:.3f} over "
-        f"the last, while answers went from {length.first:.0f} to {length.last:.0f} tokens on average."
-    )
+    if not reward.apart:
+        return f"Mean reward was {reward.first:.3f}, with answers of {length.first:.0f} tokens on average."
+    ends = f"over the first {_few(reward)} to {{}} over the last"
+    first, last = f"{reward.first:.3f}", f"{reward.last:.3f}"
+    if first == last:
+        text = f"Mean reward was {first} over the first {_few(reward)} and over the last"
+    else:
+        text = f"Mean reward {'rose' if reward.last > reward.first else 'fell'} from {first} {ends.format(last)}"
+    before, after = f"{length.first:.0f}", f"{length.last:.0f}"
+    went = f"went from {before} to {after}" if before != after else f"stayed at {after}"
+    return f"{text}, while answers {went} tokens on average."
 
 
 def _time(summary: Summary) -> str:
     longest = max(summary.phase_s, key=lambda phase: summary.phase_s[phase])
     share = summary.phase_s[longest] / summary.step_s if summary.step_s else 0.0
+    which = "It" if summary.taken == 1 else "All steps together"
     return (
-        f"All steps together took {duration(summary.step_s)}, of which {share:.0%} was "
+        f"{which} took {duration(summary.step_s)}, of which {share:.0%} was "
         f"{'not accounted for' if longest == 'other' else longest}."
     )
 
 
 def _saved(summary: Summary) -> str:
-    if not summary.speculated:
-        return "Nothing was drafted: rollouts were decoded plainly."
-    accept = summary.accept_length
-    text = f"The policy accepted {accept.first:.2f} tokens per verify at first and {accept.last:.2f} at the end."
+    parts = [_accepted(summary) if summary.drafted else _why_plain(summary)]
     if summary.drafter:
-        text += (
-            f" Of the learned drafter alone, drafting {summary.ahead} tokens, {summary.drafter.first:.2f} were to be "
+        parts.append(
+            f"Of the learned drafter alone, drafting {summary.ahead} tokens, {summary.drafter.first:.2f} were to be "
             f"expected before its first training and {summary.drafter.last:.2f} after its last, on answers held out."
         )
-    replayed = summary.replayed
-    if replayed:
-        same = "identical token for token" if replayed.identical else "NOT identical, which must not happen"
-        return (
-            f"{text} {_rollouts(replayed.count).capitalize()} written once more without speculation, same seeds: "
-            f"{duration(replayed.plain_s)} instead of {duration(replayed.tlt_s)} ({replayed.speedup:.2f} ×, measured), "
-            f"{same}."
-        )
-    return f"{text} {_estimate(summary)}"
+    if summary.replayed:
+        parts.append(_measured(summary.replayed, summary.drafted))
+    elif summary.drafted and summary.estimated:
+        parts.append(_estimate(summary))
+    return " ".join(parts)
+
+
+def _accepted(summary: Summary) -> str:
+    accept = summary.accept_length
+    first, last = f"{accept.first:.2f}", f"{accept.last:.2f}"
+    if first == last == "1.00":
+        return "Drafts were verified, and next to none of their tokens were accepted."
+    if first == last:
+        return f"A verify gave {first} tokens on average, the policy's own included."
+    return f"A verify gave {first} tokens on average at first and {last} at the end, the policy's own included."
+
+
+def _why_plain(summary: Summary) -> str:
+    if summary.asked:
+        return "Nothing was drafted: no draft was expected to pay, so rollouts were decoded plainly."
+    return "Speculation was off: rollouts were decoded plainly."
+
+
+def _measured(replayed: Replayed, drafted: bool) -> str:
+    were = "was" if replayed.count == 1 else "were"
+    opening = f"{_rollouts(replayed.count).capitalize()} {were} written once more without speculation, same seeds: "
+    plain_s, tlt_s = duration(replayed.plain_s), duration(replayed.tlt_s)
+    if drafted:
+        text = f"{opening}{plain_s} instead of {tlt_s} ({replayed.speedup:.2f} ×, measured)"
+    else:
+        text = f"{opening}{plain_s} after {tlt_s}"
+    if replayed.identical:
+        return f"{text}, identical token for token."
+    return f"{text}. {verdict_in_words(replayed)}"
 
 
 def _estimate(summary: Summary) -> str:
@@ -304,6 +322,13 @@ def _troubles(summary: Summary) -> str:
         troubles.append(f"acceptance collapsed {summary.alarms} {'time' if summary.alarms == 1 else 'times'}")
     troubles += [f"{failed} (left out from then on)" for failed in summary.readers_failed]
     return f"Worth a look: {'; '.join(troubles)}." if troubles else ""
+
+
+def _both(ends: Ends, form: str, unit: str, which: str = "") -> str:
+    """As in `0.125 tokens in the first 5 steps, 0.250 in the last`."""
+    if not ends.apart:
+        return f"{ends.first:{form}}{unit} in the only step{which}"
+    return f"{ends.first:{form}}{unit} in the first {_few(ends)}{which}, {ends.last:{form}} in the last"
 
 
 def _few(ends: Ends) -> str:
