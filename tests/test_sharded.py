@@ -70,13 +70,14 @@ def learn_in_shards(dtype: torch.dtype, rank: int, size: int) -> dict[str, Any]:
     first = trainer(model)
     norms = [first.update(share(0, rank)).grad_norm]
     held = sum(p.to_local().numel() for p in first._model.parameters())
+    to_come = first.bytes_to_come
     first.publish()
     state = first.state()
     second = trainer(model)  # a worker that comes later: the weights are published, the rest is in the state
     second.restore(state)
     norms += [second.update(share(step, rank)).grad_norm for step in range(1, STEPS)]
     second.publish()
-    return {"weights": model.state_dict(), "norms": norms, "held": held, "state": second.state()}
+    return {"weights": model.state_dict(), "norms": norms, "held": held, "to_come": to_come, "state": second.state()}
 
 
 def learn_alone(dtype: torch.dtype) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def bfloat16_steps(cut: Any) -> dict[str, Any]:
             optimizer.gather()
         norms.append(optimizer.update(1e-2, 1.0).item())
     full = [getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for tensor in model]
-    return {"weights": full, "norms": norms}
+    return {"weights": full, "norms": norms, "to_come": optimizer.bytes_to_come}
 
 
 def bfloat16_steps_in_shards(size: int) -> dict[str, Any]:
@@ -195,8 +196,12 @@ def test_the_optimizer_takes_the_same_steps_on_shards_in_bfloat16(in_shards: dic
 
 
 def test_a_worker_holds_half_of_the_weights(in_shards: dict[Any, Any]) -> None:
+    """All have an even number of rows: of moments and gradients (three numbers to a weight), too, a worker has half."""
     weights = sum(parameter.numel() for parameter in whole_policy().parameters())
-    assert in_shards[torch.float64]["held"] == pytest.approx(weights / 2, rel=0.05)
+    for dtype in WIDE:
+        assert in_shards[dtype]["held"] == weights // 2
+        assert in_shards[dtype]["to_come"] == 3 * dtype.itemsize * weights // 2
+    assert in_shards["optimizer"]["to_come"] == 14 * (3 * 4 + 4)  # the first worker's rows of 6 × 4 and 7
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)

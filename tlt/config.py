@@ -140,7 +140,7 @@ class EngineSettings:
 
     rows: int = 256  # requests that decode at the same time, at most
     page_size: int = 16  # tokens in a page of the key-value cache; a power of two
-    kv_gib: float = 0.0  # key-value cache in GiB; 0 takes what is free on a GPU, less a reserve, and 1 GiB on a CPU
+    kv_gib: float = 0.0  # key-value cache in GiB; 0: 1 on a CPU; on a GPU what is free, 40 % of it beside training
     prefill_tokens: int = 8192  # prompt tokens computed per tick, at most: longer prompts are computed in pieces
     admission: Literal["longest", "fifo"] = "longest"  # who enters first: the longest expected, or first come
     graphs: bool = True  # replay captured CUDA graphs (GPU only)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tlt.config import RunConfig
@@ -21,7 +20,7 @@ from tlt.drafting.states import StateKeeper, keeper_of
 from tlt.drafting.trainer import DraftingResult, OnlineDrafter
 from tlt.engine.build import build_engine, chooser_of, learned_drafting
 from tlt.engine.engine import Engine
-from tlt.engine.memory import GIB
+from tlt.engine.memory import gib_beside_training
 from tlt.engine.request import Request
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes
@@ -35,13 +34,11 @@ from tlt.spec.speculation import SpeculationReport
 from tlt.telling import acceptance_collapsed, drafter_trained, rollout_report
 from tlt.train.checkpoint import HostCopy, load_state, save_state
 from tlt.train.drafter import Average
+from tlt.train.optimizer import bytes_to_come
 from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped
 
-_TRAINER_BYTES = 14  # per weight, not taken yet when the engine is built: two moments and two gradients
-_ENGINE_SHARE = 0.4  # of what is free then, for keys and values; the rest is for the activations of training
-_LEAST_KV_GIB = 0.5
 _MOMENT_S = 0.05
 POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a checkpoint
 
@@ -86,18 +83,24 @@ class Worker:
         )
 
     def _with_room(self, taken: bool = False) -> RunConfig:
-        """The engine takes what is free on a GPU if nobody says how much: here the trainer needs some of it, too.
+        """The engine takes what is free on a GPU unless `engine.kv_gib` is set: the trainers need some of it, too.
 
-        `taken`: the trainer has what it needs, and what it only keeps for later is as good as free.
+        `taken`: the trainers have what they need, and what torch only keeps for later is as good as free.
         """
         config, model = self.config, self.policy.model
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
-        device = model.embed.device
-        free = free_bytes(device) if taken else torch.cuda.mem_get_info(device)[0]
-        moments = 0 if taken else _TRAINER_BYTES * sum(weight.numel() for weight in model.parameters())
-        kv_gib = max(_LEAST_KV_GIB, _ENGINE_SHARE * (free - moments) / GIB)
+        kv_gib = gib_beside_training(free_bytes(model.embed.device), 0 if taken else self._bytes_to_come)
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
+
+    @property
+    def _bytes_to_come(self) -> int:
+        """Of the trainers, when the engine is built: the policy's has its masters by then, the drafter's nothing."""
+        if self._learned is None or self.config.drafting.frozen:
+            return self.trainer.bytes_to_come
+        weights = list(self._learned.drafter.parameters())
+        copies = 2 * sum(weight.numel() * weight.element_size() for weight in weights)  # the best one, and the learner
+        return self.trainer.bytes_to_come + copies + bytes_to_come(weights, masters=True)
 
     def _online_drafter(self, learned: LearnedDrafting, keeper: StateKeeper | None, fellows: Fellows) -> OnlineDrafter:
         own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (fellows.rank << 32)))

@@ -7,7 +7,7 @@ and sums are made on its local part. Knows nothing of losses, rows or models.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,22 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     return schedule.peak * (FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def bytes_to_come(weights: Iterable[Tensor], *, masters: bool = False) -> int:
+    """Memory that `MasterAdamW` takes from its first update on: two moments and the summed gradient, as wide as the
+    master, and the weight's own gradient where the master is another tensor. Of a shard, the local part counts.
+
+    `masters`: those, too. An optimizer that exists has them already.
+    """
+    total = 0
+    for weight in map(_local, weights):
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        each = 3 * wide.itemsize
+        if weight.dtype != wide:
+            each += weight.dtype.itemsize + (wide.itemsize if masters else 0)
+        total += each * weight.numel()
+    return total
+
+
 class MasterAdamW:
     """AdamW in float32 at least. Matrices decay, vectors do not.
 
@@ -53,6 +69,10 @@ class MasterAdamW:
         vectors = [master for master in self._masters if master.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
+
+    @property
+    def bytes_to_come(self) -> int:
+        return bytes_to_come(self._weights)
 
     @torch.no_grad()
     def gather(self) -> None:

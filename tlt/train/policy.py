@@ -109,6 +109,11 @@ class PolicyTrainer:
         self.steps_taken = 0
         self.passes = 0  # over a row of answers, ever: who watches sees that it gets on
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that training takes and keeps from the first update on: of adapters alone where only they learn."""
+        return self._optimizer.bytes_to_come
+
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         """One step: `train.minibatches` × `train.epochs` updates of the weights, in place."""
         rate = learning_rate(self.steps_taken, self._schedule)
