@@ -42,6 +42,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.fleet",
         "tlt.reinforce",
         "tlt.replay",
+        "tlt.resume",
         "tlt.telling",
         "tlt.sim",
         "tlt.simulate",
@@ -388,6 +389,7 @@ SURFACE = {
     "stop: tuple[str, ...] = (), ignore_eos: bool = False) -> None",
     "read_run": "(directory: str | pathlib.Path) -> tlt.watch.events.Run",
     "train": "(config: tlt.config.RunConfig, task: tlt.tasks.task.Task | None = None, *, resume: bool = False, "
+    "resume_from: str = '', "
     "open_fleet: Callable[[tlt.config.RunConfig, Callable[[tlt.watch.event.Event], None]], tlt.loop.Fleet] = "
     "<class 'tlt.fleet.LocalFleet'>) -> tlt.watch.events.Run",
 }

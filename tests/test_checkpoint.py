@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tlt.errors import CheckpointError
 from tlt.train.checkpoint import Checkpoints, load_state, save_state
+from tlt.train.checksums import SUMS, damage
 
 
 def fill(content: str) -> Callable[[Path], None]:
@@ -53,7 +54,7 @@ class Killed(BaseException):
     """What a kill looks like from inside: nothing after it runs."""
 
 
-SYSTEM_CALLS = ("mkdir", "open", "fsync", "close", "rename", "rmdir", "unlink")
+SYSTEM_CALLS = ("mkdir", "open", "fsync", "close", "rename", "replace", "rmdir", "unlink")
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], int]:
@@ -97,6 +98,102 @@ def test_killed_at_every_system_call(tmp_path: Path) -> None:
     assert ended
     assert number > 20
     assert seen == {1, 2}
+
+
+# ---- checksums
+
+
+def test_the_list_of_checksums_is_one_that_sha256sum_reads(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).write(1, fill("x"))
+    subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=path, check=True, capture_output=True)
+    (path / "run.json").write_text("y")
+    told = subprocess.run(["sha256sum", "--check", SUMS], cwd=path, check=False, capture_output=True, text=True)
+    assert "run.json: FAILED" in told.stdout
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    """Of the files, and of the list itself: each of them flipped in turn, and the list cut off after each."""
+    path = Checkpoints(tmp_path).write(1, fill("some words"))
+    assert damage(path) == {}
+    for name in ("policy/weights", "run.json", SUMS):
+        content = (path / name).read_bytes()
+        for index in range(len(content)):
+            (path / name).write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
+            assert list(damage(path)) == [name]
+            (path / name).write_bytes(content[:index])
+            assert list(damage(path)) == [name]
+        (path / name).write_bytes(content)
+    assert damage(path) == {}
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).write(1, fill("x"))
+    (path / "run.json").unlink()
+    (path / "run.json").mkdir()
+    assert damage(path) == {"run.json": "run.json cannot be read (Is a directory)"}
+
+
+# ---- weights kept for longer than what resuming needs
+
+STATE = ("*.json",)
+
+
+def whole(checkpoints: Checkpoints) -> list[int]:
+    return [step for step in checkpoints.steps() if not checkpoints.problems(step)]
+
+
+def test_weights_are_kept_for_longer_than_state(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=4, keep_state=2, state=STATE)
+    for step in range(1, 7):
+        checkpoints.write(step, fill(f"step {step}"))
+    assert checkpoints.steps() == [3, 4, 5, 6]
+    assert whole(checkpoints) == [5, 6]
+    for step in (3, 4):
+        path = checkpoints.path(step)
+        assert damage(path) == {}  # what is left is as it was written
+        assert (path / "policy" / "weights").read_text() == f"step {step}"
+        assert sorted(entry.name for entry in path.iterdir()) == [SUMS, "policy"]
+        assert "weights only" in checkpoints.problems(step)[STATE[0]]
+
+
+def test_killed_at_every_system_call_while_state_is_dropped(tmp_path: Path) -> None:
+    dropped = set()
+    for number in range(200):
+        checkpoints = Checkpoints(tmp_path / str(number), keep=2, keep_state=1, state=STATE)
+        checkpoints.write(1, fill("old"))
+        with pytest.MonkeyPatch.context() as patch:
+            calls = killed_at(patch, number)
+            with suppress(Killed):
+                checkpoints.write(2, fill("new"))
+            ended = calls() <= number
+        assert whole(checkpoints)[-1:] == checkpoints.steps()[-1:]  # the newest can be gone on from
+        assert damage(checkpoints.path(1)) == {}
+        dropped.add(1 not in whole(checkpoints))
+        checkpoints.write(3, fill("next"))
+        assert sum(1 for _ in checkpoints.directory.rglob("*.json")) == 1
+        if ended:
+            break
+    assert ended
+    assert dropped == {True, False}
+
+
+def test_later_checkpoints_are_set_aside_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        checkpoints.write(step, fill(f"step {step}"))
+    checkpoints.go_on_from(1)
+    assert checkpoints.steps() == [1]
+    assert contents(tmp_path / "step_3.aside") == ["step 3"] * 2
+    checkpoints.go_on_from(1)
+    checkpoints.write(2, fill("again"))
+    assert {entry.name for entry in tmp_path.iterdir()} == {"step_1", "step_2"}
+    assert contents(tmp_path / "step_2") == ["again"] * 2
+
+
+def test_a_checkpoint_of_an_earlier_step_is_not_removed_for_later_ones(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, keep=1).write(9, fill("of another run"))
+    Checkpoints(tmp_path, keep=1).write(1, fill("new"))
+    assert contents(tmp_path / "step_1") == ["new"] * 2
 
 
 @pytest.mark.parametrize("leftover", [".step_7.writing", ".step_7.replaced", "step_7.tmp", "step_", "notes"])

@@ -99,11 +99,17 @@ def test_config_prints_what_can_be_read_back(capsys: pytest.CaptureFixture[str],
 def test_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[Any, ...]] = []
     module = ModuleType("tlt.reinforce")
-    module.train = lambda config, resume, open_fleet: seen.append((config, resume))  # type: ignore[attr-defined]
+    module.train = lambda config, **how: seen.append((config, how["resume"], how["resume_from"]))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tlt.reinforce", module)
     path = recipe(tmp_path, "[run]\nsteps = 3\n")
+    config = load_config(path)
     assert main(["train", path, "--run.seed=7"]) == main(["train", path, "--resume"]) == 0
-    assert seen == [(load_config(path, ["--run.seed=7"]), False), (load_config(path), True)]
+    assert main(["train", path, "--resume-from", "step_2"]) == 0
+    assert seen == [
+        (load_config(path, ["--run.seed=7"]), False, ""),
+        (config, True, ""),
+        (config, False, "step_2"),
+    ]
 
 
 @pytest.mark.parametrize("lost", [0, 2, 3])
@@ -112,9 +118,11 @@ def test_a_run_that_lost_its_state_goes_on_from_its_last_checkpoint(
 ) -> None:
     """By itself, as often as `cluster.restarts` allows; then it ends with the error."""
     resumed: list[bool] = []
+    named: list[str] = []
 
-    def train(config: RunConfig, resume: bool, open_fleet: object) -> None:
+    def train(config: RunConfig, resume: bool, resume_from: str, open_fleet: object) -> None:
         resumed.append(resume)
+        named.append(resume_from)
         if len(resumed) <= lost:
             raise StateLost("worker 1 died with its part of the policy")
 
@@ -122,7 +130,8 @@ def test_a_run_that_lost_its_state_goes_on_from_its_last_checkpoint(
     module.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tlt.reinforce", module)
     path = recipe(tmp_path, "[cluster]\nrestarts = 2\n")
-    assert (main(["train", path]) == 0) == (lost < 3)
+    assert (main(["train", path, "--resume-from=step_2"]) == 0) == (lost < 3)
+    assert named == ["step_2", "", ""][: len(named)]  # what was written since is newer
     assert resumed == [False, True, True][: lost + 1]
     told = capsys.readouterr().err
     assert told.count("worker 1 died with its part of the policy: going on from the last checkpoint") == min(lost, 2)

@@ -91,7 +91,9 @@ def mentioned(text: str) -> Iterator[str]:
     sections = {knob.key.partition(".")[0] for knob in knobs()}
     for code in re.findall(r"`([^`\n]+)`", text):
         for name in re.findall(r"(?<![\w./-])(?:--)?([a-z]+(?:\.[a-z_]+)+)(?![\w/(])", code):
-            if name.partition(".")[0] in sections and not name.endswith((".py", ".toml", ".md", ".html", ".jsonl")):
+            if name.partition(".")[0] in sections and not name.endswith(
+                (".py", ".toml", ".md", ".html", ".json", ".jsonl")
+            ):
                 yield name
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from tlt.errors import CheckpointError, ConfigError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit
 from tlt.recipe import to_toml
+from tlt.resume import Start, checkpoints_of, starting_point
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.policy import UpdateResult
 from tlt.types import Experience
-from tlt.watch.events import CheckpointSaved, RunResumed, StepFinished, read_run
+from tlt.watch.console import notice
+from tlt.watch.events import CheckpointDamaged, CheckpointSaved, RunResumed, StepFinished, read_run
 from tlt.watch.history import events_of, steps_of
 
 FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED]
@@ -223,11 +226,152 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
     assert len(steps_of(tlt.train(config, open_fleet=second))) == 1
 
 
+# ---- damaged checkpoints
+
+
+@pytest.fixture
+def copied(undisturbed: RunConfig, tmp_path: Path) -> RunConfig:
+    """The undisturbed run, as often as it is to be damaged."""
+    shutil.copytree(undisturbed.run.out, tmp_path, dirs_exist_ok=True)
+    return small(tmp_path, *FLAGS)
+
+
+def start_of(config: RunConfig, resume_from: str = "") -> Start:
+    start = starting_point(checkpoints_of(config), resume=True, resume_from=resume_from)
+    assert start is not None
+    return start
+
+
+def checkpoint(config: RunConfig, step: int) -> Path:
+    return checkpoints_of(config).path(step)
+
+
+def flip(file: Path) -> None:
+    """One bit of one byte in its middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped": (flip, "is damaged"),
+    "truncated": (truncate, "is damaged"),
+    "missing": (Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_any_damaged_file_is_noticed(copied: RunConfig, kind: str) -> None:
+    """Each file of the checkpoint in turn: the one before is gone on from, and what was found is said."""
+    newest = checkpoint(copied, 4)
+    damage, told = DAMAGE[kind]
+    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
+    assert {"optimizer.safetensors", "run.json", "policy/model.safetensors", "drafter/trainer.json", "SHA256SUMS"} <= {
+        str(name) for name in files
+    }
+    assert (start_of(copied).step, start_of(copied).passed_over) == (4, ())
+    for name in files:
+        content = (newest / name).read_bytes()
+        damage(newest / name)
+        start = start_of(copied)
+        assert start.step == 2
+        (event,) = start.passed_over
+        assert (event.path, event.problem.partition(":")[0]) == (str(newest), f"{name} {told}")
+        (newest / name).write_bytes(content)
+    assert start_of(copied).step == 4
+
+
+def test_an_empty_directory_is_passed_over(copied: RunConfig) -> None:
+    shutil.rmtree(checkpoint(copied, 4))
+    checkpoint(copied, 4).mkdir()
+    assert start_of(copied).step == 2
+
+
+def test_a_file_that_came_later_is_no_damage(copied: RunConfig) -> None:
+    (checkpoint(copied, 4) / "drafter" / "acceptance.json").write_text("{}")
+    assert start_of(copied).step == 4
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_with_the_same_numbers(
+    undisturbed: RunConfig, copied: RunConfig
+) -> None:
+    config = replace(copied, watch=replace(copied.watch, console="lines"))
+    flip(checkpoint(config, 4) / "optimizer.safetensors")
+    run = tlt.train(config, resume=True)
+    assert same_as(undisturbed, config)
+    assert [event.step for event in events_of(run, RunResumed)] == [2]
+    (damaged,) = events_of(run, CheckpointDamaged)
+    assert notice(damaged) == (
+        f"{checkpoint(config, 4)} is passed over: optimizer.safetensors is damaged: its checksum differs",
+        "bold yellow",
+    )
+    assert [event.step for event in events_of(run, CheckpointSaved)] == [2, 4]
+    assert {entry.name for entry in checkpoints_of(config).directory.iterdir()} == {"step_2", "step_4"}
+
+
+def refusal(config: RunConfig, **how: object) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        tlt.train(config, **how)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_where_all_are_damaged_it_says_what_can_be_done(copied: RunConfig) -> None:
+    flip(checkpoint(copied, 2) / "policy" / "model.safetensors")
+    flip(checkpoint(copied, 4) / "optimizer.safetensors")
+    told = refusal(copied, resume=True)
+    assert "step_4: optimizer.safetensors is damaged" in told
+    assert "step_2: policy/model.safetensors is damaged" in told
+    assert f"--model.path {checkpoint(copied, 4) / 'policy'} --run.name NEW" in told
+    flip(checkpoint(copied, 4) / "policy" / "model.safetensors")
+    told = refusal(copied, resume=True)
+    assert "--model.path" not in told
+    assert "start a new run with another run.name" in told
+
+
 def test_a_foreign_directory_is_not_resumed_from(tmp_path: Path) -> None:
-    config = small(tmp_path, "--run.steps=1")
     (tmp_path / "run" / "checkpoints" / "step_3").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="step_3 is no checkpoint of a run"):
-        tlt.train(config, resume=True)
+    told = refusal(small(tmp_path, "--run.steps=1"), resume=True)
+    assert "step_3: SHA256SUMS is missing" in told
+
+
+# ---- a checkpoint of one's choice
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(undisturbed: RunConfig, copied: RunConfig) -> None:
+    """Stopped again before its first checkpoint, it still goes on from there: later ones are set aside."""
+
+    def stopped(config: RunConfig, emit: Emit) -> LocalFleet:
+        fleet = LocalFleet(config, emit)
+
+        def stop(experiences: Sequence[Experience]) -> UpdateResult:
+            raise Stopped
+
+        fleet.update = stop  # type: ignore[method-assign]
+        return fleet
+
+    with pytest.raises(Stopped):
+        tlt.train(copied, resume_from="step_2", open_fleet=stopped)
+    assert checkpoints_of(copied).steps() == [2]
+    run = tlt.train(copied, resume=True)
+    assert [event.step for event in events_of(run, RunResumed)] == [2, 2]
+    assert same_as(undisturbed, copied)
+    assert {entry.name for entry in checkpoints_of(copied).directory.iterdir()} == {"step_2", "step_4"}
+
+
+def test_a_named_checkpoint_must_be_there_and_whole(copied: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--resume-from is 'step_3'; expected .*: step_2, step_4$"):
+        tlt.train(copied, resume_from="step_3")
+    flip(checkpoint(copied, 2) / "run.json")
+    told = refusal(copied, resume_from="step_2")
+    assert "step_2 cannot be resumed from: run.json is damaged" in told
+    assert "name another with --resume-from (step_4)" in told
+    assert checkpoints_of(copied).steps() == [2, 4]
 
 
 def test_numbers_tell_runs_apart(undisturbed: RunConfig, tmp_path: Path) -> None:

@@ -187,16 +187,16 @@ def _train(options: Namespace, flags: list[str]) -> None:
     config = _config(options, flags)
     from tlt.reinforce import train
 
-    open_fleet, resume = _fleet_of(config), options.resume
+    open_fleet, resume, resume_from = _fleet_of(config), options.resume, options.resume_from or ""
     for restarts_left in reversed(range(config.cluster.restarts + 1)):
         try:
-            train(config, resume=resume, open_fleet=open_fleet)
+            train(config, resume=resume, resume_from=resume_from, open_fleet=open_fleet)
             return
         except StateLost as error:
             if not restarts_left:
                 raise
             print(f"tlt: {error}: going on from the last checkpoint", file=sys.stderr)
-            resume = True
+            resume, resume_from = True, ""
 
 
 def _fleet_of(config: RunConfig) -> "OpenFleet":
@@ -325,7 +325,11 @@ VERBS: dict[str, Verb] = {
     ),
     "train": Verb(
         "train a policy with reinforcement learning",
-        (_RECIPE, ("--resume", "go on from the run's newest checkpoint, or begin where there is none yet")),
+        (
+            _RECIPE,
+            ("--resume", "go on from the run's newest checkpoint that is whole, or begin where there is none yet"),
+            ("--resume-from", "go on from this checkpoint, as in step_20; later ones are removed by the next"),
+        ),
         _train,
     ),
     "simulate": Verb(

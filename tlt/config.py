@@ -267,12 +267,15 @@ class CheckpointSettings:
     """What a run that was stopped goes on from: `tlt train RECIPE --resume`."""
 
     every: int = 10  # steps between two checkpoints, beside the one at the end; 0: only that one
-    keep: int = 2  # newest checkpoints that are kept
+    keep: int = 2  # newest checkpoints whose weights are kept
+    keep_optimizer: int = 0  # newest of these that keep the optimizer too, so that they can be resumed from; 0: all
     buffer: bool = False  # save the drafter's answers to learn from too: it goes on learning at once
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "every", self.every, "0 or more")
         _require(self.keep >= 1, "keep", self.keep, "at least 1")
+        fits = 0 <= self.keep_optimizer <= self.keep
+        _require(fits, "keep_optimizer", self.keep_optimizer, f"0 to {self.keep}, which is checkpoint.keep")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ answers the suffix drafter remembers and, unless `checkpoint.buffer` keeps them,
 """
 
 import fcntl
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +18,12 @@ from typing import TextIO
 from tlt import __version__
 from tlt.bench.machine import describe
 from tlt.config import RunConfig
-from tlt.errors import CheckpointError, ConfigError, TaskError
+from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
-from tlt.recipe import flat, load_config, to_toml
+from tlt.resume import Start, checkpoints_of, resumed, starting_point, write_record
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.files import FileTask
 from tlt.tasks.judge import Judge
@@ -34,46 +33,49 @@ from tlt.text import Tokenizer
 from tlt.train.checkpoint import Checkpoints
 from tlt.types import Prompt
 from tlt.watch.events import (
-    CONFIG_FILE,
     CheckpointSaved,
     MachineDescribed,
     PhaseStarted,
     Run,
     RunFinished,
-    RunResumed,
     read_run,
 )
 from tlt.watch.log import EventLog
 from tlt.watch.session import Watched
 
-CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
-_RECORD = "run.json"  # in a checkpoint: what it is
-_FORMAT = 1
 _PER_MESSAGE = 32  # tokens that a chat template puts around a message, at most
 
 OpenFleet = Callable[[RunConfig, Emit], Fleet]
 
 
 def train(
-    config: RunConfig, task: Task | None = None, *, resume: bool = False, open_fleet: OpenFleet = LocalFleet
+    config: RunConfig,
+    task: Task | None = None,
+    *,
+    resume: bool = False,
+    resume_from: str = "",
+    open_fleet: OpenFleet = LocalFleet,
 ) -> Run:
     """Trains `config.model` on `task` (the configured one, if none is given) and returns what the run has told.
 
-    `resume` goes on from the run's newest checkpoint, or begins where there is none yet.
+    `resume` goes on from the run's newest checkpoint that is whole, or begins where there is none yet. `resume_from`
+    names the checkpoint to go on from, as in "step_20"; later ones are then removed by the next one that is written.
     """
     _check(config, open_fleet)
     directory = Path(config.run.out) / config.run.name
-    checkpoints = Checkpoints(directory / CHECKPOINTS, config.checkpoint.keep)
+    checkpoints, resume = checkpoints_of(config), resume or bool(resume_from)
     with ExitStack() as stack:
         stack.enter_context(_alone_in(directory))
-        newest = _starting_point(checkpoints, resume)
+        start = starting_point(checkpoints, resume=resume, resume_from=resume_from)
         task = task or task_of(config)
         judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
         log = stack.enter_context(Watched(config, "train", __version__, resumed=resume))
         if resume:
-            log.emit(_resumed(config, newest))
-        _Run(config, checkpoints, log).go(task, judge, newest, open_fleet)
+            log.emit(resumed(config, start))
+        for damaged in start.passed_over if start else ():
+            log.emit(damaged)
+        _Run(config, checkpoints, log).go(task, judge, start, open_fleet)
     return read_run(directory)
 
 
@@ -82,10 +84,10 @@ class _Run:
 
     def __init__(self, config: RunConfig, checkpoints: Checkpoints, log: EventLog) -> None:
         self._config, self._log = config, log
-        self._saver = _Saver(checkpoints, log)
+        self._checkpoints, self._saver = checkpoints, _Saver(checkpoints, log)
         self._started = time.perf_counter()
 
-    def go(self, task: Task, judge: Judge, newest: tuple[int, Path] | None, open_fleet: OpenFleet) -> None:
+    def go(self, task: Task, judge: Judge, start: Start | None, open_fleet: OpenFleet) -> None:
         self._describe()
         source = source_of(self._config.model)
         context = read_config(source).max_positions
@@ -94,7 +96,7 @@ class _Run:
             refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
         fleet = open_fleet(self._config, self._log.emit)
         try:
-            restored = self._restore(fleet, newest)
+            restored = self._restore(fleet, start)
             loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
             for taken in range(restored, self._config.run.steps):
                 self._step(loop, taken)
@@ -137,25 +139,17 @@ class _Run:
 
         def fill(directory: Path) -> None:
             write_fleet(directory)
-            (directory / CONFIG_FILE).write_text(to_toml(self._config), encoding="utf-8")
-            record = {"format": _FORMAT, "steps": step, "tlt": __version__}
-            (directory / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+            write_record(self._config, step, directory)
 
         return fill
 
-    def _restore(self, fleet: Fleet, newest: tuple[int, Path] | None) -> int:
+    def _restore(self, fleet: Fleet, start: Start | None) -> int:
         """How many steps have been taken."""
-        if newest is None:
+        if start is None:
             return 0
-        taken, path = newest
-        try:
-            record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is no checkpoint of a run: {error}; remove it and resume again") from error
-        if record.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of tlt reads {_FORMAT}")
-        fleet.restore(path, taken)
-        return taken
+        fleet.restore(start.path, start.step)
+        self._checkpoints.go_on_from(start.step)
+        return start.step
 
     def _describe(self) -> None:
         found = describe(device_of(self._config.model.device), None)
@@ -242,29 +236,6 @@ def refuse_long_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, context
 def _most_tokens(prompt: Prompt, template: int) -> int:
     messages = [prompt.content] if isinstance(prompt.content, str) else [one.content for one in prompt.content]
     return template + sum(len(message.encode()) + _PER_MESSAGE for message in messages)
-
-
-def _starting_point(checkpoints: Checkpoints, resume: bool) -> tuple[int, Path] | None:
-    newest = checkpoints.newest()
-    if newest and not resume:
-        raise ConfigError(
-            f"{checkpoints.directory} holds a run that took {newest[0]} steps; go on with --resume, "
-            "give this run another run.name, or remove the directory"
-        )
-    return newest
-
-
-def _resumed(config: RunConfig, newest: tuple[int, Path] | None) -> RunResumed:
-    if newest is None:
-        return RunResumed(0, "")
-    taken, path = newest
-    now = flat(config)
-    try:
-        before = flat(load_config(path / CONFIG_FILE))
-    except ConfigError:  # no checkpoint, which is told when it is read; or of another version, with other knobs
-        before = now
-    changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now if before[key] != now[key]]
-    return RunResumed(taken, str(path), tuple(changed))
 
 
 @contextmanager

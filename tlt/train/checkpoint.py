@@ -1,8 +1,8 @@
 """Checkpoints: directories `step_N`, each whole or not there at all.
 
-What always holds: a checkpoint is written aside, forced to disk, and only then renamed, so that whatever stops a run,
-and when, a name `step_N` stands for everything that was to be saved. What is half written is never read, and swept away
-by the next one. Older checkpoints are removed after a newer one is safe, never before.
+What always holds: a checkpoint is written aside with the checksums of its files, forced to disk, and only then renamed,
+so that whatever stops a run, and when, a name `step_N` stands for everything that was to be saved. What is half written
+is never read, and removed by the next write. Other checkpoints are removed after a newer one is safe, never before.
 Knows nothing of what is in them: a state is tensors and plain values, nested as their owner likes.
 """
 
@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +23,52 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.errors import CheckpointError
+from tlt.train.checksums import damage, forget_checksums, read_checksums, write_checksums
 
 _NAME = re.compile(r"step_(\d+)")
-_ASIDE = re.compile(r"\.step_\d+\.(writing|replaced)")
+_HALF_WRITTEN = re.compile(r"\.step_\d+\.(writing|replaced)")
+_SET_ASIDE = re.compile(r"step_\d+\.aside")
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` stay."""
+    """The checkpoints of one run, of which the newest `keep` stay, and of the newest `keep_state` also their state.
 
-    def __init__(self, directory: Path | str, keep: int = 2) -> None:
+    `state`: patterns of the files that only a resumed run needs. `keep_state` = 0 keeps them as long as the others.
+    """
+
+    def __init__(self, directory: Path | str, keep: int = 2, *, keep_state: int = 0, state: Sequence[str] = ()) -> None:
         self.directory = Path(directory)
-        self._keep = keep
+        self._keep, self._keep_state, self._state = keep, keep_state or keep, tuple(state)
 
     def steps(self) -> list[int]:
         """The steps there are checkpoints of, oldest first."""
-        try:
-            names = [entry.name for entry in self.directory.iterdir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}; expected a directory") from error
-        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
 
     def newest(self) -> tuple[int, Path] | None:
         """The last step that was saved, and where; None if none was."""
         steps = self.steps()
         return (steps[-1], self.path(steps[-1])) if steps else None
+
+    def problems(self, step: int) -> dict[str, str]:
+        """Why a run cannot go on from a checkpoint, by file: empty if it can. Reads all of it."""
+        path = self.path(step)
+        found = damage(path)
+        if not found and self._state and not self._state_files(read_checksums(path)):
+            return {self._state[0]: "it holds weights only (see checkpoint.keep_optimizer)"}
+        return found
+
+    def go_on_from(self, step: int) -> None:
+        """Sets later checkpoints aside: the run has left them. They are removed once there is a newer one."""
+        try:
+            for path in (self.path(later) for later in self.steps() if later > step):
+                left = path.with_name(f"{path.name}.aside")
+                shutil.rmtree(left, ignore_errors=True)
+                path.rename(left)
+                _force_directory(self.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be renamed ({error.strerror}); see that {self.directory} can be written to"
+            ) from error
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
@@ -59,12 +80,13 @@ class Checkpoints:
             self._sweep()
             aside.mkdir(parents=True)
             fill(aside)
+            write_checksums(aside)
             _force_to_disk(aside)
             self._put_in_place(aside, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(self._complaint(target, error)) from error
-        self._prune()
+        self._prune(step)
         return target
 
     def _put_in_place(self, aside: Path, target: Path) -> None:
@@ -76,18 +98,42 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """What an earlier run left half done goes."""
-        if self.directory.is_dir():
-            for entry in self.directory.iterdir():
-                if _ASIDE.fullmatch(entry.name):
-                    shutil.rmtree(entry)
+        """Removes what an earlier run left half written."""
+        for name in filter(_HALF_WRITTEN.fullmatch, self._names()):
+            shutil.rmtree(self.directory / name)
 
-    def _prune(self) -> None:
-        for step in self.steps()[: -self._keep]:
+    def _prune(self, newest: int) -> None:
+        """Removes what is not to be kept. A checkpoint too many does no harm: what cannot be removed stays."""
+        kept = [step for step in self.steps() if step <= newest]
+        for name in filter(_SET_ASIDE.fullmatch, self._names()):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        for step in kept[: -self._keep]:
             path, going = self.path(step), self.directory / f".step_{step}.replaced"
-            with suppress(OSError):  # a checkpoint too many harms nobody
-                path.rename(going)  # at once: nobody shall find it half removed
+            with suppress(OSError):
+                path.rename(going)  # at once: it is never found half removed
                 shutil.rmtree(going)
+        for step in kept[-self._keep : -self._keep_state]:
+            with suppress(OSError, CheckpointError):
+                self._drop_state(self.path(step))
+
+    def _drop_state(self, path: Path) -> None:
+        """The list of checksums is shortened first: what it no longer names is not missed."""
+        names = self._state_files(str(file.relative_to(path)) for file in path.rglob("*"))
+        if names & read_checksums(path).keys():
+            forget_checksums(path, names)
+        for name in names:
+            (path / name).unlink()
+
+    def _state_files(self, names: Iterable[str]) -> set[str]:
+        return {name for name in names if any(fnmatchcase(name, pattern) for pattern in self._state)}
+
+    def _names(self) -> list[str]:
+        try:
+            return [entry.name for entry in self.directory.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}; expected a directory") from error
 
     def _complaint(self, target: Path, error: OSError | SafetensorError) -> str:
         what = (error.strerror if isinstance(error, OSError) else None) or str(error)

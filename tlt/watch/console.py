@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tlt.watch.events import (
     AcceptanceCollapsed,
+    CheckpointDamaged,
     CheckpointSaved,
     DrafterTrained,
     Event,
@@ -144,6 +145,8 @@ def notice(event: Event) -> tuple[str, str] | None:
         case RunResumed(step=step, path=path, changed=changed):
             text = f"resumed from {path}, {step} steps taken" if path else "nothing to resume yet: begins"
             return f"{text}; with other settings: {', '.join(changed)}" if changed else text, "bold"
+        case CheckpointDamaged(path=path, problem=problem):
+            return f"{path} is passed over: {problem}", "bold yellow"
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
         case DrafterTrained() as trained:

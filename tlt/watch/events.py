@@ -56,6 +56,14 @@ class RunResumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointDamaged(Event):
+    """A checkpoint cannot be resumed from, and the run goes on from an older one."""
+
+    path: str
+    problem: str  # which files are missing or damaged
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseStarted(Event):
     """What the step does from now on."""
 
@@ -286,6 +294,7 @@ _KINDS: dict[str, type[Event]] = {
         RunStarted,
         MachineDescribed,
         RunResumed,
+        CheckpointDamaged,
         PhaseStarted,
         RolloutProgress,
         RolloutFinished,

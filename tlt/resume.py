@@ -1,0 +1,130 @@
+"""From which checkpoint a run goes on.
+
+What always holds: a run goes on from a checkpoint only if every one of its files is what was written. A damaged one is
+passed over for the newest older one that is whole, which is an event; a named one is never replaced by another.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt import __version__
+from tlt.config import RunConfig
+from tlt.drafting.saving import TRAINER
+from tlt.errors import CheckpointError, ConfigError
+from tlt.fleet import DRAFTER, OPTIMIZER, POLICY
+from tlt.recipe import flat, load_config, to_toml
+from tlt.train.checkpoint import Checkpoints
+from tlt.train.checksums import SUMS
+from tlt.watch.events import CONFIG_FILE, CheckpointDamaged, RunResumed
+
+CHECKPOINTS = "checkpoints"
+_RECORD = "run.json"  # in a checkpoint: what it is
+_FORMAT = 1
+_STATE = (f"{OPTIMIZER}.*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
+_MOST_SHOWN = 3  # problems of one checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The checkpoint that a run goes on from."""
+
+    step: int  # steps taken
+    path: Path
+    passed_over: tuple[CheckpointDamaged, ...] = ()  # newer ones, newest first
+
+
+def checkpoints_of(config: RunConfig) -> Checkpoints:
+    directory = Path(config.run.out) / config.run.name / CHECKPOINTS
+    kept = config.checkpoint
+    return Checkpoints(directory, kept.keep, keep_state=kept.keep_optimizer, state=_STATE)
+
+
+def starting_point(checkpoints: Checkpoints, *, resume: bool, resume_from: str = "") -> Start | None:
+    """Where to go on; None where there is no checkpoint yet. `resume_from` names one, as in `step_20`."""
+    steps = checkpoints.steps()
+    if resume_from:
+        return _named(checkpoints, resume_from)
+    if steps and not resume:
+        raise ConfigError(
+            f"{checkpoints.directory} holds a run that took {steps[-1]} steps; go on with --resume, "
+            "give this run another run.name, or remove the directory"
+        )
+    return _newest_whole(checkpoints) if steps else None
+
+
+def _named(checkpoints: Checkpoints, name: str) -> Start:
+    steps = {checkpoints.path(step).name: step for step in checkpoints.steps()}
+    if name not in steps:
+        there = ", ".join(steps) or "none"
+        raise ConfigError(f"--resume-from is {name!r}; expected a checkpoint in {checkpoints.directory}: {there}")
+    step = steps[name]
+    problems = checkpoints.problems(step)
+    if problems:
+        others = ", ".join(other for other in steps if other != name)
+        cure = f"name another with --resume-from ({others})" if others else _weights_of(checkpoints, {step: problems})
+        raise CheckpointError(f"{checkpoints.path(step)} cannot be resumed from: {_in_words(problems)}; {cure}")
+    return _start(checkpoints, step)
+
+
+def _newest_whole(checkpoints: Checkpoints) -> Start:
+    found: dict[int, dict[str, str]] = {}
+    for step in reversed(checkpoints.steps()):
+        problems = checkpoints.problems(step)
+        if not problems:
+            return _start(checkpoints, step, found)
+        found[step] = problems
+    each = "; ".join(f"{checkpoints.path(step).name}: {_in_words(problems)}" for step, problems in found.items())
+    raise CheckpointError(
+        f"no checkpoint in {checkpoints.directory} can be resumed from: {each}. Restore one from a copy, "
+        f"{_weights_of(checkpoints, found)}, or remove {checkpoints.directory} to begin anew"
+    )
+
+
+def _start(checkpoints: Checkpoints, step: int, damaged: dict[int, dict[str, str]] | None = None) -> Start:
+    path = checkpoints.path(step)
+    try:
+        record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint of a run: {error}; remove it and resume again") from error
+    if record.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of tlt reads {_FORMAT}")
+    passed_over = (
+        CheckpointDamaged(str(checkpoints.path(later)), _in_words(problems))
+        for later, problems in (damaged or {}).items()
+    )
+    return Start(step, path, tuple(passed_over))
+
+
+def _in_words(problems: dict[str, str]) -> str:
+    more = len(problems) - _MOST_SHOWN
+    return ", ".join(list(problems.values())[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _weights_of(checkpoints: Checkpoints, found: dict[int, dict[str, str]]) -> str:
+    """What else can be done: the policy of a checkpoint may be whole where its optimizer is not."""
+    for step, problems in found.items():
+        path = checkpoints.path(step) / POLICY
+        if SUMS not in problems and not any(name.startswith(f"{POLICY}/") for name in problems):
+            return f"start a new run from weights that are whole with --model.path {path} --run.name NEW"
+    return "start a new run with another run.name"
+
+
+def write_record(config: RunConfig, taken: int, directory: Path) -> None:
+    """What a checkpoint is of."""
+    (directory / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+    record = {"format": _FORMAT, "steps": taken, "tlt": __version__}
+    (directory / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def resumed(config: RunConfig, start: Start | None) -> RunResumed:
+    """The event, with the settings that are others than the checkpoint's."""
+    if start is None:
+        return RunResumed(0, "")
+    now = flat(config)
+    try:
+        before = flat(load_config(start.path / CONFIG_FILE))
+    except ConfigError:  # of another version, with other knobs
+        before = now
+    changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now if before[key] != now[key]]
+    return RunResumed(start.step, str(start.path), tuple(changed))
