@@ -352,8 +352,9 @@ def test_a_replay_of_plain_decoding_is_no_speed_up(tmp_path: Path) -> None:
 
 
 def test_answers_that_all_run_into_the_limit_have_no_tail(tmp_path: Path) -> None:
-    events = [replace(rollout(1), lengths=(9, 64, 64)), step(1)]
+    events = [replace(rollout(1), lengths=(9, 64, 64)), step(1, truncated=1.0)]
     directory = write_run(config_of(tmp_path), events)
+    assert figure(directory, "Answer lengths").words.endswith("All of them ran into the limit.")
     words = figure(directory, "Still running").words
     assert words == "Half of the answers or more are as long as the longest: 64 tokens."
 
@@ -437,7 +438,7 @@ def test_a_resumed_run_is_told_as_one(tmp_path: Path) -> None:
     said = titles(ElementTree.fromstring(shown.svg))
     assert len(said) == 4
     assert said[3].startswith("step 4: mean reward 0.7777")
-    assert "It was resumed 1 time." in in_words(summarise(run))
+    assert "It was resumed once." in in_words(summarise(run))
 
 
 def test_mistakes_with_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,9 @@ def _lengths(steps: Sequence[StepFinished]) -> Figure:
     svg = line_chart(lines, _step_axis(), Axis("tokens", (0.0,)), columns=_columns(steps, say))
     cut = sum(step.truncated for step in steps) / len(steps)
     words = "Tokens of an answer: half of the answers are shorter than the median."
-    if cut > 0:
+    if cut == 1:
+        words += " All of them ran into the limit."
+    elif cut > 0:
         share = f"{cut:.1%}" if cut >= 0.001 else "less than 0.1%"
         words += f" On average {share} of a step's answers ran into the limit."
     return Figure("Answer lengths", words, _entries(lines), svg)

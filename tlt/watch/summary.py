@@ -234,7 +234,7 @@ def _opening(summary: Summary) -> str:
     else:
         text = f"The run “{name}” took {taken if summary.taken != summary.planned else _steps(summary.taken)}."
     if summary.resumes:
-        text += f" It was resumed {summary.resumes} {'time' if summary.resumes == 1 else 'times'}."
+        text += f" It was resumed {_times(summary.resumes)}."
     return text
 
 
@@ -317,9 +317,9 @@ def _estimate(summary: Summary) -> str:
 def _troubles(summary: Summary) -> str:
     troubles = []
     if summary.rewards_failed:
-        troubles.append(f"{summary.rewards_failed} rewards failed")
+        troubles.append(f"{summary.rewards_failed} {'reward' if summary.rewards_failed == 1 else 'rewards'} failed")
     if summary.alarms:
-        troubles.append(f"acceptance collapsed {summary.alarms} {'time' if summary.alarms == 1 else 'times'}")
+        troubles.append(f"acceptance collapsed {_times(summary.alarms)}")
     troubles += [f"{failed} (left out from then on)" for failed in summary.readers_failed]
     return f"Worth a look: {'; '.join(troubles)}." if troubles else ""
 
@@ -337,6 +337,10 @@ def _few(ends: Ends) -> str:
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _rollouts(count: int) -> str:
