@@ -121,9 +121,9 @@ def _lengths(steps: Sequence[StepFinished]) -> Figure:
         cut = f", {step.truncated:.1%} cut off" if step.truncated else ""
         return f"median {step.length_p50}, p90 {step.length_p90}, longest {step.length_max} tokens{cut}"
 
-    svg = line_chart(lines, _step_axis(), Axis("tokens", (0.0,)), columns=_columns(steps, say))
+    svg = line_chart(lines, _step_axis(), Axis("tokens", (0.0,), whole=True), columns=_columns(steps, say))
     cut = sum(step.truncated for step in steps) / len(steps)
-    words = "Tokens of an answer: half of the answers are shorter than the median."
+    words = "Tokens of an answer: half of the answers are no longer than the median."
     if cut == 1:
         words += " All of them ran into the limit."
     elif cut > 0:
@@ -303,7 +303,7 @@ def _distribution(rollouts: Sequence[RolloutFinished]) -> Figure:
         )
         for index, count in enumerate(counts)
     ]
-    svg = bar_chart(bars, ("c1",), Axis("tokens"), Axis("share of answers", (0.0,), percent=True))
+    svg = bar_chart(bars, ("c1",), Axis("tokens", whole=True), Axis("share of answers", (0.0,), percent=True))
     return Figure("Length distribution", f"{len(last):,} answers of {which}.", (), svg)
 
 
@@ -320,7 +320,9 @@ def _still_running(rollouts: Sequence[RolloutFinished]) -> Figure:
         Column(at, f"after {at} tokens: " + ", ".join(f"{_alive(ls, at):.1%} ({label})" for label, ls, _ in wanted))
         for at in marks
     ]
-    svg = line_chart(lines, Axis("tokens"), Axis("still being written", (0.0, 1.0), percent=True), columns=columns)
+    svg = line_chart(
+        lines, Axis("tokens", whole=True), Axis("still being written", (0.0, 1.0), percent=True), columns=columns
+    )
     half, all_ = sorted(last)[len(last) // 2], max(last)
     if half < all_:
         words = f"The tail: half of the answers are done after {half} tokens, the last one after {all_}."
