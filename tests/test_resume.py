@@ -104,6 +104,38 @@ def test_stopped_with_the_policy_updated_or_a_checkpoint_half_written(
     assert [step.step for step in steps_of(run)] == [1, 2, 3, 4]
 
 
+# ---- the power fails
+
+
+def test_no_checkpoint_is_in_place_before_the_events_of_its_steps_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every rename to `step_N`: what was forced to disk by then, all that a power cut is sure to leave."""
+    run = tmp_path / "run"
+    fsync, rename = os.fsync, os.rename
+    on_disk: dict[Path, bytes] = {}  # contents of files, names of directories
+    told: dict[str, int] = {}
+
+    def forced(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        content = repr(sorted(os.listdir(path))).encode() if path.is_dir() else path.read_bytes()
+        fsync(handle)
+        on_disk[path] = content
+
+    def renamed(source: Path, target: Path) -> None:
+        if Path(target).name.startswith("step_"):
+            assert b"'events.jsonl'" in on_disk.get(run, b"")
+            told[Path(target).name] = on_disk.get(run / "events.jsonl", b"").count(b'"StepFinished"')
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    monkeypatch.setattr(os, "rename", renamed)
+    tlt.train(small(tmp_path, "--run.steps=3", "--checkpoint.every=1", "--sampling.max_tokens=4"))
+    assert told == {"step_1": 1, "step_2": 2, "step_3": 3}
+    assert b"'checkpoints'" in on_disk[run]
+    assert b"'step_3'" in on_disk[run / "checkpoints"]
+
+
 # ---- killed from outside
 
 

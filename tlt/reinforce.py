@@ -181,6 +181,7 @@ class _Saver:
 
     def _write(self, step: int, fill: Callable[[Path], None]) -> CheckpointSaved:
         started = time.perf_counter()
+        self._log.sync()  # first: no power cut leaves a checkpoint without the events of its steps
         path = self._checkpoints.write(step, fill)
         return CheckpointSaved(step, str(path), time.perf_counter() - started)
 

@@ -95,6 +95,7 @@ class Checkpoints:
             target.rename(replaced)
         aside.rename(target)
         _force_directory(self.directory)
+        _force_directory(self.directory.parent)  # where the first checkpoint made a directory
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _sweep(self) -> None:

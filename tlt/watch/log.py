@@ -6,6 +6,7 @@ from then on, which is an event of its own: no event and no run is lost with it.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -60,6 +61,18 @@ class EventLog:
             raise TltError(f"{self._path}: cannot be written ({error.strerror}); free the disk and resume") from error
         if not whole:
             raise TltError(f"{self._path}: the disk is full; make room and resume")
+
+    def sync(self) -> None:
+        """Returns when every event so far survives a power cut."""
+        try:
+            os.fsync(self._file.fileno())
+            directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)  # holds the file's name
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            raise TltError(f"{self._path}: cannot be written ({error.strerror}); free the disk and resume") from error
 
     def _tell(self, reader: Reader, record: Recorded) -> ReaderFailed | None:
         try:
