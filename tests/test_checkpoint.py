@@ -100,6 +100,30 @@ def test_killed_at_every_system_call(tmp_path: Path) -> None:
     assert seen == {1, 2}
 
 
+def test_everything_is_forced_to_disk_before_the_rename_and_the_name_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    fsync, rename = os.fsync, os.rename
+    order: list[str] = []
+
+    def forced(handle: int) -> None:
+        fsync(handle)
+        order.append(str(Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(tmp_path)))
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        order.append("rename")
+
+    monkeypatch.setattr(os, "fsync", forced)
+    monkeypatch.setattr(os, "rename", renamed)
+    checkpoints.write(1, fill("x"))
+    before, after = order[: order.index("rename")], order[order.index("rename") + 1 :]
+    names = ("", f"/{SUMS}", "/run.json", "/policy", "/policy/weights")
+    assert {f"checkpoints/.step_1.writing{name}" for name in names} <= set(before)
+    assert after == ["checkpoints", "."]
+
+
 # ---- checksums
 
 
