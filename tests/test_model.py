@@ -103,6 +103,29 @@ def test_files_round_trip_exactly(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype", ""])
+@torch.no_grad()
+def test_transformers_loads_the_very_weights_that_were_saved(tmp_path: Path, key: str, dtype: torch.dtype) -> None:
+    """Whatever dtype the policy was read in: a small update is not rounded away by a config that names another."""
+    make(FAMILIES["llama"], tmp_path / "a")
+    words = json.loads((tmp_path / "a" / "config.json").read_text())
+    words = {name: value for name, value in words.items() if name not in ("torch_dtype", "dtype")}
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**words, **({key: "float16"} if key else {})}))
+    ours = load_policy(tmp_path / "a", dtype=dtype)
+    for weight in ours.parameters():
+        weight.mul_(1 + 1e-6)
+    save_policy(ours, tmp_path / "b")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "b").state_dict()
+    for name, tensor in hf_tensors(ours).items():
+        assert theirs[name].dtype == dtype
+        assert torch.equal(theirs[name], tensor)
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert {name: written[name] for name in ("torch_dtype", "dtype") if name in written} == {
+        key or "torch_dtype": str(dtype).removeprefix("torch.")
+    }
+
+
 def test_sharded_files_load(tmp_path: Path) -> None:
     theirs = make(FAMILIES["llama"], tmp_path / "a")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")

@@ -1,7 +1,8 @@
 """Hugging Face directories in and out: every tensor has one name there and one place here.
 
 Loading is strict: a missing, unexpected or misshapen tensor is an error that names it; nothing is left at random.
-Saving writes the names and the config that were read, so that a round trip gives equal files in content.
+Saving writes the names and the config that were read, with the dtype that is written: a round trip in one dtype gives
+equal files in content.
 """
 
 import json
@@ -24,6 +25,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1000**3
 # Tables older checkpoints carry and everyone computes afresh.
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_DTYPE_KEYS = ("torch_dtype", "dtype")  # every version of transformers reads the first, newer ones write the second
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
 
 
@@ -155,9 +157,16 @@ def write_policy(
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer_from is not None:
         _copy_companions(Path(tokenizer_from), directory)
-    (directory / "config.json").write_text(json.dumps(dict(config.source), indent=2) + "\n", encoding="utf-8")
+    words = {**config.source, **_dtype_words(tensors, config.source)}
+    (directory / "config.json").write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
     host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_tensors(host, directory)
+
+
+def _dtype_words(tensors: Mapping[str, Tensor], source: Mapping[str, Any]) -> dict[str, str]:
+    """What is written, not what was read: transformers and vLLM load weights in the dtype that config.json names."""
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return dict.fromkeys([key for key in _DTYPE_KEYS if key in source] or _DTYPE_KEYS[:1], dtype)
 
 
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
