@@ -1,12 +1,15 @@
-"""Shared set-up: kernels run in Triton's interpreter where there is no GPU, nothing reaches for a model hub, and what
-takes long begins first."""
+"""Shared set-up: every test starts from a seed of its own, kernels run in Triton's interpreter where there is no GPU,
+nothing reaches for a model hub, and what takes long begins first."""
 
+import hashlib
 import os
+import random
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +47,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def seed_from(name: str) -> None:
+    """Seeds every global generator. TLT_TEST_SEED selects another seed for each name."""
+    text = f"{os.environ.get('TLT_TEST_SEED', '0')} {name}"
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")  # numpy takes 32 bits
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _own_seed(request: pytest.FixtureRequest) -> None:
+    """A test draws the same numbers alone, after other tests and in another process."""
+    seed_from(request.node.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """A fixture that several tests share draws the same numbers whichever test comes first."""
+    if fixturedef.scope != "function":
+        seed_from(f"{fixturedef.baseid}::{fixturedef.argname}")
 
 
 @pytest.fixture(autouse=True)
@@ -89,5 +114,32 @@ def _hurry_the_interpreter() -> None:
     interpreter._patch_builtin, interpreter._get_np_dtype = patch_builtin, np_dtype
 
 
+def _sum_dots_in_order() -> None:
+    """`tl.dot` in the interpreter adds up in ascending order of k, with one rounding per product and per sum.
+
+    The interpreter calls BLAS. Depending on the CPU, BLAS adds up an element in an order that depends on the matrix
+    sizes and on the row's place in the matrix. A matrix unit does not. Here the bits of an element depend on its own
+    row and column alone, and are the same on every CPU.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    by_blas = InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+            return by_blas(builder, a, b, d, *precision)  # decodes them first
+        dtype = d.data.dtype
+        a_MK, b_KN = a.data.astype(dtype), b.data.astype(dtype)
+        total_MN = a_MK[..., :, 0:1] * b_KN[..., 0:1, :]
+        product_MN = np.empty_like(total_MN)
+        for k in range(1, a_MK.shape[-1]):
+            np.multiply(a_MK[..., :, k : k + 1], b_KN[..., k : k + 1, :], out=product_MN)
+            total_MN += product_MN
+        return TensorHandle(total_MN + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 if not torch.cuda.is_available() and find_spec("triton"):
     _hurry_the_interpreter()
+    _sum_dots_in_order()
