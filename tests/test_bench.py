@@ -5,16 +5,18 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny import EOS, VOCAB, letters, policy
-from tlt.bench import fidelity, overheads, peers, steps
+from tlt.bench import fidelity, machine, overheads, peers, steps
 from tlt.bench.lab import Lab
-from tlt.bench.machine import Machine, describe, read_bandwidth
+from tlt.bench.machine import GIB, Machine, describe, read_bandwidth
 from tlt.bench.options import FULL, QUICK, SECTIONS, BenchOptions, read_options
 from tlt.bench.prompts import token_prompts
 from tlt.bench.published import NOTHING, published
@@ -43,6 +45,7 @@ SMALL = replace(
     ticks=4,
     sync_batch=3,
     read_gib=0.001,
+    budget_s=600.0,
 )
 PROMPTS = [tuple(2 + (7 * i + j) % (VOCAB - 2) for j in range(3 + i)) for i in range(SMALL.rows)]
 MACHINE = describe(torch.device("cpu"), commit="abc")
@@ -168,8 +171,11 @@ def test_the_floor_counts_what_a_step_reads() -> None:
     assert bench.floor_ms(3, 10) == pytest.approx(1e3 * read / bench.bandwidth)
 
 
-def test_bandwidth_is_that_of_memory() -> None:
-    assert 1e8 < read_bandwidth(torch.device("cpu"), 0.01) < 1e13
+def test_bandwidth_is_what_is_read_in_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on by a tenth of a second whenever it is read: in between the memory is read four times."""
+    looks = count()
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: 0.1 * next(looks)))
+    assert read_bandwidth(torch.device("cpu"), 0.01) == pytest.approx(4 * 0.01 * GIB / 0.1, rel=0.01)
 
 
 def test_published_figures_show_only_where_they_compare() -> None:
@@ -308,7 +314,7 @@ def test_transformers_reads_our_tensors_and_writes_what_we_write() -> None:
         ours = bench.model.logits(bench.model(tokens, PackedLayout.from_lengths([len(tokens)])).hidden_TD)
         assert torch.allclose(theirs(tokens[None]).logits[0], ours, atol=1e-4 * float(ours.abs().max()))
     assert theirs.model.embed_tokens.weight.data_ptr() == bench.model.embed.data_ptr()
-    job = peers._Job(theirs, PROMPTS[:4], SMALL.cap, 0.0, [EOS], bench.device, budget_s=60.0)
+    job = peers._Job(theirs, PROMPTS[:4], SMALL.cap, 0.0, [EOS], bench.device, budget_s=600.0)
     expected = sorted(bench.natural_once(4, SMALL.cap).lengths)
     for run in (lambda job: peers.generate(job, cache=None, compiled=False), peers.continuous):
         assert sorted(run(job).lengths) == expected

@@ -10,6 +10,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from tests.clocks import Clock
 from tlt.config import DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting import deadline, states, trainer
 from tlt.drafting.buffer import Sample
@@ -459,30 +460,31 @@ def test_a_new_drafter_of_few_words_learns_the_most_frequent_ones() -> None:
     assert handed.token_of_draft_v.tolist() == list(range(30, 38))
 
 
-def test_a_step_allows_a_share_of_its_time() -> None:
-    policy = tiny.policy()
+def training_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A look at what is held out takes 1 s on it, a micro-step 0.5 s."""
+    clock = Clock()
+    clock.used_by(monkeypatch, trainer, deadline)
+    clock.passes_in(monkeypatch, DrafterTrainer, "launch", 0.5)
+    clock.passes_in(monkeypatch, OnlineDrafter, "_measure", 1.0)
+    return clock
+
+
+def test_a_step_allows_a_share_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, policy = training_clock(monkeypatch), tiny.policy()
     drafter = online(policy)
     assert drafter.allowance_s == 0.0
     drafter.learn_from(answers(policy), 0)
-    assert drafter.allowance_s > 0.0
-    result = drafter.train(lambda: True, extra_s=0.05)
-    assert result.micro_steps > 0
-    assert result.seconds >= 0.05
-
-
-class Turning:
-    """A clock that only its owner turns."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
+    clock.now += 10.0
+    assert drafter.allowance_s == DRAFTING.cold_share * 10.0
+    result = drafter.train(lambda: True, extra_s=2.9)
+    assert result.micro_steps == 4, "a look, and micro-steps for the 1.9 s that are left"
+    assert result.seconds == 1.0 + 4 * 0.5 + 1.0  # the last look comes behind
 
 
 def test_it_is_over_when_told_so_and_the_time_for_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = Turning(), [False]
-    monkeypatch.setattr(deadline, "time", clock)
+    clock, told = Clock(), [False]
+    clock.now = 0.0
+    clock.used_by(monkeypatch, deadline)
     end = deadline.Deadline(lambda: told[0], extra_s=5.0)
     clock.now = 9.0
     assert not end.over(1.0)  # nobody waits yet
@@ -502,22 +504,8 @@ def test_it_is_over_when_told_so_and_the_time_for_it_is_spent(monkeypatch: pytes
 
 
 def test_a_trained_drafters_share_holds_over_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 10 s, of which training may take a tenth; a look takes 1 s, a micro-step 0.5 s."""
-    clock = Turning()
-    for module in (trainer, deadline):
-        monkeypatch.setattr(module, "time", clock)
-    launch, measure = DrafterTrainer.launch, OnlineDrafter._measure
-
-    def launched(self: DrafterTrainer, batch: DrafterBatch) -> Callable[[], StepResult]:
-        clock.now += 0.5
-        return launch(self, batch)
-
-    def measured(self: OnlineDrafter, *given: object) -> object:
-        clock.now += 1.0
-        return measure(self, *given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DrafterTrainer, "launch", launched)
-    monkeypatch.setattr(OnlineDrafter, "_measure", measured)
+    """Steps of 10 s, of which training may take a tenth."""
+    clock = training_clock(monkeypatch)
     policy = tiny.policy(torch.float32)
     settings = replace(DRAFTING, share=0.1, probe=1, gain=0.0, check=100)
     drafter = OnlineDrafter(policy, eagle(policy), DRAFT, settings)

@@ -10,20 +10,26 @@ from typing import Any
 import pytest
 import torch
 
+from tests.clocks import Clock
 from tests.test_engine import requests
 from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
 from tests.test_speculation import tokens_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
+from tlt.engine import engine as engine_module
 from tlt.engine import graphs
+from tlt.engine import runner as runner_module
 from tlt.engine.build import build_engine, chooser_of, make_ready, open_drafter
 from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphPool, Key, buckets
 from tlt.engine.request import Request
 from tlt.engine.runner import Runner
 from tlt.engine.thrift import Thrift, Waste
+from tlt.model.transformer import Transformer
 from tlt.policy import open_policy
+from tlt.spec import speculation as speculation_module
 from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
 from tlt.spec.drafter import Part
+from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin, save_drafter
 from tlt.spec.record import DraftRecord, write_record
 from tlt.spec.shape import Shape
@@ -272,7 +278,12 @@ def test_what_compiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_is_built_made_ready_and_writes_what_plain_decoding_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, from the record on: rollouts in waves, in shapes that a tuner chooses, shared ones among them."""
+    """As on a GPU, from the record on: rollouts in waves, in shapes that a tuner chooses, shared ones among them. A
+    pass of the policy takes 5 ms there, one of the drafter half of it."""
+    clock = Clock()
+    clock.used_by(monkeypatch, engine_module, graphs, runner_module, speculation_module)
+    for owner, name, seconds in ((Transformer, "forward", 5e-3), (Eagle, "extend", 2.5e-3), (Eagle, "step", 2.5e-3)):
+        clock.passes_in(monkeypatch, owner, name, seconds)
     start = Runner.__init__
 
     def with_pool(runner: Any, *given: Any, **named: Any) -> None:
