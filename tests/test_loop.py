@@ -216,7 +216,7 @@ def test_experiences_hold_each_rollout_with_its_advantage(tmp_path: Path) -> Non
 def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> None:
     variants = {
         "plain": [],
-        "suffix": ["--spec.drafter=suffix"],
+        "suffix": ["--spec.drafter=suffix", "--spec.chooser=fixed"],
         "learned": [*LEARNED, "--drafting.share=1"],
         "kept": [*LEARNED, "--drafting.share=1", "--drafting.states=keep"],
     }
@@ -228,7 +228,7 @@ def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> Non
     assert all(numbers(run) == numbers(runs["plain"]) for run in runs.values())
     weights = {name: (tmp_path / name / "checkpoints/step_2/policy/model.safetensors").read_bytes() for name in runs}
     assert set(weights.values()) == {weights["plain"]} != {(TINY_POLICY / "model.safetensors").read_bytes()}
-    assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.2  # it was not simply off
+    assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.2  # of one shape for ever: no clock says no
     for name in ("learned", "kept"):
         assert events_of(runs[name], DrafterTrained)
         assert events_of(runs[name], DrafterSwapped)
@@ -280,7 +280,7 @@ def test_a_reward_that_fails_ends_the_run_or_is_counted(tmp_path: Path) -> None:
     rows = [f'{{"prompt": "{n}+1=", "answer": "{"bad" if n == 2 else n + 1}"}}' for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     files = ["--task.name=files", f"--task.path={tmp_path}/rows.jsonl", f"--task.reward={tmp_path}/reward.py:reward"]
-    flags = [*files, "--run.steps=1", "--sampling.max_tokens=6", "--task.group=2"]
+    flags = [*files, "--run.steps=1", "--sampling.max_tokens=6", "--task.group=2", "--task.reward_timeout_s=600"]
     with pytest.raises(TaskError, match=r"(?s)raised.*cannot judge this.*the answer begins"):
         tlt.train(small(tmp_path, "--run.name=stops", *flags))
     run = read_run(tmp_path / "stops")
