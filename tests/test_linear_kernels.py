@@ -23,6 +23,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = 8e-3 if ON_GPU else 2e-6
+WHOLE_MODEL = 1e-5  # two layers sum in another order: ten roundings of float32 in series, measured 7e-7 over 16 seeds
 EPS = 1e-5
 
 SMALL = Config(block_m=16, block_n=16, block_k=64)
@@ -289,9 +290,13 @@ def test_a_model_in_rollout_computes_what_it_computes_elsewhere(family: str, mon
         model.blocks[1].register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
         found = model(tokens, layout, taps=(0, 1, 2))
         assert isinstance(streams[0], Weighed)
-        torch.testing.assert_close(found.hidden_TD, expected.hidden_TD, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found.taps, expected.taps, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(model.logits(found.hidden_TD), model.logits(expected.hidden_TD))
+        logits = model.logits(found.hidden_TD), model.logits(expected.hidden_TD)
+        for ours, theirs in (
+            (found.hidden_TD, expected.hidden_TD),
+            *zip(found.taps, expected.taps, strict=True),
+            logits,
+        ):
+            assert error(ours, theirs.double()) < WHOLE_MODEL
 
 
 @pytest.mark.parametrize(
