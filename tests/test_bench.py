@@ -18,8 +18,8 @@ from tlt.bench import fidelity, machine, overheads, peers, steps
 from tlt.bench.lab import Lab
 from tlt.bench.machine import GIB, Machine, describe, read_bandwidth
 from tlt.bench.options import FULL, QUICK, SECTIONS, BenchOptions, read_options
+from tlt.bench.peer_file import PeerFile, read_peer
 from tlt.bench.prompts import token_prompts
-from tlt.bench.published import NOTHING, published
 from tlt.bench.report import Clock, Report, Subject
 from tlt.cli import main
 from tlt.config import RunConfig
@@ -51,13 +51,13 @@ PROMPTS = [tuple(2 + (7 * i + j) % (VOCAB - 2) for j in range(3 + i)) for i in r
 MACHINE = describe(torch.device("cpu"), commit="abc")
 
 
-def lab(dtype: torch.dtype = torch.float64, **sampling: Any) -> Lab:
+def lab(dtype: torch.dtype = torch.float64, peer: PeerFile | None = None, **sampling: Any) -> Lab:
     config = RunConfig(sampling=SamplingParams(**sampling))
-    return Lab(policy(dtype), letters(), PROMPTS, config, SMALL, MACHINE)
+    return Lab(policy(dtype), letters(), PROMPTS, config, SMALL, MACHINE, peer)
 
 
 def words(**given: Any) -> Namespace:
-    absent = dict.fromkeys(("shape", "prompts", "json", "commit", "batches", "cap", "budget", "sections"))
+    absent = dict.fromkeys(("shape", "prompts", "json", "commit", "peer", "batches", "cap", "budget", "sections"))
     switches = dict.fromkeys(("raw", "quick", "full", "peers", "no_peers"), False)
     return Namespace(**{"what": "engine", **absent, **switches, **given})
 
@@ -158,7 +158,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, line: str) -> None:
         token_prompts(speaker, 1, file, raw=False)
 
 
-# ---- the floor and what is published
+# ---- the floor, and figures of another engine
 
 
 def test_the_floor_counts_what_a_step_reads() -> None:
@@ -178,7 +178,87 @@ def test_bandwidth_is_what_is_read_in_a_second(monkeypatch: pytest.MonkeyPatch) 
     assert read_bandwidth(torch.device("cpu"), 0.01) == pytest.approx(4 * 0.01 * GIB / 0.1, rel=0.01)
 
 
-def test_published_figures_show_only_where_they_compare() -> None:
+PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
+TINY_PEER = {
+    "engine": "other 1.2",
+    "date": "2026-11-15",
+    "device": "CPU",
+    "versions": {"torch": "2"},
+    "method": "the same",
+    "same_lease": True,
+    "model": {"hidden": 32, "layers": 2, "mlp": 48, "vocab": VOCAB},
+    "cap": SMALL.cap,
+    "step_ms": {"1": 2.5},
+    "tokens_per_s": {"6": 10},
+}
+
+
+def peer_of(directory: Path, **changes: Any) -> PeerFile:
+    file = directory / "peer.json"
+    file.write_text(json.dumps(TINY_PEER | changes))
+    return read_peer(file)
+
+
+def test_figures_of_another_engine_stand_beside_ours_with_their_source(tmp_path: Path) -> None:
+    bench = lab(peer=peer_of(tmp_path))
+    first, other = steps.step(bench)
+    label = "other 1.2, measured 2026-11-15, in the same lease"
+    assert (first.peer, first.peer_ms) == (label, 2.5)
+    assert first.times_peer == pytest.approx(2.5 / first.step_ms)
+    assert (other.peer, other.peer_ms, other.times_peer) == ("", None, None)
+    natural = list(steps.natural(bench))
+    assert [(one.peer, one.peer_tokens_per_s) for one in natural] == [("", None), (label, 10.0)]
+    file = tmp_path / "bench.json"
+    written = report(file, peer=bench.peer)
+    written.section("step", iter([first, other]), Clock())
+    content = json.loads(file.read_text())
+    assert content["peer"] == TINY_PEER
+    assert content["sections"]["step"]["records"][0]["peer"] == label
+
+
+def test_without_such_a_file_nothing_is_compared(tmp_path: Path) -> None:
+    assert all(record.peer_ms is None for record in steps.step(lab()))
+    assert "peer" not in json.loads(report_file(tmp_path).read_text())
+    apart = peer_of(tmp_path, same_lease=False, cap=SMALL.cap + 1)
+    assert "NOT in the same lease" in apart.label
+    assert all(record.peer_tokens_per_s is None for record in steps.natural(lab(peer=apart)))  # another cap
+
+
+def test_the_table_says_where_the_figures_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(tmp_path / "bench.json").section("step", steps.step(lab(peer=peer_of(tmp_path, same_lease=False))), Clock())
+    assert "measured 2026-11-15, NOT in the same lease" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"engine": ""}, "engine is ''; expected the engine's name and version"),
+        ({"date": None}, "date is None; expected when it was measured"),
+        ({"same_lease": 1}, "same_lease is 1; expected true or false"),
+        ({"cap": True}, "cap is True"),
+        ({"versions": {}}, "versions is {}"),
+        ({"model": {"hidden": 32}}, "expected whole numbers for hidden, layers, mlp, vocab"),
+        ({"step_ms": {"one": 1.0}}, "step_ms has 'one': 1.0; expected a positive figure by number"),
+        ({"step_ms": {"1": -1.0}}, "step_ms has '1': -1.0"),
+        ({"tokens_per_s": {"1": "x"}}, "tokens_per_s has '1': 'x'"),
+    ],
+)
+def test_a_peer_file_without_its_source_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        peer_of(tmp_path, **changes)
+
+
+def test_a_peer_on_another_device_or_model_is_refused(tmp_path: Path) -> None:
+    peer = peer_of(tmp_path)
+    peer.check("CPU", policy().config, Path("peer.json"))
+    with pytest.raises(ConfigError, match="is of a CPU, and this is a NVIDIA H200; leave --peer out"):
+        peer.check("NVIDIA H200", policy().config, Path("peer.json"))
+    with pytest.raises(ConfigError, match=r"is of a model with .*'layers': 3"):
+        peer_of(tmp_path, model=TINY_PEER["model"] | {"layers": 3}).check("CPU", policy().config, Path("peer.json"))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("name", "shape"), [("135m", None), ("7b", "7B")])
+def test_the_kept_figures_of_vllm_are_of_the_benchmarks_models(name: str, shape: str | None) -> None:
     source = {
         "model_type": "llama",
         "vocab_size": 49152,
@@ -190,10 +270,10 @@ def test_published_figures_show_only_where_they_compare() -> None:
         "tie_word_embeddings": True,
     }
     small = ModelConfig.from_hf(source)
-    assert published("NVIDIA H200", small).step_ms[64] == 3.60
-    assert published("NVIDIA H200", wide_config(small, "7B")).step_ms[64] == 5.76
-    assert published("NVIDIA H200", wide_config(small, "1.5B")) == NOTHING
-    assert published("NVIDIA H100", small) == NOTHING
+    file = PEERS / f"vllm_0.26.0_{name}_h200.json"
+    peer = read_peer(file)
+    peer.check("NVIDIA H200", wide_config(small, shape) if shape else small, file)
+    assert not peer.same_lease
 
 
 # ---- sections on a tiny policy
@@ -341,9 +421,23 @@ def test_lengths_of_a_padded_batch() -> None:
 # ---- the report
 
 
-def report(file: Path, machine: Machine = MACHINE) -> Report:
+def report(file: Path, machine: Machine = MACHINE, peer: PeerFile | None = None) -> Report:
     subject = Subject("tiny", "as it is", "built in", 3.0, 0)
-    return Report(machine, subject, policy().config, SMALL, file)
+    return Report(machine, subject, policy().config, SMALL, file, peer=peer)
+
+
+def report_file(directory: Path) -> Path:
+    report(directory / "empty.json")
+    return directory / "empty.json"
+
+
+def test_git_knows_the_commit_better_than_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name given by hand must not hide that files were changed."""
+    monkeypatch.setattr("tlt.bench.machine._commit", lambda: "0123456789ab-dirty")
+    assert describe(torch.device("cpu"), "abc").commit == "0123456789ab-dirty"
+    monkeypatch.setattr("tlt.bench.machine._commit", lambda: "")
+    assert describe(torch.device("cpu"), "abc").commit == "abc"
+    assert describe(torch.device("cpu"), None).commit == "unknown"
 
 
 def test_a_failing_section_leaves_its_error_and_the_others_go_on(tmp_path: Path) -> None:

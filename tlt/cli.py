@@ -315,6 +315,7 @@ VERBS: dict[str, Verb] = {
             ("--repeats", "rollout: times every variant is run; fleet: rollouts beside workers that train"),
             ("--budget", "seconds for each peer, and for the context sweep; train: after which no step is begun"),
             ("--commit", "the commit that is measured, where git cannot tell"),
+            ("--peer", "engine: set figures of another engine beside ours, from a file like those in benchmarks/peers"),
             ("--peers", "measure transformers too, even if --sections leaves it out"),
             ("--no-peers", "leave transformers out"),
             ("--quick", "a size for a CPU (the default there)"),

@@ -11,6 +11,7 @@ from tlt.bench import peers as foreign
 from tlt.bench.lab import Lab, check_shape, widened
 from tlt.bench.machine import describe
 from tlt.bench.options import BenchOptions
+from tlt.bench.peer_file import read_peer
 from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.config import RunConfig
@@ -32,12 +33,15 @@ _SECTIONS: dict[str, Callable[[Lab], Iterator[Any]]] = {
 
 def bench_engine(config: RunConfig, options: BenchOptions) -> None:
     check_shape(options.shape)
+    peer = read_peer(options.peer) if options.peer else None
     clock = Clock()
     policy = open_policy(config.model)
     scale = options.scale(policy.model.embed.is_cuda)
     prompts = token_prompts(policy.tokenizer, scale.rows, options.prompts, options.raw)
     model = widened(policy.model, options.shape)
     machine = describe(model.embed.device, options.commit)
+    if peer and options.peer:
+        peer.check(machine.device, model.config, options.peer)
     subject = Subject(
         model=config.model.path,
         shape=f"widened to {options.shape}" if options.shape else "as it is",
@@ -45,8 +49,8 @@ def bench_engine(config: RunConfig, options: BenchOptions) -> None:
         prompt_tokens_mean=sum(map(len, prompts)) / len(prompts),
         seed=config.run.seed,
     )
-    lab = Lab(model, policy.tokenizer, prompts, config, scale, machine)
-    report = Report(machine, subject, model.config, scale, options.json)
+    lab = Lab(model, policy.tokenizer, prompts, config, scale, machine, peer)
+    report = Report(machine, subject, model.config, scale, options.json, peer=peer)
     clock.lap()
     for name in options.sections:
         if not report.section(name, _SECTIONS[name](lab), clock):

@@ -12,7 +12,7 @@ import torch
 
 from tlt.bench.machine import Machine, free_memory, read_bandwidth, wait_for
 from tlt.bench.options import Scale
-from tlt.bench.published import Published, published
+from tlt.bench.peer_file import PeerFile
 from tlt.config import RunConfig
 from tlt.engine.engine import Engine
 from tlt.engine.features import Features
@@ -75,12 +75,14 @@ class Lab:
         config: RunConfig,
         scale: Scale,
         machine: Machine,
+        peer: PeerFile | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.scale = scale
         self.machine = machine
+        self.peer = peer  # figures of another engine, if they were handed in
         self.device = model.embed.device
         self.on_gpu = model.embed.is_cuda
         self.bandwidth = read_bandwidth(self.device, scale.read_gib)  # bytes per second, while no engine holds memory
@@ -110,10 +112,6 @@ class Lab:
     def floor_ms(self, batch: int, context: float) -> float:
         """The time in which memory delivers what a step of `batch` requests with that context must read."""
         return 1e3 * (self.weight_bytes + self.kv_bytes_per_token * batch * context) / self.bandwidth
-
-    @property
-    def published(self) -> Published:
-        return published(self.machine.device, self.model.config)
 
     # ---- engines
 

@@ -52,7 +52,7 @@ def describe(device: torch.device, commit: str | None) -> Machine:
         triton=_installed("triton"),
         transformers=_installed("transformers"),
         tlt=__version__,
-        commit=commit or _commit(),
+        commit=_commit() or commit or "unknown",
         command=shlex.join([_program(), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         triton_cache=_triton_cache(),
@@ -117,7 +117,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this package lies in, with a mark where files differ from it."""
+    """Of the checkout this package lies in, with a mark where files differ from it; empty where git cannot tell."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -127,8 +127,8 @@ def _commit() -> str:
             check=False,
         )
     except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        return ""
+    return done.stdout.strip()
 
 
 def _triton_cache() -> str:

@@ -94,6 +94,7 @@ class BenchOptions:
     raw: bool = False  # no chat template
     json: Path | None = None  # where the results go
     commit: str | None = None
+    peer: Path | None = None  # figures of another engine
     quick: bool | None = None  # None: quick on a CPU
     batches: tuple[int, ...] = ()  # these override the scale's
     cap: int = 0
@@ -224,6 +225,7 @@ def read_options(given: Namespace) -> BenchOptions:
         raw=given.raw,
         json=Path(given.json) if given.json else None,
         commit=given.commit,
+        peer=Path(given.peer) if given.peer else None,
         quick=_either(given.quick, given.full, "--quick", "--full"),
         batches=tuple(_positive("--batches", word) for word in given.batches.split(",")) if given.batches else (),
         cap=_positive("--cap", given.cap) if given.cap else 0,
@@ -233,7 +235,7 @@ def read_options(given: Namespace) -> BenchOptions:
 
 def read_rollout_options(given: Namespace) -> RolloutOptions:
     """From the command line's words."""
-    _refuse(given, ("sections", "batches", "budget", "peers", "no_peers", "steps", "variants", "seeds"))
+    _refuse(given, ("sections", "batches", "budget", "peer", "peers", "no_peers", "steps", "variants", "seeds"))
     sizes = {name: getattr(given, name) for name in ("groups", "group_size", "cap", "repeats")}
     return RolloutOptions(
         shape=given.shape,
@@ -248,7 +250,7 @@ def read_rollout_options(given: Namespace) -> RolloutOptions:
 
 def read_train_options(given: Namespace) -> TrainOptions:
     """From the command line's words."""
-    _refuse(given, ("sections", "batches", "peers", "no_peers", "repeats", "prompts", "raw", "seeds"))
+    _refuse(given, ("sections", "batches", "peer", "peers", "no_peers", "repeats", "prompts", "raw", "seeds"))
     sizes = {name: getattr(given, name) for name in ("steps", "groups", "group_size", "cap")}
     return TrainOptions(
         shape=given.shape,
@@ -263,7 +265,7 @@ def read_train_options(given: Namespace) -> TrainOptions:
 
 def read_fleet_options(given: Namespace) -> FleetOptions:
     """From the command line's words."""
-    others = ("sections", "batches", "peers", "no_peers", "prompts", "raw", "variants", "budget", "shape")
+    others = ("sections", "batches", "peer", "peers", "no_peers", "prompts", "raw", "variants", "budget", "shape")
     _refuse(given, others)
     sizes = {name: getattr(given, name) for name in ("seeds", "steps", "groups", "group_size", "cap", "repeats")}
     return FleetOptions(

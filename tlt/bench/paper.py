@@ -14,6 +14,7 @@ class Beside:
     here: str
     paper: str
     where: str  # it was measured, in the paper
+    source: str = "TLT paper, arXiv 2511.16665: its own hardware, policies and lengths"
 
 
 _ROLLOUT = Beside("speed-up of a rollout", "", "2.44 ×", "Qwen2.5-32B, 128 requests, from 32 on speculating")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tlt.bench.machine import Machine
 from tlt.bench.options import RolloutScale, Scale, TrainScale
+from tlt.bench.peer_file import PeerFile
 from tlt.errors import TltError
 from tlt.model.config import ModelConfig
 
@@ -50,6 +51,8 @@ class Report:
         config: ModelConfig,
         scale: Scale | RolloutScale | TrainScale,
         file: Path | None,
+        *,
+        peer: PeerFile | None = None,
     ) -> None:
         self._console = Console(highlight=False)
         if not self._console.is_terminal:
@@ -60,6 +63,7 @@ class Report:
             "subject": asdict(subject),
             "config": dict(config.source),
             "scale": asdict(scale),
+            **({"peer": dict(peer.content)} if peer else {}),
             "sections": {},
         }
         self._console.print(

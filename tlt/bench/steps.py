@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tlt.bench.lab import Lab
+from tlt.bench.peer_file import SHORT_PROMPT
 from tlt.engine.request import Request
 from tlt.telling import Lengths
 from tlt.types import Key
@@ -46,7 +47,7 @@ class Step:
     tokens_per_s: float
     temperature: float
     measured_tokens: int
-    peer: str = ""  # published, same method and card
+    peer: str = ""  # another engine, when it was measured, and whether beside ours
     peer_ms: float | None = None
     times_peer: float | None = None
 
@@ -117,7 +118,8 @@ def natural(lab: Lab) -> Iterator[Natural]:
         run = lab.natural_once(count, lab.scale.cap)
         lengths = Lengths.of(run.lengths)
         rate = run.tokens / run.seconds
-        peer = lab.published.tokens_per_s.get(count) if lab.scale.cap == 1024 else None
+        figures = lab.peer if lab.peer and lab.peer.cap == lab.scale.cap else None
+        peer = figures.tokens_per_s.get(count) if figures else None
         yield Natural(
             prompts=count,
             tokens_per_s=rate,
@@ -131,7 +133,7 @@ def natural(lab: Lab) -> Iterator[Natural]:
             at_cap=sum(completion.finish_reason == "length" for completion in run.completions),
             temperature=lab.temperature,
             preemptions=sum(completion.timing.preemptions for completion in run.completions),
-            peer=lab.published.engine if peer else "",
+            peer=figures.label if figures and peer else "",
             peer_tokens_per_s=peer,
             times_peer=rate / peer if peer else None,
         )
@@ -147,7 +149,8 @@ def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Reque
     step_ms = 1e3 * (long - short) / measured
     mean_context = prompt + (scale.short + scale.long) / 2
     floor_ms = lab.floor_ms(batch, mean_context)
-    peer = lab.published.step_ms.get(batch) if prompt < 512 else None  # published for GSM8K's short prompts
+    figures = lab.peer if prompt < SHORT_PROMPT else None
+    peer = figures.step_ms.get(batch) if figures else None
     return Step(
         batch=batch,
         context=mean_context,
@@ -158,7 +161,7 @@ def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Reque
         tokens_per_s=1e3 * batch / step_ms,
         temperature=lab.temperature,
         measured_tokens=measured,
-        peer=lab.published.engine if peer else "",
+        peer=figures.label if figures and peer else "",
         peer_ms=peer,
         times_peer=peer / step_ms if peer else None,
     )
