@@ -53,7 +53,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.draft",
         "tlt.bench",
     ),
-    "doors": ("tlt.cli", "tlt.__main__", "tlt.cluster", "tlt.watch.server"),
+    "doors": ("tlt.cli", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server"),
 }
 # Modules that need nothing but the standard library (and each other).
 PLAIN = {
@@ -373,10 +373,7 @@ SURFACE = {
     "Completion": "(key: tlt.types.Key, prompt_tokens: tuple[int, ...], tokens: tuple[int, ...], text: str, "
     "logprobs: tuple[float, ...], policy_logprobs: tuple[float, ...], "
     "finish_reason: Literal['eos', 'stop', 'length'], policy_version: int, timing: tlt.types.Timing) -> None",
-    "Engine": "(model: tlt.model.transformer.Transformer, tokenizer: tlt.text.Tokenizer, "
-    "settings: tlt.config.EngineSettings | None = None, *, version: int = 0, taps: Sequence[int] = (), "
-    "on_features: Callable[[tlt.engine.features.Features], None] | None = None, "
-    "speculation: tlt.spec.speculation.Speculation | None = None) -> None",
+    "Engine": "(policy: tlt.policy.Policy, config: tlt.config.RunConfig) -> None",
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "
     "task: tlt.config.TaskSettings = <factory>, sampling: tlt.types.SamplingParams = <factory>, "
@@ -387,11 +384,12 @@ SURFACE = {
     "watch: tlt.config.WatchSettings = <factory>, cluster: tlt.config.ClusterSettings = <factory>) -> None",
     "SamplingParams": "(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, max_tokens: int = 256, "
     "stop: tuple[str, ...] = (), ignore_eos: bool = False) -> None",
+    "load_config": "(recipe: str | pathlib.Path | tlt.config.RunConfig | None = None, flags: Sequence[str] = (), *, "
+    "overrides: Mapping[str, Any] | None = None) -> tlt.config.RunConfig",
     "read_run": "(directory: str | pathlib.Path) -> tlt.watch.events.Run",
-    "train": "(config: tlt.config.RunConfig, task: tlt.tasks.task.Task | None = None, *, resume: bool = False, "
-    "resume_from: str = '', "
-    "open_fleet: Callable[[tlt.config.RunConfig, Callable[[tlt.watch.event.Event], None]], tlt.loop.Fleet] = "
-    "<class 'tlt.fleet.LocalFleet'>) -> tlt.watch.events.Run",
+    "train": "(recipe: str | pathlib.Path | tlt.config.RunConfig, task: tlt.tasks.task.Task | None = None, *, "
+    "overrides: Mapping[str, Any] | None = None, resume: bool = False, resume_from: str = '', "
+    "open_fleet: 'OpenFleet | None' = None) -> tlt.watch.events.Run",
 }
 
 
@@ -404,11 +402,28 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize("name", SURFACE)
 def test_public_signatures(name: str) -> None:
-    signature = str(inspect.signature(getattr(tlt, name)))
-    assert (
-        signature.replace("typing.", "").replace("collections.abc.", "").replace("pathlib._local.", "pathlib.")
-        == SURFACE[name]
-    )
+    assert signature_of(getattr(tlt, name)) == SURFACE[name]
+
+
+def signature_of(function: Callable[..., object]) -> str:
+    text = str(inspect.signature(function))
+    return text.replace("typing.", "").replace("collections.abc.", "").replace("pathlib._local.", "pathlib.")
+
+
+METHODS = {
+    "open": "(policy: str | pathlib.Path | tlt.config.RunConfig = 'tiny', **settings: Any) -> Self",
+    "generate": "(self, prompts: ONE | Iterable[ONE], params: tlt.types.SamplingParams | None = None, *, "
+    "chat: bool = False, seed: int | None = None, **sampling: Any) -> list[tlt.types.Completion]",
+    "report": "(self) -> tlt.engine.engine.EngineReport",
+    "close": "(self) -> None",
+}
+ONE = "str | tlt.types.Prompt | Sequence[int] | Sequence[tlt.types.Message | Mapping[str, str]]"
+
+
+def test_the_methods_of_the_engine() -> None:
+    public = {name for name in vars(tlt.Engine) if not name.startswith("_")}
+    found = {name: signature_of(getattr(tlt.Engine, name)) for name in public}
+    assert found == {name: signature.replace("ONE", ONE) for name, signature in METHODS.items()}
 
 
 def test_the_two_methods_of_a_task() -> None:

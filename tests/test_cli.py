@@ -99,7 +99,7 @@ def test_config_prints_what_can_be_read_back(capsys: pytest.CaptureFixture[str],
 def test_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[Any, ...]] = []
     module = ModuleType("tlt.reinforce")
-    module.train = lambda config, **how: seen.append((config, how["resume"], how["resume_from"]))  # type: ignore[attr-defined]
+    module.train = lambda config, task, **how: seen.append((config, how["resume"], how["resume_from"]))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tlt.reinforce", module)
     path = recipe(tmp_path, "[run]\nsteps = 3\n")
     config = load_config(path)
@@ -120,7 +120,7 @@ def test_a_run_that_lost_its_state_goes_on_from_its_last_checkpoint(
     resumed: list[bool] = []
     named: list[str] = []
 
-    def train(config: RunConfig, resume: bool, resume_from: str, open_fleet: object) -> None:
+    def train(config: RunConfig, task: None, resume: bool, resume_from: str, open_fleet: object) -> None:
         resumed.append(resume)
         named.append(resume_from)
         if len(resumed) <= lost:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlt
-from tlt.config import RunConfig
+from tlt.config import RunConfig, SpecSettings
 from tlt.errors import ConfigError, TltError
 from tlt.recipe import Knob, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
 
@@ -89,6 +89,49 @@ def test_a_recipe_may_name_a_drafter_that_a_flag_leaves_out(tmp_path: Path) -> N
     recipe.write_text(to_toml(config))
     assert load_config(recipe) == config
     assert load_config(recipe, ["--spec.path="]).spec.path == ""
+
+
+def test_overrides_of_a_recipe_and_of_a_configuration(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[run]\nsteps = 7\nseed = 2\n")
+    overrides = {"run.steps": 3, "sampling": {"stop": ["a"], "temperature": 1}, "task": {"toy": {"pool": 5}}}
+    config = load_config(path, overrides=overrides)
+    assert (config.run.steps, config.run.seed, config.sampling.stop, config.task.toy.pool) == (3, 2, ("a",), 5)
+    assert isinstance(config.sampling.temperature, float)
+    assert load_config(load_config(path), overrides=overrides) == config
+    assert load_config(path, ["--run.steps=4"], overrides={"run.steps": 3}).run.steps == 4
+    assert load_config(config) == config
+
+
+def test_overrides_take_sections_paths_and_tuples_as_python_has_them(tmp_path: Path) -> None:
+    section = SpecSettings(drafter="suffix", depths=(1, 3))
+    config = load_config(overrides={"spec": section, "model.path": tmp_path, "sampling.stop": ("a", "b")})
+    assert (config.spec, config.model.path, config.sampling.stop) == (section, str(tmp_path), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"run.stps": 3}, "overrides: unknown key run.stps; did you mean run.steps?"),
+        ({"steps": 3}, "overrides: unknown key steps; did you mean run.steps?"),
+        ({"rnu": {"steps": 3}}, "overrides: unknown section [rnu]; did you mean [run]?"),
+        ({"run.steps": "3"}, "overrides: run.steps is '3'; expected an integer"),
+        ({"run.steps": 0}, "overrides: run.steps is 0; expected at least 1"),
+        ({"run": 3}, "overrides: run is 3; expected a section, [run]"),
+        ({"spec.path": "new"}, "overrides: spec.path is 'new'; expected nothing, as spec.drafter is none"),
+        ({3: 4}, 'overrides is {3: 4}; expected a mapping, {"run.steps": 3}'),
+        (["--run.steps=3"], "overrides is ['--run.steps=3']; expected a mapping, {\"run.steps\": 3}"),
+    ],
+)
+def test_a_wrong_override_is_refused(overrides: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=overrides)
+    assert str(caught.value).startswith(expected)
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    wrong: Any = {"run.steps": 3}
+    with pytest.raises(ConfigError, match=r"the recipe is \{'run.steps': 3\}; expected the path .* overrides"):
+        load_config(wrong)
 
 
 def test_flags_are_parted_from_the_rest() -> None:

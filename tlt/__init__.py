@@ -7,26 +7,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tlt.config import RunConfig
-    from tlt.engine.engine import Engine
-    from tlt.reinforce import train
+    from tlt.library import Engine, train
+    from tlt.recipe import load_config
     from tlt.spec.drafter import Drafter
     from tlt.tasks.task import Task
     from tlt.types import Completion, Rollout, SamplingParams
     from tlt.watch.events import read_run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Completion", "Drafter", "Engine", "Rollout", "RunConfig", "SamplingParams", "Task", "read_run", "train"]
+__all__ = [
+    "Completion",
+    "Drafter",
+    "Engine",
+    "Rollout",
+    "RunConfig",
+    "SamplingParams",
+    "Task",
+    "load_config",
+    "read_run",
+    "train",
+]
 
 _HOMES = {
     "Completion": "tlt.types",
     "Drafter": "tlt.spec.drafter",
-    "Engine": "tlt.engine.engine",
+    "Engine": "tlt.library",
     "Rollout": "tlt.types",
     "RunConfig": "tlt.config",
     "SamplingParams": "tlt.types",
     "Task": "tlt.tasks.task",
+    "load_config": "tlt.recipe",
     "read_run": "tlt.watch.events",
-    "train": "tlt.reinforce",
+    "train": "tlt.library",
 }
 
 

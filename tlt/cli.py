@@ -10,16 +10,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, StateLost, TltError
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
-
-if TYPE_CHECKING:
-    from tlt.cluster.ray_fleet import RayFleet
-    from tlt.reinforce import OpenFleet
 
 
 class _Parser(ArgumentParser):
@@ -158,10 +154,12 @@ def _bench_fleet(config: RunConfig, options: Namespace) -> None:
     from tlt.bench.options import read_fleet_options
 
     wanted = read_fleet_options(options)
-    ray_fleet = _ray_fleet(config)
+    from tlt.library import ray_fleet
+
+    workers = ray_fleet(config)
     from tlt.bench.fleet import bench_fleet
 
-    bench_fleet(config, wanted, ray_fleet)
+    bench_fleet(config, wanted, workers)
 
 
 def _draft(options: Namespace, flags: list[str]) -> None:
@@ -185,40 +183,18 @@ def _draft(options: Namespace, flags: list[str]) -> None:
 
 def _train(options: Namespace, flags: list[str]) -> None:
     config = _config(options, flags)
-    from tlt.reinforce import train
+    from tlt.library import train
 
-    open_fleet, resume, resume_from = _fleet_of(config), options.resume, options.resume_from or ""
+    resume, resume_from = options.resume, options.resume_from or ""
     for restarts_left in reversed(range(config.cluster.restarts + 1)):
         try:
-            train(config, resume=resume, resume_from=resume_from, open_fleet=open_fleet)
+            train(config, resume=resume, resume_from=resume_from)
             return
         except StateLost as error:
             if not restarts_left:
                 raise
             print(f"tlt: {error}: going on from the last checkpoint", file=sys.stderr)
             resume, resume_from = True, ""
-
-
-def _fleet_of(config: RunConfig) -> "OpenFleet":
-    """One worker in this process, or several on Ray."""
-    if config.cluster.workers == 1 and not config.cluster.address:
-        from tlt.fleet import LocalFleet
-
-        return LocalFleet
-    return _ray_fleet(config)
-
-
-def _ray_fleet(config: RunConfig) -> "type[RayFleet]":
-    try:
-        from tlt.cluster.ray_fleet import RayFleet
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(
-            f"cluster.workers is {config.cluster.workers} and cluster.address {config.cluster.address!r}, which needs "
-            "Ray: pip install 'tlt-rl[ray]', or leave both out for one worker"
-        ) from None
-    return RayFleet
 
 
 def _report(options: Namespace, flags: list[str]) -> None:

@@ -5,10 +5,11 @@ of files and flags: `tlt.recipe` reads and writes them.
 """
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, shown
 from tlt.types import SamplingParams
 
 _NAME_BYTES = 200  # of run.name, at most: a file name may have 255, and suffixes take some of them
@@ -376,3 +377,21 @@ class RunConfig:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     watch: WatchSettings = field(default_factory=WatchSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, on one line. `tlt.recipe.to_toml` writes everything."""
+        changed = list(_changed(self, RunConfig(), ""))
+        more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        return f"RunConfig({', '.join(changed[:_SHOWN])}{more})"
+
+
+_SHOWN = 6  # knobs in a configuration's repr
+
+
+def _changed(section: Any, default: Any, prefix: str) -> Iterator[str]:
+    for name in (each.name for each in fields(section)):
+        value, usual = getattr(section, name), getattr(default, name)
+        if is_dataclass(value):
+            yield from _changed(value, usual, f"{prefix}{name}.")
+        elif value != usual:
+            yield f"{prefix}{name}={shown(value, 40)}"

@@ -1,4 +1,4 @@
-"""Recipes and flags: a RunConfig from TOML and then from `--section.key value`, and back to TOML.
+"""Recipes and flags: a RunConfig from TOML, then from Python values and `--section.key value`, and back to TOML.
 
 An unexpected key, section, type or value is a ConfigError of one line that says where it came from and what was
 expected. `to_toml` writes the resolved configuration and reads back to an equal one.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tlt.config import RunConfig
-from tlt.errors import ConfigError, TltError
+from tlt.errors import ConfigError, TltError, shown
 
 # ---- what there is to set
 
@@ -70,19 +70,28 @@ def _comments(section: type[Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A value and where it came from: a recipe's path, or a flag."""
+    """A value and where it came from: a recipe's path, a flag, overrides or a configuration."""
 
     value: Any
     origin: str
 
 
-def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> RunConfig:
-    """The recipe at `path` (or the defaults), with flags on top."""
-    settings = _read_recipe(Path(path)) if path is not None else {}
+def load_config(
+    recipe: str | Path | RunConfig | None = None,
+    flags: Sequence[str] = (),
+    *,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The recipe (a TOML file, a configuration, or the defaults), with overrides on top, and flags on top of both.
+
+    `overrides` maps dotted keys to values, `{"run.steps": 3}`, or sections to tables, `{"run": {"steps": 3}}`.
+    `flags` are those of the command line: `["--run.steps=3"]`.
+    """
     remaining, rest = take_flags(flags)
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}; settings are given as --section.key value")
-    given = _read_flags(remaining)
+    settings = _settings_of(recipe)
+    given = _read_overrides(overrides or {}) | _read_flags(remaining)
     config: RunConfig = _build(RunConfig, "", settings | given)
     _refuse_unread(given, config)
     return config
@@ -141,6 +150,35 @@ def _unknown(key: str, origin: str) -> NoReturn:
     raise ConfigError(f"{origin}: unknown key {key}; {hint}")
 
 
+def _settings_of(recipe: str | Path | RunConfig | None) -> dict[str, _Setting]:
+    if recipe is None:
+        return {}
+    if isinstance(recipe, RunConfig):
+        return {key: _Setting(value, "configuration") for key, value in flat(recipe).items()}
+    if isinstance(recipe, str | Path):
+        return _read_recipe(Path(recipe))
+    raise ConfigError(
+        f"the recipe is {shown(recipe)}; expected the path of a TOML file or a RunConfig; "
+        'single settings go into overrides, {"run.steps": 3}'
+    )
+
+
+def _read_overrides(overrides: Mapping[str, Any]) -> dict[str, _Setting]:
+    origin = "overrides"
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise ConfigError(f'overrides is {shown(overrides)}; expected a mapping, {{"run.steps": 3}}')
+    types = {knob.key: knob.type for knob in knobs()}
+    settings: dict[str, _Setting] = {}
+    for key, value in overrides.items():
+        if key in types:
+            settings[key] = _Setting(_checked(key, types[key], value, origin), origin)
+        elif "." in key:
+            _unknown(key, origin)
+        else:
+            settings |= _flatten({key: value}, RunConfig, "", origin)
+    return settings
+
+
 def _read_recipe(path: Path) -> dict[str, _Setting]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -162,6 +200,8 @@ def _flatten(table: Mapping[str, Any], section: Any, prefix: str, origin: str) -
         if name not in types:
             _unknown_name(key, name, value, types, prefix, origin)
         if is_dataclass(types[name]):
+            if isinstance(value, types[name]):  # a section of Python
+                value = {each.name: getattr(value, each.name) for each in fields(value)}
             if not isinstance(value, dict):
                 raise ConfigError(f"{origin}: {key} is {value!r}; expected a section, [{key}]")
             yield from _flatten(value, types[name], key + ".", origin)
@@ -183,7 +223,9 @@ def _checked(key: str, type_: Any, value: Any, origin: str) -> Any:
     """The value as its knob's type, without guessing: only an int may stand for a float, and a list for a tuple."""
     if type_ is float and type(value) is int:
         value = float(value)
-    if get_origin(type_) is tuple and isinstance(value, list):
+    if type_ is str and isinstance(value, Path):
+        value = str(value)
+    if get_origin(type_) is tuple and isinstance(value, list | tuple):
         return tuple(_checked(key, get_args(type_)[0], item, origin) for item in value)
     choices = get_args(type_) if get_origin(type_) is Literal else ()
     fits = value in choices if choices else type(value) is type_

@@ -1,15 +1,17 @@
 """The records that cross borders between modules: frozen, documented field by field, no tensors.
 
-Whatever a policy wrote names the policy version it came from. The words are those of CONTRIBUTING.md.
+Whatever a policy wrote names the policy version it came from. Records that hold text or tokens have a repr of one short
+line. The words are those of CONTRIBUTING.md.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from tlt.errors import RequestError
+from tlt.errors import RequestError, shown
 
 FinishReason = Literal["eos", "stop", "length"]
+_SHOWN = 60  # characters of a text in a repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class Prompt:
     content: str | tuple[Message, ...]  # plain text, or a chat that the policy's template renders
     reference: Any = None  # what the reward compares the answer with
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns handed through to the user's reward
+
+    def __repr__(self) -> str:
+        return f"Prompt({self.id!r}, {shown(self.content, _SHOWN)})"
 
 
 class Key(NamedTuple):
@@ -89,6 +94,10 @@ class Completion:
     policy_version: int  # of the weights that wrote the last token
     timing: Timing
 
+    def __repr__(self) -> str:
+        text = shown(self.text, _SHOWN)
+        return f"Completion({text}, {len(self.tokens)} tokens, {self.finish_reason}, request {self.key.request})"
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -98,6 +107,9 @@ class Rollout:
     completion: Completion
     reward: float
 
+    def __repr__(self) -> str:
+        return f"Rollout({self.prompt.id!r}, {self.completion!r}, reward {self.reward:g})"
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -105,6 +117,10 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    def __repr__(self) -> str:
+        rewards = ", ".join(f"{rollout.reward:g}" for rollout in self.rollouts)
+        return f"Group({self.prompt!r}, {len(self.rollouts)} rollouts, rewards {rewards[:_SHOWN]})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,11 @@ class Run:
     config: RunConfig
     events: tuple[Recorded, ...]
 
+    def __repr__(self) -> str:
+        steps = [record.event.step for record in self.events if isinstance(record.event, StepFinished)]
+        taken = f"{steps[-1] if steps else 0} of {self.config.run.steps} steps"
+        return f"Run({self.config.run.name!r}, {taken}, {len(self.events)} events)"
+
 
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
