@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 import tlt
+import tlt.fleet
 from tests.training import LEARNED, numbers, small
 from tlt.config import RunConfig
+from tlt.engine.request import Request
 from tlt.errors import CheckpointError, ConfigError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit
@@ -26,7 +28,7 @@ from tlt.recipe import to_toml
 from tlt.resume import Start, checkpoints_of, starting_point
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.policy import UpdateResult
-from tlt.types import Experience
+from tlt.types import Completion, Experience
 from tlt.watch.console import notice
 from tlt.watch.events import CheckpointDamaged, CheckpointSaved, RunResumed, StepFinished, read_run
 from tlt.watch.history import events_of, steps_of
@@ -144,6 +146,30 @@ def events_so_far(config: RunConfig) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+def train_until_killed(config: RunConfig, where: str) -> None:
+    """What a process runs. It ends in its first checkpoint, in the rollout of the fourth step, or as it should."""
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def open_fleet(config: RunConfig, emit: Emit) -> LocalFleet:
+        fleet = LocalFleet(config, emit)
+        rollout = fleet.rollout
+
+        def killed_rollout(step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+            for completion in rollout(step, requests):
+                if where == "rollout" and step == 4:
+                    kill()
+                yield completion
+
+        fleet.rollout = killed_rollout  # type: ignore[method-assign]
+        return fleet
+
+    if where == "checkpoint":
+        tlt.fleet.save_state = kill  # after the policy, before what the optimizer remembers
+    tlt.train(config, resume=True, open_fleet=open_fleet)
+
+
 def kill_when(pid: int, runs: Callable[[], bool], moment: Callable[[], bool], delay: float = 0.0) -> None:
     while runs() and not moment():
         time.sleep(0.001)
@@ -158,7 +184,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> ForkServerContext:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = get_context("forkserver")
     text = ["transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"]
-    context.set_forkserver_preload(["tlt.reinforce", "torch._dynamo", *text])
+    context.set_forkserver_preload(["tests.test_resume", "tlt.reinforce", "torch._dynamo", *text])
     return context
 
 
@@ -168,18 +194,17 @@ def test_killed_in_a_checkpoint_and_in_a_rollout(
     config = small(tmp_path, *FLAGS)
     half = tmp_path / "run" / "checkpoints" / ".step_2.writing"
 
-    def in_a_later_rollout() -> bool:
-        last = [line for line in events_so_far(config) if "PhaseStarted" in line][-1:]
-        return any('"step": 4, "phase": "rollout"' in line for line in last)
-
-    for moment, delay in ((half.exists, 0.0), (in_a_later_rollout, 0.02), (lambda: False, 0.0)):
-        process = processes.Process(target=tlt.train, args=(config,), kwargs={"resume": True})
+    def run(where: str) -> int | None:
+        process = processes.Process(target=train_until_killed, args=(config, where))
         process.start()
-        kill_when(process.pid or 0, process.is_alive, moment, delay)
         process.join()
-        ended = process.exitcode
-        assert ended in (0, -signal.SIGKILL)
-    assert ended == 0
+        return process.exitcode
+
+    assert run("checkpoint") == -signal.SIGKILL
+    assert [entry.name for entry in half.iterdir()] == ["policy"]
+    assert run("rollout") == -signal.SIGKILL
+    assert '"step": 4, "phase": "rollout"' in [line for line in events_so_far(config) if "PhaseStarted" in line][-1]
+    assert run("nowhere") == 0
     assert same_as(undisturbed, config)
     assert len([line for line in events_so_far(config) if "RunResumed" in line]) == 3
 
