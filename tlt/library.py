@@ -47,8 +47,9 @@ def train(
     """Trains the policy that `recipe` names, a TOML file's path or a configuration, and returns the run.
 
     `task` asks and judges instead of the configured one. `overrides` maps dotted keys to values, `{"run.steps": 3}`.
-    `resume` goes on from the run's newest checkpoint, or begins where there is none yet. `open_fleet` starts the
-    workers; None starts those that the recipe's `cluster` section asks for.
+    `resume` goes on from the run's newest checkpoint that is whole, or begins where there is none yet; `resume_from`
+    names another, as in "step_20". `open_fleet` starts the workers; None starts those that the recipe's `cluster`
+    section asks for.
     """
     from tlt.reinforce import train as train_with
 
