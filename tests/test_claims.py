@@ -1,0 +1,213 @@
+"""Claims have records: what a page names exists, is of committed code, and says what the page says.
+
+Figures of the README are computed from their records here, so that neither changes without the other.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlt
+
+ROOT = Path(tlt.__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+Record = dict[str, Any]
+
+
+@cache
+def record(name: str) -> Record:
+    found: Record = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def commit_of(found: Record) -> str:
+    return str(found.get("commit") or found.get("machine", {}).get("commit") or "")
+
+
+def hardware_of(found: Record) -> str:
+    """Older records have it in other places."""
+    machine, runs = found.get("machine", {}), found.get("runs")
+    first = runs[0] if isinstance(runs, list) and runs else {}
+    return str(machine.get("device") or found.get("hardware") or found.get("gpu") or first.get("hardware") or "")
+
+
+def complaints(name: str, found: Record) -> Iterator[str]:
+    commit = commit_of(found)
+    if not re.match(r"[0-9a-f]{7,40}(,|$)", commit):
+        yield f"{name}: its commit is {commit!r}; expected that of committed code"
+    if not hardware_of(found):
+        yield f"{name}: names no hardware"
+    if re.search(r'"(peer_ms|peer_tokens_per_s)": [\d.]', json.dumps(found)) and not found.get("peer"):
+        yield f"{name}: compares with another engine and does not say where its figures are from"
+
+
+def named(text: str) -> list[str]:
+    return re.findall(r"benchmarks/results/([\w.]+)\.json", text)
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Paragraphs, and items of a list each for itself."""
+    for paragraph in text.split("\n\n"):
+        yield from re.split(r"\n(?=- )", paragraph)
+
+
+def commits_not_named(text: str) -> list[str]:
+    """Records that a page links to without the commit they are of."""
+    return [
+        name for block in blocks(text) for name in named(block) if commit_of(record(name))[:7] not in unlinked(block)
+    ]
+
+
+def unlinked(block: str) -> str:
+    """A file's name is no word of the text."""
+    return re.sub(r"\]\([^)]*\)", "]", block)
+
+
+# ---- records
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_is_of_committed_code_on_named_hardware(path: Path) -> None:
+    assert list(complaints(path.stem, record(path.stem))) == []
+
+
+def test_a_record_that_does_not_say_what_it_is_of_is_noticed() -> None:
+    machine = {"device": "CPU", "commit": "8dfdb9d-dirty"}
+    assert len(list(complaints("x", {"machine": machine}))) == 1
+    assert len(list(complaints("x", {"machine": machine | {"commit": "unknown"}}))) == 1
+    assert len(list(complaints("x", {"note": "tried"}))) == 2
+    compared = {"machine": machine | {"commit": "8dfdb9d"}, "sections": {"step": [{"peer_ms": 4.76}]}}
+    assert len(list(complaints("x", compared))) == 1
+    assert list(complaints("x", compared | {"peer": {"engine": "vLLM"}})) == []
+
+
+def git(*words: str, asked: str = "") -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, input=asked, capture_output=True, text=True, check=False).stdout
+
+
+def test_commits_of_records_are_in_the_history() -> None:
+    if git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("the whole history is not here")
+    found = {commit_of(record(path.stem)).partition(",")[0] for path in RECORDS.glob("*.json")}
+    asked = "\n".join(f"{commit}^{{commit}}" for commit in sorted(found))
+    assert [line for line in git("cat-file", "--batch-check", asked=asked).splitlines() if " commit " not in line] == []
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_records_that_a_page_names_exist(page: Path) -> None:
+    assert [name for name in named(page.read_text("utf-8")) if not (RECORDS / f"{name}.json").exists()] == []
+
+
+def test_the_readme_names_the_commit_of_every_record() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(named(text)) >= 8
+    assert commits_not_named(text) == []
+
+
+def test_a_record_without_its_commit_is_noticed() -> None:
+    link = "[record](benchmarks/results/speculation_c_7b_c269349_h200.json)"
+    assert commits_not_named(f"Fast ({link}, c269349).") == []
+    assert commits_not_named(f"Fast ({link}).\n\nAt c269349.") == ["speculation_c_7b_c269349_h200"]
+
+
+# ---- figures
+
+
+def seconds(found: Record, variant: str) -> float:
+    return float(next(run["makespan_s"] for run in found["runs"] if run["variant"] == variant))
+
+
+def of_time(found: Record, variant: str, field: str) -> float:
+    return float(next(row[field] for row in found["time"] if row["variant"] == variant))
+
+
+def ratios(found: Record) -> list[float]:
+    return [run["plain s"] / run["tuner, warm s"] for run in found["rollouts"]["runs"]]
+
+
+def simulated(found: Record) -> list[float]:
+    return [one["compared"]["speedup"]["measured"] for one in (found, *found["earlier_runs"])]
+
+
+def medians(found: Record, case: str) -> list[float]:
+    return [found["never_slower"][case][name] for name in ("tuner", "warm_tuner")]
+
+
+def printed(found: Record, *ways: str) -> list[float]:
+    return [second for way in ways for second in found["rollout_s"][way]]
+
+
+C, A = "speculation_c_7b_c269349_h200", "speculation_a_7b_c269349_h200"
+B, B_LONGER = "speculation_b_7b_4ff056a_h200", "speculation_b_7b_0b893fe_h200"
+VLLM, QWEN = "beside_vllm_c_7b_f6c738e_h200", "reinforcement_qwen_0.5b_f6c738e_h200"
+MANY, USELESS = "speculation_b_never_many_7b_0b893fe_h200", "speculation_b_never_useless_7b_222edd7_h200"
+SHORT, TINY = "speculation_b_never_short_7b_222edd7_h200", "simulated_tiny_cpu"
+WARM, SAME = "tuner, warm", "speedup at the same lengths"
+
+# Words of the README, and the figures that its record has for them.
+FIGURES: list[tuple[str, str, Callable[[Record], list[Any]]]] = [
+    (C, "plainly {:.1f} s", lambda r: [seconds(r, "plain")]),
+    (C, "first rollout {:.1f} s", lambda r: [seconds(r, "tuner, first")]),
+    (C, "a new tuner's {:.1f} s", lambda r: [seconds(r, "tuner")]),
+    (C, "its second {:.1f} s: **{:.2f} ×**", lambda r: [seconds(r, WARM), of_time(r, WARM, "speedup")]),
+    (C, "last 32 answers **{:.1f} ×**", lambda r: [of_time(r, WARM, "last_32_speedup")]),
+    (C, "bandit takes {:.1f} s", lambda r: [seconds(r, "BEG-MAB")]),
+    (C, "best fixed shape {:.1f} s", lambda r: [r["verdict"]["best_fixed_s"]]),
+    (C, "({:.2f} nats a token;", lambda r: [r["answers"]["nats_per_token"]]),
+    (C, "median {} tokens, p90 {}, longest {:,})", lambda r: [r["answers"][of] for of in ("median", "p90", "max")]),
+    (C, "{:.1f} tokens in 1,000 of", lambda r: [r["divergence"][WARM]["per_1000_tokens"]]),
+    (C, "of the {:.2f} × rollout", lambda r: [of_time(r, WARM, "speedup")]),
+    (A, "({:.1f} nats a token) comes", lambda r: [r["answers"]["nats_per_token"]]),
+    (A, "comes to **{:.2f} ×**", lambda r: [of_time(r, WARM, "speedup")]),
+    (A, "to {:.2f} to {:.2f} (", lambda r: [min(ratios(r)), max(ratios(r))]),
+    (B, "(median {} tokens)", lambda r: [r["answers"]["median"]]),
+    (B, "**{:.2f} ×** over six rollouts", lambda r: [r["rollouts"]["speedup"]]),
+    (B, "six rollouts ({:.2f} to {:.2f};", lambda r: [min(ratios(r)), max(ratios(r))]),
+    (B_LONGER, "longer to **{:.2f} ×**", lambda r: [r["rollouts"]["speedup"]]),
+    (B_LONGER, "×** ({:.2f} to {:.2f};", lambda r: [min(ratios(r)), max(ratios(r))]),
+    (B, "own to {:.2f} and", lambda r: [r["rollouts"][SAME]]),
+    (B_LONGER, "and {:.2f} ×.", lambda r: [r["rollouts"][SAME]]),
+    (MANY, "128 tokens {:.2f} and {:.2f} ×", lambda r: medians(r, "many")),
+    (USELESS, "learned nothing {:.3f} and {:.3f} ×", lambda r: medians(r, "useless")),
+    (SHORT, "of 32 tokens {:.2f} and {:.3f} ×", lambda r: medians(r, "short")),
+    (VLLM, "7 tokens) | {} | {} to {} |", lambda r: printed(r, "vllm, plain", "vllm, our drafter")),
+    (
+        VLLM,
+        "| {} | {} / **{}** |",
+        lambda r: printed(r, "tlt, plain", "tlt, first rollout of a new engine", "tlt, warm"),
+    ),
+    (VLLM, "decoding | {} | {} |", lambda r: printed(r, "tlt exact, plain", "tlt exact, with speculation")),
+    (QWEN, "{} → {}", lambda r: list(r["reward"].values())),
+    (QWEN, "{:.2f} × (accept length {})", lambda r: [r["over_plain"]["rollout"], r["accept_length"]]),
+    (QWEN, "took {} s of each step's {} s", lambda r: [r["drafting_s"], r["step_s"]]),
+    (QWEN, "about {:.2f} ×", lambda r: [r["over_plain"]["step"]]),
+    (TINY, "{:.2f} to {:.2f} ×", lambda r: [min(simulated(r)), max(simulated(r))]),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "figures"), FIGURES, ids=[words for _, words, _ in FIGURES])
+def test_the_readme_says_what_its_record_says(name: str, words: str, figures: Callable[[Record], list[Any]]) -> None:
+    assert words.format(*figures(record(name))) in speed_of_the_readme()
+    assert f"results/{name}.json" in speed_of_the_readme()
+
+
+def speed_of_the_readme() -> str:
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    return text.partition("## How fast it is")[2].partition(" ## ")[0]
+
+
+def test_no_speed_up_of_the_readme_is_left_unchecked() -> None:
+    words_said = " ".join(words.format(*figures(record(name))) for name, words, figures in FIGURES)
+    checked, aim = set(re.findall(r"\d+\.\d+", words_said)), "0.99"
+    claimed = set(re.findall(r"(\d+\.\d+)\**(?= ×)", speed_of_the_readme()))
+    assert claimed - checked == {aim}
