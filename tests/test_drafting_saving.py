@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -68,6 +69,35 @@ def test_a_drafter_of_another_width_is_refused(policy: Transformer, saver: Draft
     narrow.init_weights(0)
     with pytest.raises(CheckpointError, match=r"an MLP of 48, this run's has 32; expected the same: give draft.mlp"):
         read_checkpoint(OnlineDrafter(policy, narrow, DRAFT, DRAFTING), path)
+
+
+def test_a_drafter_with_another_vocabulary_is_refused(policy: Transformer, tmp_path: Path) -> None:
+    write_checkpoint(trained(policy, 12), ORIGIN, tmp_path)
+    with pytest.raises(CheckpointError, match=r"a vocabulary of 12, this run's has \d+; .* give draft.vocab as it was"):
+        read_checkpoint(OnlineDrafter(policy, eagle(policy), DRAFT, DRAFTING), tmp_path)
+
+
+STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no version": (lambda s: s.pop("version"), "the drafter's state: version is missing"),
+    "shape": (
+        lambda s: s["learner"].update(fc=torch.ones(2)),
+        r"the weights in training: fc is float32 \[2\], expected float32",
+    ),
+    "trainer": (lambda s: s["trainer"].pop("steps"), "the drafter's trainer: steps is missing, found optimizer"),
+    "cadence": (lambda s: s["cadence"].update(mood=1), "the drafter's cadence has .*mood; expected cold"),
+    "buffer": (lambda s: s["buffer"].pop("serials"), "the drafter's answers: serials is missing"),
+}
+
+
+@pytest.mark.parametrize("spoilt", STATES)
+def test_a_trainer_that_does_not_fit_is_named(policy: Transformer, tmp_path: Path, spoilt: str) -> None:
+    write_checkpoint(trained(policy), ORIGIN, tmp_path, buffer=True)
+    state = load_state(tmp_path, "trainer")
+    change, told = STATES[spoilt]
+    change(state)
+    save_state(state, tmp_path, "trainer")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/trainer does not fit this run: {told}"):
+        read_checkpoint(OnlineDrafter(policy, eagle(policy), DRAFT, DRAFTING), tmp_path)
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 12])

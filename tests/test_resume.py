@@ -397,6 +397,43 @@ def test_a_foreign_directory_is_not_resumed_from(tmp_path: Path) -> None:
     assert "step_3: SHA256SUMS is missing" in told
 
 
+# ---- other settings than the checkpoint's
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--model.dtype=float32", "step_4/policy is in float64, and this run trains in float32; resume with --model"),
+        (
+            "--draft.vocab=16",
+            "has a vocabulary of 32, this run's has 16; expected the same: give draft.vocab as it",
+        ),
+        ("--draft.mlp=0.5", "has an MLP of 512, this run's has 256; expected the same: give draft.mlp as it was"),
+        (
+            "--train.lora_rank=2",
+            "saved without adapters but train.lora_rank is 2; resume with train.lora_rank as it",
+        ),
+    ],
+)
+def test_settings_that_change_shapes_are_refused_by_name(copied: RunConfig, flag: str, told: str) -> None:
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        tlt.train(small(Path(copied.run.out), *FLAGS, flag), resume=True)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert checkpoints_of(copied).steps() == [2, 4]
+
+
+def test_a_drafter_may_be_left_out_and_begun_again(undisturbed: RunConfig, copied: RunConfig) -> None:
+    """It changes no number, so a run may go on without one, or with one that the checkpoint has none of."""
+    shutil.rmtree(checkpoint(copied, 4))
+    config = small(Path(copied.run.out), "--run.steps=3", "--checkpoint.every=1")
+    tlt.train(config, resume=True)
+    assert not (checkpoint(config, 3) / "drafter").exists()
+    run = tlt.train(small(Path(copied.run.out), *FLAGS, "--checkpoint.every=1"), resume=True)
+    assert (checkpoint(config, 4) / "drafter").exists()
+    assert numbers(run) == numbers(read_run(Path(undisturbed.run.out) / undisturbed.run.name))
+
+
 # ---- a checkpoint of one's choice
 
 

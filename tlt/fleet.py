@@ -25,7 +25,7 @@ from tlt.engine.request import Request
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes
 from tlt.model.transformer import Transformer
-from tlt.model.weights import hf_tensors, load_tensors, read_tensors, write_policy
+from tlt.model.weights import hf_tensors, write_policy
 from tlt.policy import open_policy
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
@@ -36,6 +36,7 @@ from tlt.train.checkpoint import HostCopy, load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.optimizer import bytes_to_come
 from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
+from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped
 
@@ -209,10 +210,12 @@ class Worker:
         return write
 
     def restore(self, directory: Path, version: int) -> None:
-        """In place: the engine keeps its tensors."""
-        load_tensors(self.policy.model, read_tensors(directory / POLICY), origin=str(directory / POLICY))
-        self.trainer.restore(load_state(directory, OPTIMIZER, self.policy.model.embed.device))
-        if self.drafter:
+        """In place: the engine keeps its tensors. A drafter that the checkpoint has none of begins as configured."""
+        restore_policy(self.policy.model, directory / POLICY)
+        state = load_state(directory, OPTIMIZER, self.policy.model.embed.device)
+        with reading(directory / OPTIMIZER):
+            self.trainer.restore(state)
+        if self.drafter and (directory / DRAFTER).is_dir():
             read_checkpoint(self.drafter, directory / DRAFTER)
         self.publish(version)
         self.swap_drafter()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tlt.config import DraftingSettings
 from tlt.errors import TltError
+from tlt.train.restore import expect_keys
 
 _RECORD_BYTES = 512  # of a sample besides its tensors: objects, names, its place in the books
 
@@ -193,6 +194,7 @@ class Buffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        expect_keys(state, ("samples", "serials", "counts", "books"), "the drafter's answers")
         self._samples, self._leaving, self._stateful, self.bytes = {}, [], [], 0
         for serial, sample in zip(state["serials"], samples_of(state["samples"]), strict=True):
             self._next = serial

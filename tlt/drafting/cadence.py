@@ -7,10 +7,11 @@ that way; one that became easier is found out by training a little every so many
 trained is trained, with more patience. `Pace` keeps micro-steps short. Knows numbers only: no tensors, no clock.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from tlt.config import DraftingSettings
+from tlt.errors import CheckpointError
 
 Reason = Literal["cold", "behind", "improving", "probe", "rested"]
 _PATIENCE = 2  # judgements in a row without gain that end training: one may be noise
@@ -103,6 +104,9 @@ class Cadence:
         return asdict(self._books)
 
     def restore(self, state: dict[str, Any]) -> None:
+        known = {field.name for field in fields(_Books)}
+        if "trained" not in state or state.keys() - known:
+            raise CheckpointError(f"the drafter's cadence has {', '.join(state)}; expected {', '.join(sorted(known))}")
         self._books = _Books(**state)
 
 

@@ -15,8 +15,10 @@ from tlt.drafting.trainer import OnlineDrafter
 from tlt.errors import CheckpointError
 from tlt.spec.eagle_files import HEAD, Origin, flat_config, load_drafter, own_tensors, write_drafter
 from tlt.train.checkpoint import Checkpoints, HostCopy, load_state, save_state
+from tlt.train.restore import expect_keys, expect_tensors, reading
 
 TRAINER = "trainer"  # name of the trainer's files
+_STATE = ("version", "counts", "learner", "trainer", "cadence", "buffer", "arrived", "held")
 
 
 def write_checkpoint(drafter: OnlineDrafter, origin: Origin, directory: Path, *, buffer: bool = False) -> None:
@@ -26,18 +28,24 @@ def write_checkpoint(drafter: OnlineDrafter, origin: Origin, directory: Path, *,
 
 def read_checkpoint(drafter: OnlineDrafter, directory: Path) -> None:
     """Goes on from what `write_checkpoint` or a `DrafterSaver` wrote."""
-    state = load_state(directory, TRAINER)
-    ours = drafter.drafter
+    state, ours = load_state(directory, TRAINER), drafter.drafter
     saved = load_drafter(
         directory, drafter.policy.config, window=ours.config.window, dtype=ours.fc.dtype, device=ours.fc.device
     )
-    if saved.config.layer.mlp != ours.config.layer.mlp:
-        raise CheckpointError(
-            f"the drafter in {directory} has an MLP of {saved.config.layer.mlp}, this run's has "
-            f"{ours.config.layer.mlp}; expected the same: give draft.mlp as it was, or start anew"
-        )
+    for knob, what, found, wanted in (
+        ("draft.mlp", "an MLP of {}", saved.config.layer.mlp, ours.config.layer.mlp),
+        ("draft.vocab", "a vocabulary of {}", saved.config.draft_vocab, ours.config.draft_vocab),
+    ):
+        if found != wanted:
+            raise CheckpointError(
+                f"the drafter in {directory} has {what.format(found)}, this run's has {wanted}; expected the same: "
+                f"give {knob} as it was, or start anew"
+            )
     owned = {**dict(saved.named_parameters()), **dict(saved.named_buffers())}
-    drafter.restore({**state, "good": {name: owned[name] for name in drafter.weights()}})
+    with reading(directory / TRAINER):
+        expect_keys(state, _STATE, "the drafter's state")
+        expect_tensors(state["learner"], drafter.weights(), "the weights in training")
+        drafter.restore({**state, "good": {name: owned[name] for name in drafter.weights()}})
 
 
 class DrafterSaver:

@@ -29,6 +29,7 @@ from tlt.spec.eagle import Eagle, gather_taps
 from tlt.train.logprobs import most_logits
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import PackedRow
+from tlt.train.restore import expect_keys
 from tlt.train.supervised import StepResult
 
 CLIP = 1.0  # largest norm of the gradient
@@ -187,8 +188,9 @@ class DrafterTrainer:
         return {"steps": steps, "optimizer": self._optimizer.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.steps_taken, self._warm_from = state["steps"]
+        expect_keys(state, ("steps", "optimizer"), "the drafter's trainer")
         self._optimizer.restore(state["optimizer"])
+        self.steps_taken, self._warm_from = state["steps"]
 
 
 # ---- the loss

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tlt.errors import ConfigError
 from tlt.model.transformer import Transformer
+from tlt.train.restore import expect_keys, expect_list
 
 ADAPTED = ("qkv", "o", "gate_up", "down")
 
@@ -54,7 +55,12 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        for name, ours in (("a", list(self.a)), ("b", list(self.b)), ("bases", self._bases)):
+        parts = {"a": list(self.a), "b": list(self.b), "bases": self._bases}
+        expect_keys(state, parts, "the adapters")
+        for name, ours in parts.items():
+            wanted = {f"{name}.{index}": tensor for index, tensor in enumerate(ours)}
+            expect_list(state[name], wanted, f"the adapters of train.lora_rank {self.a[0].shape[0]}")
+        for name, ours in parts.items():
             for tensor, saved in zip(ours, state[name], strict=True):
                 tensor.copy_(saved)
         self.merge()

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tlt.errors import CheckpointError
+from tlt.train.restore import expect_keys, expect_list, expect_tensors
+
 _ADDED_AT_ONCE = 2**25  # numbers; in float32 an eighth of a gibibyte
 FINAL_SHARE = 0.1  # of the peak learning rate, where the cosine ends
 
@@ -63,7 +66,8 @@ class MasterAdamW:
     """
 
     def __init__(self, model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)) -> None:
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._names, self._weights = list(named), list(named.values())
         self._masters = [_master_of(weight) for weight in self._weights]
         matrices = [master for master in self._masters if master.dim() > 1]
         vectors = [master for master in self._masters if master.dim() <= 1]
@@ -131,13 +135,41 @@ class MasterAdamW:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`. Half-precision weights are written from their masters."""
+        """Goes on from `state`, with its own weight decay. Half-precision weights are written from their masters."""
+        self._expect(state)
         ours = [m for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
         for master, saved in zip(ours, state["masters"], strict=True):
             master.copy_(saved)
+        decays = [group["weight_decay"] for group in self._adam.param_groups]
         self._adam.load_state_dict(dict(state["adam"]))
+        for group, decay in zip(self._adam.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
         self.forget()
         self._write_back()
+
+    def _expect(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError unless the state is one of these weights'."""
+        expect_keys(state, ("masters", "adam"), "the optimizer's state")
+        expect_keys(state["adam"], ("state", "param_groups"), "Adam's state")
+        saved, ours = (
+            [len(group["params"]) for group in adam["param_groups"]]
+            for adam in (state["adam"], self._adam.state_dict())
+        )
+        if saved != ours:
+            raise CheckpointError(f"Adam's state is of {saved} matrices and vectors, expected {ours}")
+        named = list(zip(self._names, self._weights, self._masters, strict=True))
+        expect_list(state["masters"], {n: m for n, w, m in named if m is not w}, "float32 copies of the weights")
+        names = {id(master): name for name, _, master in named}
+        moments = state["adam"]["state"]
+        if not moments:
+            return  # no step was taken
+        masters = [master for group in self._adam.param_groups for master in group["params"]]
+        for index, master in enumerate(masters):
+            what = f"Adam's moments of {names[id(master)]}"
+            expect_keys(moments, (index,), what)
+            expect_keys(moments[index], ("step", "exp_avg", "exp_avg_sq"), what)
+            wanted = {"exp_avg": master, "exp_avg_sq": master}
+            expect_tensors({name: moments[index][name] for name in wanted}, wanted, what)
 
     @torch.no_grad()
     def _write_back(self) -> None:

@@ -48,6 +48,7 @@ from tlt.train.logprobs import token_logprobs, token_loss
 from tlt.train.lora import Lora
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
+from tlt.train.restore import expect_keys
 from tlt.train.sums import Report, Sums
 from tlt.types import Completion, Experience, SamplingParams
 
@@ -136,10 +137,11 @@ class PolicyTrainer:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, around a policy with the weights that belong to it."""
+        expect_keys(state, ("steps_taken", "optimizer"), "the trainer's state")
         if ("lora" in state) != (self._lora is not None):
             raise ConfigError(
                 f"the state was saved {'with' if 'lora' in state else 'without'} adapters but train.lora_rank is "
-                f"{self._train.lora_rank}; go on with the settings it was saved with"
+                f"{self._train.lora_rank}; resume with train.lora_rank as it was"
             )
         if self._lora is not None:
             self._lora.restore(state["lora"])
