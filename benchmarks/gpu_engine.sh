@@ -5,7 +5,7 @@
 #
 # MODEL is a Hugging Face directory, or a GGUF file of SmolLM2 (converted first; needs the `gguf` package).
 # PARTs: own 7B 1.5B (speed and fidelity), context context-7B, peers peers-7B (against transformers). Default: own 7B.
-# Environment: OUT (where the JSON goes), PROMPTS (a JSONL file), PYTHON, COMMIT.
+# Environment: OUT (where the JSON goes, as new files), PROMPTS (a JSONL file), PYTHON, COMMIT.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tlt.errors import ConfigError
+from tlt.outputs import check_new
 
 SECTIONS = (  # in the order they run: a start is fresh only once, and sections that share an engine are neighbours
     "floor",
@@ -223,7 +224,7 @@ def read_options(given: Namespace) -> BenchOptions:
         shape=given.shape,
         prompts=_prompts(given),
         raw=given.raw,
-        json=Path(given.json) if given.json else None,
+        json=_json(given),
         commit=given.commit,
         peer=Path(given.peer) if given.peer else None,
         quick=_either(given.quick, given.full, "--quick", "--full"),
@@ -241,7 +242,7 @@ def read_rollout_options(given: Namespace) -> RolloutOptions:
         shape=given.shape,
         prompts=_prompts(given),
         raw=given.raw,
-        json=Path(given.json) if given.json else None,
+        json=_json(given),
         commit=given.commit,
         quick=_either(given.quick, given.full, "--quick", "--full"),
         **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
@@ -254,7 +255,7 @@ def read_train_options(given: Namespace) -> TrainOptions:
     sizes = {name: getattr(given, name) for name in ("steps", "groups", "group_size", "cap")}
     return TrainOptions(
         shape=given.shape,
-        json=Path(given.json) if given.json else None,
+        json=_json(given),
         commit=given.commit,
         quick=_either(given.quick, given.full, "--quick", "--full"),
         variants=train_variants(given.variants) if given.variants else VARIANTS,
@@ -269,7 +270,7 @@ def read_fleet_options(given: Namespace) -> FleetOptions:
     _refuse(given, others)
     sizes = {name: getattr(given, name) for name in ("seeds", "steps", "groups", "group_size", "cap", "repeats")}
     return FleetOptions(
-        json=Path(given.json) if given.json else None,
+        json=_json(given),
         commit=given.commit,
         quick=_either(given.quick, given.full, "--quick", "--full"),
         **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
@@ -294,6 +295,13 @@ def _refuse(given: Namespace, names: Sequence[str]) -> None:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _json(given: Namespace) -> Path | None:
+    if not given.json:
+        return None
+    check_new(Path(given.json), "--json")
+    return Path(given.json)
 
 
 def _prompts(given: Namespace) -> Path | None:

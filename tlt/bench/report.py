@@ -109,9 +109,14 @@ class Report:
 
     def _write(self) -> None:
         if self._file:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(self._content, indent=1, ensure_ascii=False, default=str)
-            self._file.write_text(text + "\n", encoding="utf-8")
+            aside = self._file.with_name(f".{self._file.name}.part")
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                aside.write_text(text + "\n", encoding="utf-8")
+                aside.replace(self._file)  # a full disk leaves what was written before
+            except OSError as error:
+                raise TltError(f"--json {self._file} cannot be written ({error.strerror}); make room") from error
 
 
 def _table(name: str, records: list[Any]) -> Table:
