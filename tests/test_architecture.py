@@ -32,6 +32,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.watch.workers",
         "tlt.watch.history",
         "tlt.watch.log",
+        "tlt.watch.directory",
         "tlt.outputs",
     ),
     "kernels": ("tlt.kernels",),

@@ -91,7 +91,7 @@ def test_a_run_is_read_back_with_its_configuration(tmp_path: Path) -> None:
     config = load_config(None, [f"--run.out={tmp_path}", "--run.name=one", "--run.seed=9", "--sampling.stop=a,b"])
     with start_run(config, "rollout", "0.1") as log:
         log.emit(RunFinished(seconds=1.0))
-    run = read_run(tmp_path / "one")
+    run = read_run(tmp_path / "one-rollout")
     assert run.config == config
     assert [record.event for record in run.events] == [RunStarted("rollout", 9, "0.1"), RunFinished(1.0)]
 

@@ -408,11 +408,11 @@ def test_a_rollout_records_what_failed(reward_file: Any, tmp_path: Path) -> None
         "    return float(ground_truth)\n"
     )
     rollout(file_run(tmp_path, name, reward_errors="count", failed_reward=-5.0))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "run-rollout" / "rollouts.jsonl").read_text().splitlines()]
     by_prompt = {line["prompt"]: (line["reward"], line["failure"] and line["failure"]["kind"]) for line in lines}
     assert len(lines) == 8
     assert by_prompt == {f"rows.jsonl:{n}": (-5.0, "raised") if n == 3 else (float(n), None) for n in range(1, 5)}
-    (event,) = [r.event for r in read_run(tmp_path / "run").events if isinstance(r.event, RewardsFailed)]
+    (event,) = [r.event for r in read_run(tmp_path / "run-rollout").events if isinstance(r.event, RewardsFailed)]
     assert (event.kind, event.count, event.prompt) == ("raised", 2, "rows.jsonl:3")
     assert event.message.endswith("ValueError: not three")
 

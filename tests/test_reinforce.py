@@ -13,7 +13,7 @@ from tlt.errors import ConfigError, ModelError, TaskError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit
 from tlt.policy import TINY_POLICY
-from tlt.reinforce import refuse_long_prompts
+from tlt.tasks.context import refuse_long_prompts
 from tlt.text import Tokenizer
 from tlt.types import Prompt
 from tlt.watch.events import CheckpointSaved, RunFailed, RunResumed, ShapesChosen, read_run

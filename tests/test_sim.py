@@ -338,15 +338,13 @@ def test_a_run_is_foreseen_from_its_own_lengths(
     capsys.readouterr()
     simulate = [
         "--lengths",
-        "runs/run",
+        "runs/run" if verb == "train" else "runs/run-rollout",
         "--workers",
         "1,2",
-        "--json",
-        "found.json",
         *flags,
         "--engine.prefill_tokens=8",
     ]
-    assert main(["simulate", "tiny", "--save", "book.json", *simulate]) == 0
+    assert main(["simulate", "tiny", "--save", "book.json", "--json", "found.json", *simulate]) == 0
     said = capsys.readouterr().out
     assert "8 answers to 4 prompts" in said
     assert "That rollout took" in said
@@ -355,8 +353,10 @@ def test_a_run_is_foreseen_from_its_own_lengths(
     assert found["measured"]["rollout_s"] > 0
     assert [one["workers"] for one in found["foreseen"]] == [1, 2]
     assert found["foreseen"][0]["plain"]["seconds"] == pytest.approx(found["measured"]["foreseen_s"])
-    assert main(["simulate", "book.json", *simulate]) == 0
-    again = json.loads((tmp_path / "found.json").read_text())
+    assert main(["simulate", "book.json", "--json", "found.json", *simulate]) == 2
+    assert "--json found.json is there already, and nothing is written over" in capsys.readouterr().err
+    assert main(["simulate", "book.json", "--json", "again.json", *simulate]) == 0
+    again = json.loads((tmp_path / "again.json").read_text())
     assert again["foreseen"] == found["foreseen"]
 
 

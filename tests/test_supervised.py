@@ -33,7 +33,7 @@ from tlt.train.supervised import (
 )
 from tlt.types import Key, Message, SamplingParams
 from tlt.warmup import warmup
-from tlt.watch.events import RunFinished, RunStarted, WarmupStep, read_run
+from tlt.watch.events import RunFinished, RunStarted, StartupFinished, StartupPhase, WarmupStep, read_run
 
 VOCAB = 50
 
@@ -371,19 +371,19 @@ def test_warmup_writes_a_policy_and_its_story(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl", *({"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(9)))
     config = config_for(tmp_path, tokens_per_batch=32)
     warmup(config, str(path))
-    saved = tmp_path / "lesson" / "policy"
+    saved = tmp_path / "lesson-warmup" / "policy"
     trained, before = load_policy(saved), load_policy(TINY_POLICY)
     assert not torch.equal(trained.embed, before.embed)
     assert Tokenizer.load(saved).encode_prompt("1+2=") == Tokenizer.load(TINY_POLICY).encode_prompt("1+2=")
-    run = read_run(tmp_path / "lesson")
+    run = read_run(tmp_path / "lesson-warmup")
     assert run.config == config
     kinds = [type(recorded.event) for recorded in run.events]
-    assert kinds == [RunStarted, *[WarmupStep] * 3, RunFinished]
+    assert kinds == [RunStarted, *[StartupPhase] * 2, StartupFinished, *[WarmupStep] * 3, RunFinished]
 
 
 def test_warmup_on_the_toy_task(tmp_path: Path) -> None:
     warmup(config_for(tmp_path, tokens_per_batch=2048), "toy")
-    steps = [e.event for e in read_run(tmp_path / "lesson").events if isinstance(e.event, WarmupStep)]
+    steps = [e.event for e in read_run(tmp_path / "lesson-warmup").events if isinstance(e.event, WarmupStep)]
     assert [step.step for step in steps] == [1, 2, 3]
     assert all(0 < step.loss < 1 for step in steps)
 

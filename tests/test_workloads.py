@@ -156,7 +156,7 @@ def test_warm_up_on_the_steps_task(tmp_path: Path, stand_in: str) -> None:
     )
     config = replace(config, task=replace(config.task, steps=replace(STEPS, max_steps=5)))
     warmup(config, "steps")
-    assert (tmp_path / "run" / "policy" / "config.json").is_file()
+    assert (tmp_path / "run-warmup" / "policy" / "config.json").is_file()
 
 
 # ---- figures

@@ -38,7 +38,7 @@ from tlt.train.optimizer import bytes_to_come
 from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
 from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
-from tlt.watch.events import DrafterSwapped
+from tlt.watch.events import DrafterSwapped, StartupPhase
 
 _MOMENT_S = 0.05
 POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a checkpoint
@@ -60,12 +60,14 @@ ALONE = Fellows()
 class Worker:
     """Policy, engine, policy trainer, and whoever keeps the drafter sharp."""
 
-    def __init__(self, config: RunConfig, fellows: Fellows = ALONE) -> None:
+    def __init__(self, config: RunConfig, fellows: Fellows = ALONE, emit: Emit = lambda event: None) -> None:
         self.config = config
+        emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = open_policy(config.model)
         reference = open_policy(config.model).model if config.grpo.kl else None
         make = fellows.make_trainer or partial(self._trainer, fellows)
         self.trainer = make(self.policy.model, reference)
+        emit(StartupPhase("building the engine"))
         on_gpu = self.policy.model.embed.is_cuda
         chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
         self._learned = learned_drafting(self.policy, config)
@@ -235,7 +237,7 @@ class LocalFleet:
     """One worker, called directly."""
 
     def __init__(self, config: RunConfig, emit: Emit) -> None:
-        self.worker = Worker(config)
+        self.worker = Worker(config, emit=emit)
         self._emit = emit
         self._before: SpeculationReport | None = None
         self._step = self._told = 0  # _told: alarms

@@ -7,44 +7,42 @@ tokens of policy, seed and request. What a resumed run has lost is speed for a w
 answers the suffix drafter remembers and, unless `checkpoint.buffer` keeps them, those the drafter learns from.
 """
 
-import fcntl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
 
 from tlt import __version__
 from tlt.bench.machine import describe
 from tlt.config import RunConfig
-from tlt.errors import ConfigError, TaskError
+from tlt.errors import ConfigError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
 from tlt.resume import Start, checkpoints_of, resumed, starting_point, write_record
 from tlt.tasks.choose import judge_of, task_of
+from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.files import FileTask
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
 from tlt.telling import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
 from tlt.text import Tokenizer
 from tlt.train.checkpoint import Checkpoints
-from tlt.types import Prompt
+from tlt.watch.directory import TRAIN, held
 from tlt.watch.events import (
     CheckpointSaved,
     MachineDescribed,
     PhaseStarted,
     Run,
     RunFinished,
+    StartupFinished,
+    StartupPhase,
     read_run,
 )
 from tlt.watch.log import EventLog
 from tlt.watch.session import Watched
-
-_LOCK = ".lock"
-_PER_MESSAGE = 32  # tokens that a chat template puts around a message, at most
 
 OpenFleet = Callable[[RunConfig, Emit], Fleet]
 
@@ -63,19 +61,22 @@ def train(
     names the checkpoint to go on from, as in "step_20"; later ones are then removed by the next one that is written.
     """
     _check(config, open_fleet)
-    directory = Path(config.run.out) / config.run.name
-    checkpoints, resume = checkpoints_of(config), resume or bool(resume_from)
+    resume = resume or bool(resume_from)
     with ExitStack() as stack:
-        stack.enter_context(_alone_in(directory))
-        start = starting_point(checkpoints, resume=resume, resume_from=resume_from)
-        task = task or task_of(config)
-        judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
-        log = stack.enter_context(Watched(config, "train", __version__, resumed=resume))
+        directory = stack.enter_context(held(config, TRAIN, resume=resume))
+        checkpoints = checkpoints_of(config)
+        start = starting_point(checkpoints, resume_from)
+        log = stack.enter_context(Watched(config, TRAIN, __version__, resumed=resume))
         if resume:
             log.emit(resumed(config, start))
         for damaged in start.passed_over if start else ():
             log.emit(damaged)
-        _Run(config, checkpoints, log).go(task, judge, start, open_fleet)
+        run = _Run(config, checkpoints, log)
+        if task is None:
+            log.emit(StartupPhase("reading the prompts"))
+            task = task_of(config)
+        judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
+        run.go(task, judge, start, open_fleet)
     return read_run(directory)
 
 
@@ -97,6 +98,7 @@ class _Run:
         fleet = open_fleet(self._config, self._log.emit)
         try:
             restored = self._restore(fleet, start)
+            self._log.emit(StartupFinished(seconds=time.perf_counter() - self._started))
             loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
             for taken in range(restored, self._config.run.steps):
                 self._step(loop, taken)
@@ -147,6 +149,7 @@ class _Run:
         """How many steps have been taken."""
         if start is None:
             return 0
+        self._log.emit(StartupPhase(f"reading {start.path}"))
         fleet.restore(start.path, start.step)
         self._checkpoints.go_on_from(start.step)
         return start.step
@@ -214,48 +217,3 @@ def _check(config: RunConfig, open_fleet: OpenFleet) -> None:
             f"cluster.workers is {config.cluster.workers}, and one worker was asked to train; "
             "give open_fleet = tlt.cluster.ray_fleet.RayFleet, or use the command `tlt train`"
         )
-
-
-def refuse_long_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int, max_tokens: int) -> None:
-    """A prompt that leaves no room for an answer would end the run whenever its turn came: better at once.
-
-    A token is at least a byte of the prompt's or belongs to the chat template, so few prompts need to be encoded.
-    """
-    template = max(_PER_MESSAGE, len(tokenizer.encode_prompt(prompts[0].content)))
-    long = [prompt for prompt in prompts if _most_tokens(prompt, template) + max_tokens > context]
-    sizes = {prompt.id: len(tokenizer.encode_prompt(prompt.content)) for prompt in long}
-    worst = max(sizes, key=lambda name: sizes[name], default="")
-    if worst and sizes[worst] + max_tokens > context:
-        count = sum(size + max_tokens > context for size in sizes.values())
-        raise TaskError(
-            f"the prompt {worst} has {sizes[worst]} tokens; with sampling.max_tokens {max_tokens} that is more than "
-            f"the policy's context of {context}, and so it is for {count} of {len(prompts)} prompts; shorten or remove "
-            "them, or lower sampling.max_tokens"
-        )
-
-
-def _most_tokens(prompt: Prompt, template: int) -> int:
-    messages = [prompt.content] if isinstance(prompt.content, str) else [one.content for one in prompt.content]
-    return template + sum(len(message.encode()) + _PER_MESSAGE for message in messages)
-
-
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Two runs in one directory would write over each other. The lock goes with the process, however it ends."""
-    with _lock_file(directory) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is training in {directory}; give this run another run.name") from None
-        yield
-
-
-def _lock_file(directory: Path) -> TextIO:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return (directory / _LOCK).open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"the run's directory {directory} cannot be written to ({error.strerror}); expected run.out to be a "
-            "directory that can: give another with --run.out"
-        ) from None

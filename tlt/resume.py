@@ -16,9 +16,9 @@ from tlt.fleet import DRAFTER, OPTIMIZER, POLICY
 from tlt.recipe import flat, load_config, to_toml
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import SUMS
+from tlt.watch.directory import CHECKPOINTS, TRAIN, directory_of
 from tlt.watch.events import CONFIG_FILE, CheckpointDamaged, RunResumed
 
-CHECKPOINTS = "checkpoints"
 _RECORD = "run.json"  # in a checkpoint: what it is
 _FORMAT = 1
 _STATE = (f"{OPTIMIZER}.*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
@@ -35,22 +35,16 @@ class Start:
 
 
 def checkpoints_of(config: RunConfig) -> Checkpoints:
-    directory = Path(config.run.out) / config.run.name / CHECKPOINTS
+    directory = directory_of(config, TRAIN) / CHECKPOINTS
     kept = config.checkpoint
     return Checkpoints(directory, kept.keep, keep_state=kept.keep_optimizer, state=_STATE)
 
 
-def starting_point(checkpoints: Checkpoints, *, resume: bool, resume_from: str = "") -> Start | None:
+def starting_point(checkpoints: Checkpoints, resume_from: str = "") -> Start | None:
     """Where to go on; None where there is no checkpoint yet. `resume_from` names one, as in `step_20`."""
-    steps = checkpoints.steps()
     if resume_from:
         return _named(checkpoints, resume_from)
-    if steps and not resume:
-        raise ConfigError(
-            f"{checkpoints.directory} holds a run that took {steps[-1]} steps; go on with --resume, "
-            "give this run another run.name, or remove the directory"
-        )
-    return _newest_whole(checkpoints) if steps else None
+    return _newest_whole(checkpoints) if checkpoints.steps() else None
 
 
 def _named(checkpoints: Checkpoints, name: str) -> Start:

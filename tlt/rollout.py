@@ -1,12 +1,12 @@
 """`tlt rollout`: a policy answers a task's prompts and is judged. One rollout of a training step, on its own.
 
-Writes the run's directory: config.toml, events.jsonl and rollouts.jsonl (a line per answer).
+Writes a directory of its own, out/name-rollout: config.toml, events.jsonl and rollouts.jsonl (a line per answer).
 """
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,69 +16,94 @@ from rich.table import Table
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine
+from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.loop import ask
-from tlt.policy import Policy, open_policy
+from tlt.model.weights import read_config
+from tlt.outputs import write_new
+from tlt.policy import Policy, open_policy, source_of
 from tlt.spec.alarm import Alarm
 from tlt.tasks.choose import judge_of, task_of
-from tlt.tasks.judge import Judge, Verdict
+from tlt.tasks.context import refuse_long_prompts
+from tlt.tasks.judge import Verdict
 from tlt.tasks.task import Task
 from tlt.telling import Lengths, acceptance_collapsed, lengths_of, mean_reward, rewards_failed, rollout_finished
-from tlt.types import Completion, Key, Rollout
-from tlt.watch.events import RunFinished
-from tlt.watch.log import start_run
+from tlt.text import Tokenizer
+from tlt.types import Completion, Key, Prompt, Rollout
+from tlt.watch.directory import ROLLOUTS, held
+from tlt.watch.events import RewardsFailed, RunFinished, StartupFinished, StartupPhase
+from tlt.watch.log import EventLog
+from tlt.watch.session import Watched
 
-ROLLOUTS_FILE = "rollouts.jsonl"
 _CHECKED = 16  # answers written a second time, in another batch, to compare
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def rollout(config: RunConfig) -> None:
     """Samples the prompts of step 1, answers and judges them, and says how it went."""
+    console = Console(highlight=False)
+    with held(config, "rollout") as directory:
+        with Watched(config, "rollout", __version__, console=console) as log:
+            told = _roll_out(config, log, console, directory / ROLLOUTS)
+        _tell_all(console, config, told, directory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What there is to say of a rollout."""
+
+    policy: Policy
+    requests: list[Request]
+    rollouts: list[Rollout]
+    failures: list[RewardsFailed]
+    seconds: float
+
+
+def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) -> _Told:
+    started = time.perf_counter()
+    log.emit(StartupPhase("reading the prompts"))
     task = task_of(config)
     with judge_of(task) as judge:  # first: a reward that cannot be loaded is told before a policy is
-        _roll_out(config, task, judge)
-
-
-def _roll_out(config: RunConfig, task: Task, judge: Judge) -> None:
-    console = Console(highlight=False)
-    started = time.perf_counter()
-    policy = open_policy(config.model)
-    asked = [(one.prompt, request) for one in ask(0, config, task, policy.tokenizer) for request in one.requests]
-    with start_run(config, "rollout", __version__) as log:
-        answered_from = time.perf_counter()
+        asked = _ask(config, task)
+        log.emit(StartupPhase(f"opening the policy {config.model.path}"))
+        policy = open_policy(config.model)
+        log.emit(StartupPhase("building the engine"))
+        engine = build_engine(policy, config)
+        log.emit(StartupFinished(seconds=time.perf_counter() - started))
         requests = [request for _, request in asked]
-        completions = _answer(policy, config, requests, console, lambda alarm: log.emit(acceptance_collapsed(1, alarm)))
-        seconds = time.perf_counter() - answered_from
+
+        def on_alarm(alarm: Alarm) -> None:
+            log.emit(acceptance_collapsed(1, alarm))
+
+        completions, seconds = _answer(engine, requests, console, on_alarm)
         answers = [(prompt, completions[request.key]) for prompt, request in asked]
         verdicts = judge.judge(answers)
-        rollouts = [Rollout(*answer, verdict.reward) for answer, verdict in zip(answers, verdicts, strict=True)]
-        failures = rewards_failed(1, verdicts)
-        for failure in failures:
-            log.emit(failure)
-        log.emit(rollout_finished(1, rollouts, seconds))
-        directory = Path(config.run.out) / config.run.name
-        _write(rollouts, verdicts, directory / ROLLOUTS_FILE)
-        log.emit(RunFinished(seconds=time.perf_counter() - started))
-    _tell(console, config, rollouts, seconds)
+    rollouts = [Rollout(*answer, verdict.reward) for answer, verdict in zip(answers, verdicts, strict=True)]
+    failures = rewards_failed(1, verdicts)
     for failure in failures:
-        console.print(
-            f"{failure.count} rewards failed ({failure.kind}): each counts as {config.task.failed_reward:g}.",
-            style="bold red",
-        )
-    _tell_identity(console, policy, config, requests, completions)
-    console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS_FILE}.")
+        log.emit(failure)
+    log.emit(rollout_finished(1, rollouts, seconds))
+    write_new(file, lambda place: _write(rollouts, verdicts, place))
+    log.emit(RunFinished(seconds=time.perf_counter() - started))
+    return _Told(policy, requests, rollouts, failures, seconds)
+
+
+def _ask(config: RunConfig, task: Task) -> list[tuple[Prompt, Request]]:
+    """Each request with its prompt. One that leaves no room for an answer is an error that names it."""
+    source = source_of(config.model)
+    tokenizer = Tokenizer.load(source)
+    asked = ask(0, config, task, tokenizer)
+    prompts = [one.prompt for one in asked]
+    refuse_long_prompts(prompts, tokenizer, read_config(source).max_positions, config.sampling.max_tokens)
+    return [(one.prompt, request) for one in asked for request in one.requests]
 
 
 def _answer(
-    policy: Policy,
-    config: RunConfig,
-    requests: Sequence[Request],
-    console: Console,
-    on_alarm: Callable[[Alarm], None],
-) -> dict[Key, Completion]:
+    engine: Engine, requests: Sequence[Request], console: Console, on_alarm: Callable[[Alarm], None]
+) -> tuple[dict[Key, Completion], float]:
+    """The answers, and the seconds they took."""
+    started = time.perf_counter()
     columns = (TextColumn("rollout"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    engine = build_engine(policy, config)
     engine.submit(requests)
     done: dict[Key, Completion] = {}
     heard = 0  # alarms
@@ -92,7 +117,7 @@ def _answer(
                 heard += 1
             progress.update(bar, completed=len(done), tail=f"{engine.running} running")
     done.update((completion.key, completion) for completion in engine.drain())  # raises if a request failed
-    return done
+    return done, time.perf_counter() - started
 
 
 def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path) -> None:
@@ -115,6 +140,17 @@ def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path)
 
 
 # ---- telling
+
+
+def _tell_all(console: Console, config: RunConfig, told: _Told, directory: Path) -> None:
+    _tell(console, config, told.rollouts, told.seconds)
+    for failure in told.failures:
+        console.print(
+            f"{failure.count} rewards failed ({failure.kind}): each counts as {config.task.failed_reward:g}.",
+            style="bold red",
+        )
+    _tell_identity(console, config, told)
+    console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS}.", soft_wrap=True)
 
 
 def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], seconds: float) -> None:
@@ -145,17 +181,13 @@ def _still_running(rollouts: Sequence[Rollout], width: int = 32) -> str:
     return "".join(_BARS[max(1, round(count / len(lengths) * (len(_BARS) - 1)))] for count in alive)
 
 
-def _tell_identity(
-    console: Console,
-    policy: Policy,
-    config: RunConfig,
-    requests: Sequence[Request],
-    completions: dict[Key, Completion],
-) -> None:
+def _tell_identity(console: Console, config: RunConfig, told: _Told) -> None:
     """Sampling is keyed: the same requests in another batch must give the same tokens."""
-    some = list(dict.fromkeys([*requests[: _CHECKED // 2], *requests[-_CHECKED // 2 :]]))  # each once, however few
-    again = _answer(policy, config, some, console, on_alarm=lambda _: None)  # the run's log is closed
-    same = sum(completion.tokens == completions[key].tokens for key, completion in again.items())
+    requests, half = told.requests, _CHECKED // 2
+    some = list(dict.fromkeys([*requests[:half], *requests[-half:]]))  # each once, however few
+    before = {rollout.completion.key: rollout.completion.tokens for rollout in told.rollouts}
+    again, _ = _answer(build_engine(told.policy, config), some, console, on_alarm=lambda _: None)
+    same = sum(completion.tokens == before[key] for key, completion in again.items())
     console.print(
         f"{same} of {len(again)} answers written again in a batch of their own came out token for token the same."
     )

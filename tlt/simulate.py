@@ -22,6 +22,7 @@ from tlt.bench.book import measure_book, pad_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import NEW, chooser_of, record_of, shapes_of
 from tlt.errors import ConfigError
+from tlt.outputs import check_new, write_new
 from tlt.policy import open_policy
 from tlt.sim.book import CostBook, read_book, words_of, write_book
 from tlt.sim.fleet import SimFleet, Simulated
@@ -59,6 +60,9 @@ class Foreseen:
 
 
 def simulate(config: RunConfig, options: SimulateOptions) -> None:
+    for argument, file in (("--json", options.json), ("--save", options.save)):
+        if file:
+            check_new(file, argument)
     trace = trace_of(options.lengths, config)
     console = Console(highlight=False)
     book = _book(config, options, console)
@@ -69,7 +73,7 @@ def simulate(config: RunConfig, options: SimulateOptions) -> None:
         found = [foresee(book, trace, config, workers, options.rollouts, done) for workers in options.workers]
     _tell(console, found, trace)
     if options.json:
-        _write(options.json, book, trace, found)
+        write_new(options.json, partial(_write, book, trace, found))
         console.print(f"wrote {options.json}", soft_wrap=True)
 
 
@@ -91,7 +95,7 @@ def _book(config: RunConfig, options: SimulateOptions, console: Console) -> Cost
     with console.status("measuring what runs cost on this machine"):
         book = measure_book(policy, config)
     if options.save:
-        write_book(book, options.save)
+        write_new(options.save, partial(write_book, book))
         console.print(f"wrote {options.save}", soft_wrap=True)
     return book
 
@@ -223,7 +227,7 @@ def _step(found: list[Foreseen], trace: Trace) -> str:
     )
 
 
-def _write(file: Path, book: CostBook, trace: Trace, found: list[Foreseen]) -> None:
+def _write(book: CostBook, trace: Trace, found: list[Foreseen], file: Path) -> None:
     foreseen = _compared(found, trace)
     content = {
         "book": words_of(book),
@@ -243,7 +247,6 @@ def _write(file: Path, book: CostBook, trace: Trace, found: list[Foreseen]) -> N
             {"workers": one.workers, "plain": _told(one.plain), "drafted": _told(one.drafted)} for one in found
         ],
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,30 +1,36 @@
 """`tlt warmup`: supervised training of a policy on a file of prompts and answers, or on a task's own solutions.
 
-Owns the order of things: load, train while showing progress and writing events, save. What a run saves is an ordinary
-Hugging Face directory with the tokenizer of the policy it started from. Decides nothing about learning.
+Owns the order of things: load, train while showing progress and writing events, save. What it saves is an ordinary
+Hugging Face directory with the tokenizer of the policy it started from. A place that cannot take it is refused before
+the training; if saving fails all the same, the policy is written elsewhere. Decides nothing about learning.
 """
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 
 from tlt import __version__
 from tlt.config import RunConfig
-from tlt.errors import TaskError
-from tlt.model.weights import save_policy
-from tlt.policy import open_policy
+from tlt.errors import TaskError, TltError
+from tlt.model.weights import hf_tensors, save_policy
+from tlt.outputs import check_new, keep, write_new
+from tlt.policy import Policy, open_policy
 from tlt.tasks.choose import BUILT_IN, built_in
 from tlt.tasks.steps import StepsTask
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import Pair, StepResult, SupervisedTrainer, batches, encode_pair, endless, read_pairs
-from tlt.watch.events import RunFinished, WarmupStep
-from tlt.watch.log import start_run
+from tlt.watch.directory import POLICY, held
+from tlt.watch.events import RunFinished, StartupFinished, StartupPhase, WarmupStep
+from tlt.watch.log import EventLog
+from tlt.watch.session import Watched
 
 TOKENS_PER_ROW = 32768  # bounds the activations in memory: larger batches accumulate gradients over several rows
 _TASK_PAGE = 64  # prompts asked of a task at a time
@@ -32,24 +38,61 @@ _TASK_PAGE = 64  # prompts asked of a task at a time
 
 def warmup(config: RunConfig, data: str) -> None:
     """Trains `config.model` on `data`, a JSONL file or the name of a task, and saves the result."""
-    policy = open_policy(config.model)
-    model, tokenizer = policy.model, policy.tokenizer
-    row_tokens = min(config.warmup.tokens_per_batch, TOKENS_PER_ROW)
-    examples = _examples(config, data, tokenizer, longest=min(row_tokens, model.config.max_positions))
-    trainer = SupervisedTrainer(model, config.warmup)
-    target = Path(config.warmup.save or Path(config.run.out) / config.run.name / "policy")
-    started = time.perf_counter()
-    with start_run(config, "warmup", __version__) as log, _Display(config.warmup.steps) as display:
-        stream = islice(batches(examples, config.warmup.tokens_per_batch), config.warmup.steps)
+    console = Console(highlight=False)
+    with held(config, "warmup") as directory:
+        target = Path(config.warmup.save or directory / POLICY)
+        check_new(target, "--out", directory=True)  # what cannot be saved is not worth training
+        with Watched(config, "warmup", __version__, console=console) as log:
+            _Warmup(config, log, target, console).go(data)
+
+
+class _Warmup:
+    """From opening the policy to saving it."""
+
+    def __init__(self, config: RunConfig, log: EventLog, target: Path, console: Console) -> None:
+        self._config, self._log, self._target, self._console = config, log, target, console
+
+    def go(self, data: str) -> None:
+        started, row_tokens = time.perf_counter(), min(self._config.warmup.tokens_per_batch, TOKENS_PER_ROW)
+        self._log.emit(StartupPhase(f"opening the policy {self._config.model.path}"))
+        policy = open_policy(self._config.model)
+        size = sum(weight.nbytes for weight in hf_tensors(policy.model).values())
+        check_new(self._target, "--out", size, directory=True)
+        self._log.emit(StartupPhase(f"reading {data}"))
+        longest = min(row_tokens, policy.model.config.max_positions)
+        examples = _examples(self._config, data, policy.tokenizer, longest)
+        self._log.emit(StartupFinished(seconds=time.perf_counter() - started))
+        self._train(policy, examples, row_tokens)
+        write_new(self._target, partial(_save, policy))
+        self._console.print(f"saved {self._target}", soft_wrap=True)
+        self._log.emit(RunFinished(seconds=time.perf_counter() - started))
+
+    def _train(self, policy: Policy, examples: Iterator[Example], row_tokens: int) -> None:
+        settings = self._config.warmup
+        trainer = SupervisedTrainer(policy.model, settings)
+        stream = islice(batches(examples, settings.tokens_per_batch), settings.steps)
         step_started = time.perf_counter()
-        for step, result in enumerate(trainer.steps(pack(batch, row_tokens) for batch in stream), start=1):
-            seconds = time.perf_counter() - step_started
-            step_started += seconds
-            log.emit(WarmupStep(step=step, loss=result.loss, tokens=result.answer_tokens, seconds=seconds))
-            display.show(result, seconds)
-        save_policy(model, target, tokenizer_from=policy.source)
-        log.emit(RunFinished(seconds=time.perf_counter() - started))
-    Console().print(f"saved {target}", highlight=False, soft_wrap=True)
+        with _Display(settings.steps, self._console) as display:
+            for step, result in enumerate(trainer.steps(pack(batch, row_tokens) for batch in stream), start=1):
+                seconds = time.perf_counter() - step_started
+                step_started += seconds
+                self._tell(WarmupStep(step, result.loss, result.answer_tokens, seconds), policy)
+                display.show(result, seconds)
+
+    def _tell(self, event: WarmupStep, policy: Policy) -> None:
+        """Where events cannot be written any more, the training ends, and what it has reached is kept."""
+        try:
+            self._log.emit(event)
+        except TltError as error:
+            kept = keep(self._target.name, partial(_save, policy), first=(self._target.resolve().parent,))
+            raise TltError(f"{error}. The policy after step {event.step}: {kept}") from error
+
+
+def _save(policy: Policy, place: Path) -> None:
+    try:
+        save_policy(policy.model, place, tokenizer_from=policy.source)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _examples(config: RunConfig, data: str, tokenizer: Tokenizer, longest: int) -> Iterator[Example]:
@@ -74,9 +117,10 @@ def _task_pairs(task: ToyTask | StepsTask) -> Iterator[Pair]:
 class _Display:
     """A progress bar with the loss and the pace."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, console: Console) -> None:
         columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, TextColumn("loss {task.fields[loss]}  {task.fields[pace]} tokens/s"))
+        reached = TextColumn("loss {task.fields[loss]}  {task.fields[pace]} tokens/s")
+        self._progress = Progress(*columns, reached, console=console)
         self._task = self._progress.add_task("warm-up", total=steps, loss="–", pace="–")
 
     def show(self, result: StepResult, seconds: float) -> None:

@@ -34,7 +34,7 @@ from tlt.loop import Emit, RolloutReport
 from tlt.telling import drafter_trained, together
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
-from tlt.watch.events import DrafterSwapped
+from tlt.watch.events import DrafterSwapped, StartupPhase
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
 
 _TURN_S = 0.15  # of those who work beside one that is measured
@@ -63,6 +63,7 @@ class RayFleet:
                 )
             device = "cuda" if self._share.gpus else "cpu"
             theirs = replace(config, model=replace(config.model, device=device))
+            emit(StartupPhase(f"starting {config.cluster.workers} workers"))
             self._crew = Crew(theirs, self._share, host, self._lost, self._waits)
             for seat in self._crew.hire(range(config.cluster.workers)):
                 self._desk.came(seat)

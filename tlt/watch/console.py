@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,8 @@ from tlt.watch.events import (
     RunFailed,
     RunResumed,
     RunStarted,
+    StartupFinished,
+    StartupPhase,
     StepFinished,
 )
 from tlt.watch.history import drafted
@@ -40,7 +43,7 @@ from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 _RECENT = 10  # steps whose mean time the remaining ones are reckoned by
 _HEAD_EVERY = 25  # lines between two headings
 _DOING = {
-    "start": "loading the policy",
+    "start": "starting",
     "rollout": "rollout",
     "reward": "judging the answers",
     "update": "updating the policy",
@@ -67,6 +70,10 @@ class Progress:
         match record.event:
             case RunStarted():
                 self.phase, self.phase_since = "start", record.time
+            case StartupPhase(phase=phase):
+                self.phase, self.phase_since = phase, record.time
+            case StartupFinished():
+                self.phase = ""
             case RunResumed(step=step):
                 self.taken = step
             case PhaseStarted(phase=phase):
@@ -178,19 +185,75 @@ def notice(event: Event) -> tuple[str, str] | None:
             return None
 
 
+class StartupLines:
+    """A start-up: a line per phase as it begins, and one at the end with the seconds of each."""
+
+    name = "console"
+
+    def __init__(self, console: Console, *, beginnings: bool = True) -> None:
+        self._console = console
+        self._beginnings = beginnings  # whether a phase is a line before it is over
+        self._phases: list[tuple[str, float]] = []  # and the time of its event
+
+    def show(self, record: Recorded) -> None:
+        match record.event:
+            case StartupPhase(phase=phase):
+                self._phases.append((phase, record.time))
+                self._begin(phase)
+            case StartupFinished(seconds=seconds):
+                ends = [*(began for _, began in self._phases[1:]), record.time]
+                took = [end - began for (_, began), end in zip(self._phases, ends, strict=True)]
+                each = [f"{phase} {duration(s)}" for (phase, _), s in zip(self._phases, took, strict=True)]
+                self._print(f"ready after {duration(seconds)}: {', '.join(each)}")
+            case _:
+                pass
+
+    def _begin(self, phase: str) -> None:
+        if self._beginnings:
+            self._print(f"{phase} …")
+
+    def _print(self, text: str) -> None:
+        self._console.print(f"  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class StartupStatus(StartupLines):
+    """In a terminal: the phase that runs, in a line that goes away."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, beginnings=False)
+        self._status = Status("", console=console)
+
+    def show(self, record: Recorded) -> None:
+        if isinstance(record.event, StartupFinished):
+            self._status.stop()  # before the verb shows something of its own
+        super().show(record)
+
+    def _begin(self, phase: str) -> None:
+        self._status.start()
+        self._status.update(f"{phase} …", spinner="dots")  # a spinner named is drawn at once
+
+    def close(self) -> None:
+        self._status.stop()
+
+
 class Lines:
     """Lines only. What a log file gets."""
 
     name = "console"
 
-    def __init__(self, planned: int, console: Console) -> None:
+    def __init__(self, planned: int, console: Console, *, beginnings: bool = True) -> None:
         self._progress = Progress(planned)
         self._console = console
+        self._startup = StartupLines(console, beginnings=beginnings)
         self._since_heading = _HEAD_EVERY
         self._drafter: int | None = None  # version last told of
 
     def show(self, record: Recorded) -> None:
         self._progress.note(record)
+        self._startup.show(record)
         if isinstance(record.event, StepFinished):
             self._show_step(record.event)
         elif (said := notice(record.event)) and not self._stale(record.event):
@@ -226,7 +289,7 @@ class LiveLines(Lines):
     """Lines, and below them a part that changes: the bar of the run and what the step is doing."""
 
     def __init__(self, planned: int, console: Console) -> None:
-        super().__init__(planned, console)
+        super().__init__(planned, console, beginnings=False)
         self._live = Live(_Now(self._progress), console=console, refresh_per_second=4, transient=True)
 
     def show(self, record: Recorded) -> None:

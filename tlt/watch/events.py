@@ -47,6 +47,20 @@ class MachineDescribed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StartupPhase(Event):
+    """What the start-up does from now on."""
+
+    phase: str  # in words, as in "opening the policy"
+
+
+@dataclass(frozen=True, slots=True)
+class StartupFinished(Event):
+    """Everything is ready for the first step."""
+
+    seconds: float  # since RunStarted
+
+
+@dataclass(frozen=True, slots=True)
 class RunResumed(Event):
     """The run goes on from a checkpoint. The steps after `step` are computed again, with the same numbers."""
 
@@ -298,6 +312,8 @@ _KINDS: dict[str, type[Event]] = {
     for kind in (
         RunStarted,
         MachineDescribed,
+        StartupPhase,
+        StartupFinished,
         RunResumed,
         CheckpointDamaged,
         PhaseStarted,

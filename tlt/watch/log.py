@@ -18,7 +18,10 @@ from typing import Protocol, Self
 from tlt.config import RunConfig
 from tlt.errors import ReaderError, TltError
 from tlt.recipe import to_toml
+from tlt.watch.directory import directory_of, unwritable
 from tlt.watch.events import CONFIG_FILE, EVENTS_FILE, FORMAT, Event, ReaderFailed, Recorded, RunStarted
+
+_CURE = "make room on its disk; a run of `tlt train` then goes on with --resume"
 
 
 class Reader(Protocol):
@@ -55,12 +58,14 @@ class EventLog:
             self.emit(failure)
 
     def _append(self, line: bytes) -> None:
+        end = self._file.seek(0, os.SEEK_END)
         try:
             whole = self._file.write(line) == len(line)
         except OSError as error:
-            raise TltError(f"{self._path}: cannot be written ({error.strerror}); free the disk and resume") from error
+            raise TltError(f"{self._path}: cannot be written ({error.strerror}); {_CURE}") from error
         if not whole:
-            raise TltError(f"{self._path}: the disk is full; make room and resume")
+            self._file.truncate(end)  # the next event, once there is room, begins a line of its own
+            raise TltError(f"{self._path}: the disk is full; {_CURE}")
 
     def sync(self) -> None:
         """Returns when every event so far survives a power cut."""
@@ -117,16 +122,13 @@ def start_run(config: RunConfig, verb: str, version: str, readers: Iterable[Read
     A run that goes on from a checkpoint emits RunResumed before anything that has a step; without it, the run begins
     anew, and what an earlier run of that name left in the file no longer counts.
     """
-    directory = Path(config.run.out) / config.run.name
+    directory = directory_of(config, verb)
     try:
         log = EventLog(directory / EVENTS_FILE, readers)
         aside = directory / f"{CONFIG_FILE}.part"
         aside.write_text(to_toml(config), encoding="utf-8")
         aside.replace(directory / CONFIG_FILE)  # whole, or as it was: a run can be told after any crash
     except OSError as error:
-        raise TltError(
-            f"the run's directory {directory} cannot be written to ({error.strerror}); expected run.out to be a "
-            "directory that can: give another with --run.out, or make room"
-        ) from error
+        raise unwritable(directory, error) from error
     log.emit(RunStarted(verb=verb, seed=config.run.seed, version=version))
     return log

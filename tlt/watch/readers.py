@@ -7,13 +7,13 @@ the start ends the run before it began. The events are complete either way: `tlt
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 
 from tlt.config import RunConfig
 from tlt.errors import ReaderError
-from tlt.watch.console import Lines, LiveLines
+from tlt.watch.console import Lines, LiveLines, StartupLines, StartupStatus
+from tlt.watch.directory import TRAIN, directory_of
 from tlt.watch.events import Recorded
 from tlt.watch.log import Reader
 from tlt.watch.tensorboard import TensorBoard
@@ -49,15 +49,25 @@ def _told_as_reader_error() -> Iterator[None]:
 
 
 def readers_of(config: RunConfig, console: Console, resumed: bool = False) -> list[Reader]:
-    """The readers a configuration asks for; an error if one of them cannot start. The console comes last: it tells
-    what became of the others."""
-    directory = Path(config.run.out) / config.run.name
+    """The readers of a `tlt train`; an error if one of them cannot start. The console comes last: it tells what became
+    of the others."""
+    directory = directory_of(config, TRAIN)
     readers: list[Reader] = []
     if config.watch.tensorboard:
         readers.append(TensorBoard(directory / TENSORBOARD_DIRECTORY))
     if config.watch.wandb:
         readers.append(Wandb(config, directory, resumed))
     if config.watch.console != "off":
-        live = console.is_terminal if config.watch.console == "auto" else config.watch.console == "live"
-        readers.append((LiveLines if live else Lines)(config.run.steps, console))
+        readers.append((LiveLines if _live(config, console) else Lines)(config.run.steps, console))
     return [Guarded(reader) for reader in readers]
+
+
+def startup_readers_of(config: RunConfig, console: Console) -> list[Reader]:
+    """The readers of verbs that have a display of their own once they are ready."""
+    if config.watch.console == "off":
+        return []
+    return [Guarded((StartupStatus if _live(config, console) else StartupLines)(console))]
+
+
+def _live(config: RunConfig, console: Console) -> bool:
+    return console.is_terminal if config.watch.console == "auto" else config.watch.console == "live"

@@ -5,16 +5,16 @@ goes wrong while telling never hides what went wrong in the run.
 """
 
 import traceback
-from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 
 from tlt.config import RunConfig
 from tlt.errors import TltError
+from tlt.watch.directory import TRAIN, directory_of
 from tlt.watch.events import RunFailed, read_run
 from tlt.watch.log import EventLog, start_run
-from tlt.watch.readers import readers_of
+from tlt.watch.readers import readers_of, startup_readers_of
 from tlt.watch.report import write_report
 from tlt.watch.summary import last_lines, summarise
 
@@ -28,10 +28,13 @@ class Watched:
         self._config = config
         self._verb, self._version, self._resumed = verb, version, resumed
         self._console = console or Console(highlight=False)
-        self._directory = Path(config.run.out) / config.run.name
+        self._directory = directory_of(config, verb)
 
     def __enter__(self) -> EventLog:
-        readers = readers_of(self._config, self._console, self._resumed)
+        if self._verb == TRAIN:
+            readers = readers_of(self._config, self._console, self._resumed)
+        else:
+            readers = startup_readers_of(self._config, self._console)
         self._log = start_run(self._config, self._verb, self._version, readers)
         return self._log
 
@@ -48,9 +51,13 @@ class Watched:
             self._log.close()
             self._tell()
         except (TltError, OSError) as other:  # a full disk, most likely: also what `error` is about
-            self._say(f"and the end could not be written down: {other}", "bold red")
+            if str(other) not in str(error):
+                self._say(f"and the end could not be written down: {other}", "bold red")
 
     def _tell(self) -> None:
+        """Of a `tlt train`: other verbs say themselves what came of them."""
+        if self._verb != TRAIN:
+            return
         run = read_run(self._directory)
         where = str(self._directory)
         if self._config.watch.report:
