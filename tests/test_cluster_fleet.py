@@ -182,6 +182,19 @@ def test_a_replay_is_timed_as_the_rollout_is(crowd: Crowd, alone: Story, monkeyp
     assert replay.tlt_s == replay.plain_s == len(alone.tokens[0])
 
 
+def test_some_requests_of_a_replay_are_decoded_again(crowd: Crowd, alone: Story) -> None:
+    """As where tokens differ: fewer requests, and shorter ones."""
+    asked = ask(0, crowd.config, Letters(), letters())
+    requests = [request for one in asked for request in one.requests]
+    some = [replace(request, params=replace(request.params, max_tokens=5)) for request in requests[::4]]
+    for given, most in ((requests, None), (some, 5)):
+        completions, seconds = crowd.fleet.replay(given)
+        assert {one.key: one.tokens for one in completions} == {
+            request.key: alone.tokens[0][request.key][:most] for request in given
+        }
+        assert seconds > 0
+
+
 def test_a_worker_that_is_killed_in_a_replay_is_done_without(crowd: Crowd, alone: Story) -> None:
     asked = ask(0, crowd.config, Letters(), letters())
     expected = crowd.fleet._dispatch._expected.copy()
