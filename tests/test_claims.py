@@ -52,17 +52,18 @@ def named(text: str) -> list[str]:
     return re.findall(r"benchmarks/results/([\w.]+)\.json", text)
 
 
-def blocks(text: str) -> Iterator[str]:
+def blocks(text: str) -> list[str]:
     """Paragraphs, and items of a list each for itself."""
-    for paragraph in text.split("\n\n"):
-        yield from re.split(r"\n(?=- )", paragraph)
+    return [block for paragraph in text.split("\n\n") for block in re.split(r"\n(?=- )", paragraph)]
 
 
-def commits_not_named(text: str) -> list[str]:
-    """Records that a page links to without the commit they are of."""
-    return [
-        name for block in blocks(text) for name in named(block) if commit_of(record(name))[:7] not in unlinked(block)
-    ]
+def sections(text: str) -> list[str]:
+    return re.split(r"\n(?=## )", text)
+
+
+def commits_not_named(parts: list[str]) -> list[str]:
+    """Records that are linked to where the commit they are of is not named."""
+    return [name for part in parts for name in named(part) if commit_of(record(name))[:7] not in unlinked(part)]
 
 
 def unlinked(block: str) -> str:
@@ -111,13 +112,18 @@ def test_records_that_a_page_names_exist(page: Path) -> None:
 def test_the_readme_names_the_commit_of_every_record() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(named(text)) >= 8
-    assert commits_not_named(text) == []
+    assert commits_not_named(blocks(text)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_section_of_any_page_names_the_commits_of_its_records(page: Path) -> None:
+    assert commits_not_named(sections(page.read_text("utf-8"))) == []
 
 
 def test_a_record_without_its_commit_is_noticed() -> None:
     link = "[record](benchmarks/results/speculation_c_7b_c269349_h200.json)"
-    assert commits_not_named(f"Fast ({link}, c269349).") == []
-    assert commits_not_named(f"Fast ({link}).\n\nAt c269349.") == ["speculation_c_7b_c269349_h200"]
+    assert commits_not_named(blocks(f"Fast ({link}, c269349).")) == []
+    assert commits_not_named(blocks(f"Fast ({link}).\n\nAt c269349.")) == ["speculation_c_7b_c269349_h200"]
 
 
 # ---- figures
