@@ -22,8 +22,8 @@ class Clock:
         for module in modules:
             monkeypatch.setattr(module, "time", self)
 
-    def passes_in(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:
-        """So many seconds in every call of this method."""
+    def passes_in(self, monkeypatch: pytest.MonkeyPatch, owner: type | ModuleType, name: str, seconds: float) -> None:
+        """So many seconds in every call of this method or function."""
         work: Callable[..., Any] = getattr(owner, name)
 
         def timed(*given: Any, **named: Any) -> Any:

@@ -467,6 +467,7 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     assert (len(record.ranks), len(record.ranks[0]), record.temperature) == (DEPTH, max(WIDTHS), 1.0)
     assert all(read_record(tmp_path / form) == record for form in ("flat", "speculators"))
     (tmp_path / "flat" / FILE).unlink()
+    knobs.remove("--draft.answers=6")  # the file says from how many prompts it learned
     rest = ["--prompts", "toy", *knobs, "--sampling.max_tokens=24", "--engine.kv_gib=0.01"]
     assert main(["draft", "measure", str(tmp_path / "flat"), *rest]) == 0
     measured = read_record(tmp_path / "flat")
@@ -583,6 +584,6 @@ def test_a_drafter_that_cannot_be_saved_whole_is_not_there(tmp_path: Path, monke
 
 def test_a_drafter_is_saved_beside_you_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[str] = []
-    monkeypatch.setattr("tlt.draft.draft_train", lambda config, prompts, out: saved.append(out))
+    monkeypatch.setattr("tlt.draft.draft_train", lambda config, prompts, out, **_: saved.append(out))
     assert main(["draft", "train", "models/smollm2/", "--prompts", "toy"]) == 0
     assert saved == ["smollm2-drafter"]

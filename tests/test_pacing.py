@@ -1,147 +1,240 @@
-"""A drafter within a time: how many steps fit, that asking touches nothing, and that the command keeps to it."""
+"""A drafter within a time: pieces that fit, a schedule that time moves along, and a command that keeps its limit."""
 
-import math
+import io
 import random
-import re
-from collections.abc import Iterator
-from functools import partial
-from itertools import islice, repeat
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
 
+import tlt.draft as draft
 from tests.clocks import Clock
 from tlt.cli import main
-from tlt.config import DraftSettings
+from tlt.config import DraftSettings, RunConfig
+from tlt.draft import Trained, draft_train
+from tlt.engine.engine import Engine
+from tlt.errors import ConfigError
 from tlt.spec.eagle import Eagle, EagleConfig
-from tlt.train import pacing
-from tlt.train.drafter import DrafterTrainer, policy_states
+from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.kept_states import KeptStates
-from tlt.train.pacing import affordable, steps_until, until
+from tlt.train.optimizer import FINAL_SHARE
+from tlt.train.pacing import Spent, TimeLimit
 from tlt.train.packing import Example, pack
+from tlt.train.supervised import StepResult
+from tlt.types import SamplingParams
+from tlt.watch.progress import WorkProgress
 
-SETTINGS = DraftSettings(steps=1000, single_steps=100)
+# ---- a time limit
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
+    ("seconds", "pieces", "begun"),
     [
-        (1e6, 1000),  # all of them
-        (101.0, 550),  # 100 of 0.01 s, and 450 in the other 100 s
-        (1.0, 100),  # only those that unroll nothing
-        (0.5, 50),  # half of these
-        (0.0, 1),
-        (-30.0, 1),  # the answers took longer already
+        (10.0, [3.0] * 9, 3),  # after 9 s no fourth one fits
+        (9.0, [3.0] * 9, 3),  # three fit exactly
+        (10.0, [3.0] * 2, 2),
+        (10.0, [6.0, 1.0], 1),  # judged by the last one
+        (10.0, [1.0, 6.0, 1.0], 2),
+        (10.0, [99.0, 1.0], 1),  # the first one is begun while time is left …
+        (0.0, [0.0], 0),
+        (-5.0, [0.0], 0),  # … and not otherwise
+        (inf, [1e9] * 5, 5),
     ],
 )
-def test_as_many_steps_as_fit(seconds: float, expected: int) -> None:
-    assert affordable(seconds, SETTINGS, 0.01, 100 / 450.5) == expected
+def test_a_piece_is_begun_if_one_like_the_last_fits(seconds: float, pieces: list[float], begun: int) -> None:
+    clock, taken = Clock(), 0
+    for piece in TimeLimit(clock.now + seconds, clock.perf_counter).fitting(pieces):
+        taken += 1
+        clock.now += piece
+    assert taken == begun
 
 
-def test_asking_touches_neither_drafter_nor_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take half a second: of 3 s there is room for one more when a few were timed, of 3000 s for thousands."""
+def test_larger_pieces_are_expected_to_take_longer() -> None:
+    clock, sizes = Clock(), iter([1.0, 1.0, 5.0])
+    limit = TimeLimit(clock.now + 6.5, clock.perf_counter)
+    for _ in limit.fitting("abcdef", lambda: next(sizes)):
+        clock.now += 1.0
+    assert clock.now == 102.0, "a piece of five times the size would end after 7 s"
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
     clock = Clock()
-    clock.used_by(monkeypatch, pacing)
-    clock.passes_in(monkeypatch, DrafterTrainer, "launch", 0.5)
-    policy = tiny.policy()
-    shape = EagleConfig.of_policy(policy.config, window=16)
-    drafter = Eagle(shape, dtype=torch.float64)
-    drafter.init_weights(seed=0)
+    limit, endless, over = (TimeLimit(clock.now + seconds, clock.perf_counter) for seconds in (8.0, inf, 0.0))
+    seen = []
+    for _ in range(4):
+        seen.append((limit.progress, limit.left_s, endless.progress, over.progress))
+        clock.now += 4.0
+    assert seen == [(0.0, 8.0, 0.0, 1.0), (0.5, 4.0, 0.0, 1.0), (1.0, 0.0, 0.0, 1.0), (1.0, -4.0, 0.0, 1.0)]
+
+
+def test_a_limit_counts_from_when_the_command_began() -> None:
+    clock = Clock()
+    spent = Spent(clock.perf_counter, 40.0, began_s=clock.now - 4.0)
+    clock.now += 1.0
+    assert spent.on("opening") == 5.0
+    assert spent.until(0.5).left_s == 15.0
+    assert spent.until(1.0, less_s=5.0).left_s == 30.0
+    assert spent.within(0.1).left_s == 4.0
+    clock.now += 2.0
+    spent.on("answers")
+    clock.now += 2.0
+    spent.on("opening")
+    assert str(spent) == "opening 7.0 s, answers 2.0 s"
+    assert Spent(clock.perf_counter, 0.0).until(0.5, less_s=1.0).left_s == inf
+
+
+# ---- the schedule
+
+POLICY = tiny.policy()
+SHAPE = EagleConfig.of_policy(POLICY.config, window=16)
+SETTINGS = DraftSettings(steps=200, single_steps=130, warmup_steps=2, unroll=2)
+
+
+def batch() -> DrafterBatch:
     source = random.Random(1)
     (row,) = pack([Example(tuple(source.choices(range(tiny.VOCAB), k=24)), 8)], 24)
-    batch = policy_states(policy, row, shape.taps)
-    before = [parameter.detach().clone() for model in (drafter, policy) for parameter in model.parameters()]
-    settings = DraftSettings(steps=10**9, single_steps=3, warmup_steps=0)
-    few, many = (
-        steps_until(
-            clock.now + seconds,
-            drafter,
-            policy.head_weight,
-            policy.embed,
-            settings,
-            partial(islice, repeat(batch), lessons),
-        )
-        for seconds, lessons in ((3.0, 2), (3000.0, 99))
+    return policy_states(POLICY, row, SHAPE.taps)
+
+
+def steps_by(limit: TimeLimit, clock: Clock, seconds: float, settings: DraftSettings) -> tuple[list[StepResult], int]:
+    """Every step takes so long; what came of them, and how many unrolled."""
+    drafter = Eagle(SHAPE, dtype=torch.float64)
+    drafter.init_weights(seed=0)
+    trainer = DrafterTrainer(drafter, POLICY.head_weight, POLICY.embed, settings, progress=lambda: limit.progress)
+    results = []
+    for one in limit.fitting([batch()] * settings.steps):
+        results.append(trainer.micro_step(one))
+        clock.now += seconds
+    return results, trainer.unrolled_steps
+
+
+def test_the_schedule_comes_to_its_end_with_the_time() -> None:
+    clock = Clock()
+    results, unrolled = steps_by(TimeLimit(clock.now + 20.0, clock.perf_counter), clock, 1.0, SETTINGS)
+    rates = [result.learning_rate for result in results]
+    assert len(results) == 20
+    assert unrolled == 7, "single steps have their share of the time, 130 / 200, and no more"
+    assert rates[0] == pytest.approx(rates[1] / 2, rel=0.01)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert FINAL_SHARE < rates[-1] / max(rates) < FINAL_SHARE + 0.02
+
+
+def test_where_time_is_plenty_the_schedule_is_that_of_the_steps() -> None:
+    settings = replace(SETTINGS, steps=12, single_steps=8)
+    clock = Clock()
+    limited, unlimited = (
+        steps_by(TimeLimit(clock.now + seconds, clock.perf_counter), clock, 1.0, settings) for seconds in (13.0, inf)
     )
-    after = [parameter for model in (drafter, policy) for parameter in model.parameters()]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert all(parameter.grad is None for parameter in after)
-    assert few == 1
-    assert 5000 < many < 7000
+    assert limited == unlimited
+    assert (len(limited[0]), limited[1]) == (12, 4)
 
 
-def test_the_command_takes_fewer_steps_where_time_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
-    train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.steps=3"]
-    taken, cut = {}, {}
-    for seconds in ("0.001", "600", "0"):
-        assert main([*train, f"--draft.seconds={seconds}", "--out", str(tmp_path / seconds)]) == 0
-        told = capsys.readouterr().out
-        found = re.search(r"^(\d+) steps", told, re.MULTILINE)
-        assert found is not None
-        taken[seconds], cut[seconds] = (
-            int(found[1]),
-            "1 of 3 steps fit into 0.001 s: for more, raise draft.seconds" in told,
-        )
-    assert taken == {"0.001": 1, "600": 3, "0": 3}
-    assert cut == {"0.001": True, "600": False, "0": False}
+# ---- the command
+
+SMALL = DraftSettings(answers=8, held_out=4, steps=12, single_steps=6, unroll=3, tokens_per_batch=64, warmup_steps=2)
+CONFIG = RunConfig(draft=SMALL, sampling=SamplingParams(max_tokens=12))
+OPENING_S, TICK_S, STATES_S, MEASURED_S, STEP_S, SAVING_S = 2.0, 0.1, 0.05, 0.2, 0.5, 0.1
 
 
-def test_training_ends_when_time_is_up_and_nothing_launched_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was planned: one batch is learned from, and then as many as come in time."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Moved on by what takes time: opening, ticks, states, measuring, steps by what they unroll, saving."""
     clock = Clock()
-    clock.used_by(monkeypatch, pacing)
+    clock.passes_in(monkeypatch, Engine, "tick", TICK_S)
+    clock.passes_in(monkeypatch, draft, "open_policy", OPENING_S)
+    clock.passes_in(monkeypatch, draft, "policy_states", STATES_S)
+    clock.passes_in(monkeypatch, draft, "accept_length", MEASURED_S)
+    clock.passes_in(monkeypatch, draft, "save_drafter", SAVING_S)
+    launch = DrafterTrainer.launch
 
-    def slowly() -> Iterator[int]:
-        for number in range(100):
-            clock.now += 0.05
-            yield number
+    def step(self: DrafterTrainer, batch: DrafterBatch) -> object:
+        unrolled = self.unrolled
+        result = launch(self, batch)
+        clock.now += STEP_S * unrolled
+        return result
 
-    deadline_s = clock.now + 0.22
-    assert list(until(deadline_s, slowly())) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
-    assert list(until(deadline_s, iter("abc"))) == ["a"]  # type: ignore[arg-type]
-    assert list(until(math.inf, iter("abc"))) == ["a", "b", "c"]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("together", [1, 5])
-def test_steps_are_timed_with_what_comes_before_them(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
-    """The policy runs once for several batches: over whole runs of it, a step takes what it takes on average. The first
-    steps, slow as they are, do not count."""
-    clock = Clock()
-    clock.used_by(monkeypatch, pacing)
-
-    def batches() -> Iterator[int]:
-        for number in range(1000):
-            clock.now += 50.0 if number == 0 else 0.0  # compiling
-            clock.now += 3.0 * together if number % together == 0 else 0.0
-            clock.now += 0.5
-            yield number
-
-    class Trainer:
-        def micro_steps(self, given: Iterator[int]) -> Iterator[int]:
-            yield from given
-
-    assert pacing._step_s(Trainer(), batches(), together) == pytest.approx(3.5)  # type: ignore[arg-type]
-    few = islice(batches(), 3)
-    assert pacing._step_s(Trainer(), few, 1) > 3.5  # type: ignore[arg-type]
+    monkeypatch.setattr(DrafterTrainer, "launch", step)
+    return clock
 
 
-def test_on_a_gpu_batches_share_runs_of_the_policy() -> None:
-    class Head:
-        def __init__(self, is_cuda: bool) -> None:
-            self.is_cuda = is_cuda
+def train(clock: Clock, out: Path, seconds: float, **draft: object) -> tuple[Trained, float, dict[str, Tensor]]:
+    """What it says, seconds it took, and the weights it saved."""
+    config = replace(CONFIG, draft=replace(SMALL, seconds=seconds, **draft))  # type: ignore[arg-type]
+    began = clock.now
+    trained = draft_train(config, "toy", str(out), clock=clock.perf_counter)
+    return trained, clock.now - began, load_file(out / "model.safetensors")
 
-    for tokens, expected in ((2048, 16), (16384, 2), (10**6, 1)):
-        settings = DraftSettings(tokens_per_batch=tokens)
-        assert pacing._together(settings, Head(True)) == expected  # type: ignore[arg-type]
-        assert pacing._together(settings, Head(False)) == 1  # type: ignore[arg-type]
+
+@pytest.mark.parametrize("seconds", [6.0, 8.0, 11.0, 14.0])
+def test_the_limit_is_kept_by_steps_that_are_real(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    taken: list[DrafterTrainer] = []
+    launch = DrafterTrainer.launch
+    monkeypatch.setattr(DrafterTrainer, "launch", lambda self, batch: (taken.append(self), launch(self, batch))[1])
+    trained, took, _ = train(clock, tmp_path / "drafter", seconds)
+    assert 1 <= trained.steps < SMALL.steps
+    assert len(taken) == trained.steps == taken[0].steps_taken, "every step is one of the drafter's own"
+    assert len(set(taken)) == 1
+    assert 0.6 * seconds < took <= seconds
+    said = capsys.readouterr().out
+    assert f"{trained.steps} of 12 steps fit into {seconds:g} s: for more, raise draft.seconds" in said
+
+
+def test_a_limit_that_is_long_enough_changes_nothing(tmp_path: Path, clock: Clock) -> None:
+    (limited, took, weights), (unlimited, _, same) = (
+        train(clock, tmp_path / str(seconds), seconds) for seconds in (40.0, 0.0)
+    )
+    assert took < 40.0
+    assert limited == unlimited
+    assert limited.steps == SMALL.steps
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+
+
+def test_answers_end_where_half_of_the_time_is_over(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those to learn from and those to measure on are cut alike; of the latter there are some."""
+    clock.passes_in(monkeypatch, Engine, "tick", 1.0)
+    trained, took, _ = train(clock, tmp_path / "drafter", 20.0)
+    assert trained.after.tokens > 0
+    assert took <= 20.0
+    assert "half of draft.seconds is over: 0 of 12 answers are whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measuring_s", "missing"),
+    [(1.0, 0.0, "writing answers"), (4.1, 0.0, "writing answers"), (8.0, 3.0, "a step"), (8.0, 9.0, "a step")],
+)
+def test_a_limit_that_leaves_no_time_to_learn_is_an_error(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, measuring_s: float, missing: str
+) -> None:
+    clock.passes_in(monkeypatch, draft, "accept_length", measuring_s)
+    with pytest.raises(ConfigError) as caught:
+        train(clock, tmp_path / "drafter", seconds)
+    assert f"draft.seconds is {seconds:g}, which left no time for {missing} (so far: opening 2.0 s" in str(caught.value)
+    assert "raise it, or lower draft.answers, draft.held_out or sampling.max_tokens" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_drafter_that_has_learned_nothing_is_told_loudly(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(clock, tmp_path / "nothing", 0.0, learning_rate=1e-9)
+    assert "this drafter has learned next to nothing" in capsys.readouterr().out
+    train(clock, tmp_path / "something", 0.0, steps=60, single_steps=60, learning_rate=2e-3)
+    assert "learned next to nothing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("filling_s", "kept"), [(0.0, True), (1e6, False)])
 def test_states_are_kept_if_there_is_time_to_compute_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filling_s: float, kept: bool
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, filling_s: float, kept: bool
 ) -> None:
     made: list[object] = []
     original = KeptStates.__init__
@@ -152,7 +245,61 @@ def test_states_are_kept_if_there_is_time_to_compute_them(
 
     monkeypatch.setattr(KeptStates, "__init__", noticed)
     monkeypatch.setattr("tlt.draft.filling_s", lambda *_: filling_s)
-    small = ["--draft.answers=4", "--draft.held_out=2", "--sampling.max_tokens=16", "--draft.tokens_per_batch=64"]
-    train = ["draft", "train", "tiny", "--prompts", "toy", *small, "--draft.steps=30", "--draft.seconds=600"]
-    assert main([*train, "--out", str(tmp_path / "drafter")]) == 0
+    train(clock, tmp_path / "drafter", 600.0, steps=40, single_steps=40)
     assert bool(made) == kept
+
+
+# ---- sizes
+
+
+def test_sizes_that_are_left_to_the_device() -> None:
+    on_gpu, on_cpu = (draft._sized(DraftSettings(held_out=7), on_gpu=on_gpu) for on_gpu in (True, False))
+    assert (on_gpu.answers, on_gpu.held_out, on_gpu.tokens_per_batch) == (512, 7, 2048)
+    assert (on_cpu.answers, on_cpu.held_out, on_cpu.tokens_per_batch) == (128, 7, 1024)
+
+
+# ---- what is shown
+
+
+def lines_of(seconds: list[float], *, terminal: bool = False, total: int = 100, most_s: float = inf) -> list[str]:
+    """Of a piece of work that takes so long, piece by piece."""
+    clock, file = Clock(), io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=100)
+    with WorkProgress("answers", total, console, clock.perf_counter) as shown:
+        for done, piece in enumerate(seconds, 1):
+            clock.now += piece
+            shown.at(done, "9 running", most_s=most_s)
+    return file.getvalue().splitlines()
+
+
+def test_a_pipe_is_told_now_and_then() -> None:
+    lines = lines_of([1.0] * 20)
+    assert lines[0] == "answers: 0 of 100"
+    assert lines[1] == "answers: 5 of 100, 9 running, 5.0 s, about 1 min 35 s left"
+    assert [line.split()[1] for line in lines[2:]] == ["11", "18"], "less and less often"
+    assert "about 3.0 s left" in lines_of([6.0], most_s=3.0)[1], "a limit may end it first"
+
+
+def test_a_terminal_shows_a_bar() -> None:
+    shown = "\n".join(lines_of([6.0], terminal=True))
+    assert "answers" in shown
+    assert "1/100" in shown
+    assert "9 running, 6.0 s, about 9 min 54 s left" in shown
+    assert "answers: 0 of 100" not in shown
+
+
+def test_the_command_says_how_far_it_is(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    train(clock, tmp_path / "drafter", 0.0, steps=20)
+    said = capsys.readouterr().out
+    assert "answers: 0 of 12\n" in said
+    assert "drafter steps: 0 of 20\n" in said
+    assert ", loss " in said
+    assert " left\n" in said
+
+
+def test_an_impossible_limit_ends_the_command_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "drafter"), "--draft.seconds=0.001"]
+    assert main(["draft", "train", "tiny", "--prompts", "toy", *out]) == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert error.startswith("tlt: error: draft.seconds is 0.001, which left no time for writing answers")
+    assert error.count("\n") == 1

@@ -6,6 +6,7 @@ its exit code; anything else is a bug and keeps its traceback.
 
 import os
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -171,10 +172,11 @@ def _draft(options: Namespace, flags: list[str]) -> None:
             shown = name.upper() if name in _OPTIONAL else f"--{name}"
             raise ConfigError(f"tlt draft {options.what} needs {shown}; see tlt draft --help")
     config = _config(options, flags)
+    began_s = time.perf_counter()  # before torch comes in, which takes seconds
     from tlt.draft import draft_export, draft_measure, draft_train
 
     if options.what == "train":
-        draft_train(config, options.prompts, options.out or f"{Path(options.source).name}-drafter")
+        draft_train(config, options.prompts, options.out or f"{Path(options.source).name}-drafter", began_s=began_s)
     elif options.what == "measure":
         draft_measure(config, options.source, options.prompts, options.policy)
     else:

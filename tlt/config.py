@@ -213,11 +213,11 @@ class DraftSettings:
     window: int = 512  # positions it looks back on: bounds its memory, and long contexts do not confuse it
     vocab: int = 0  # tokens it can name, the most frequent of the rollouts; 0 names all of the policy's
     mlp: float = 1.0  # width of its MLP, as a share of that of a policy's layer: a narrower one is less to read
-    answers: int = 512  # answers written to learn from
-    held_out: int = 64  # further answers, never learned from, to measure on
-    steps: int = 200  # optimizer steps
-    seconds: float = 0.0  # for all of it, by fewer steps if need be: all answers and one step at least; 0: no limit
-    tokens_per_batch: int = 2048  # tokens packed into one step, at most
+    answers: int = 0  # answers written to learn from; 0: 512 on a GPU, 128 on a CPU
+    held_out: int = 0  # further answers, never learned from, to measure on; 0: 64 on a GPU, 32 on a CPU
+    steps: int = 200  # optimizer steps, at most
+    seconds: float = 0.0  # limit of all of `tlt draft train`, from its start to the saved drafter; 0: none
+    tokens_per_batch: int = 0  # tokens packed into one step, at most; 0: 2048 on a GPU, 1024 on a CPU
     learning_rate: float = 6e-4  # peak of the schedule at a hidden size of 1024; in inverse proportion to it elsewhere
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
     unroll: int = 5  # draft steps unrolled in training, so that it learns to go on from its own states
@@ -226,7 +226,7 @@ class DraftSettings:
     total_variation: float = 0.8  # share of the total variation in the loss; the rest is soft cross-entropy
 
     def __post_init__(self) -> None:
-        least = {"window": 16, "answers": 1, "held_out": 1, "steps": 1, "tokens_per_batch": 1, "unroll": 1}
+        least = {"window": 16, "answers": 0, "held_out": 0, "steps": 1, "tokens_per_batch": 0, "unroll": 1}
         for name, lowest in {**least, "vocab": 0, "warmup_steps": 0, "single_steps": 0}.items():
             _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
         _require(0 < self.mlp <= 1, "mlp", self.mlp, "a number in (0, 1]")

@@ -1,31 +1,31 @@
 """`tlt draft`: a drafter for a policy, trained on the policy's own answers, and drafters in other engines' formats.
 
 Owns the order of things: the policy answers prompts, the drafter learns from its states, and what it reaches before and
-after is measured on answers it never learned from; the latter is kept beside it. Decides nothing about learning.
+after is measured on answers it never learned from; the latter is kept beside it. Divides the time where it is limited.
+Decides nothing about learning.
 """
 
 import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from math import inf
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tlt.bench.prompts import token_prompts
-from tlt.config import ModelSettings, RunConfig
+from tlt.config import DraftSettings, ModelSettings, RunConfig
+from tlt.drafting.answers import Answer, write_answers
 from tlt.engine.build import drafter_shape, open_drafter
-from tlt.engine.engine import Engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
 from tlt.kernels.noise import as_int64
@@ -38,15 +38,22 @@ from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
 from tlt.train.kept_states import filling_s, states_for
-from tlt.train.pacing import steps_until, until
-from tlt.train.packing import Example, pack
+from tlt.train.pacing import Clock, Spent, TimeLimit
+from tlt.train.packing import pack
 from tlt.train.supervised import batches, endless
-from tlt.types import Completion, Key
+from tlt.types import Key
+from tlt.watch.progress import WorkProgress
 
+# Shares of a time limit:
+_WRITING = 0.5  # after which answers end as they are
+_MEASURING = 0.1  # that each measurement may take
+_SAVING = 0.03  # left at the end
 _FILLING = 0.25  # of the time left for training may pass before the first step
 _ASKED_AGAIN = 0.1  # of the held-out answers may be to prompts that were learned from: a task asks some of them twice
-
-_Lessons = Callable[[int], Iterator[DrafterBatch]]  # of so many steps
+# Where the settings leave sizes to the device:
+_ON_GPU = {"answers": 512, "held_out": 64, "tokens_per_batch": 2048}
+_ON_CPU = {"answers": 128, "held_out": 32, "tokens_per_batch": 1024}
+_LEARNED = 0.1  # first hits that a drafter must gain, or it has learned nothing to speak of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +65,46 @@ class Trained:
     after: Acceptance
 
 
-def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None = None) -> Trained:
+def draft_train(
+    config: RunConfig,
+    prompts: str,
+    out: str,
+    policy: Policy | None = None,
+    *,
+    clock: Clock = time.perf_counter,
+    began_s: float | None = None,
+) -> Trained:
     """Trains a drafter from nothing for `config.model` on its answers to `prompts` (a file or a task) and saves it.
 
-    `policy` is `config.model`, for whoever has it open already.
+    `policy` is `config.model`, where it is open already. `began_s`: when the command began, by the clock; now if None.
     """
     console = Console(highlight=False)
-    spent = _Spent()
+    spent = Spent(clock, config.draft.seconds, began_s)
     with _place_beside(out, "--out") as place:
         policy = policy or open_policy(config.model)
+        config = replace(config, draft=_sized(config.draft, on_gpu=policy.model.embed.is_cuda))
         spent.on("opening")
-        answers = _answers(config, policy, prompts, config.draft.answers + config.draft.held_out, console)
-        learned, held_out = (_told(some) for some in (answers[: config.draft.answers], answers[config.draft.answers :]))
+        learned, held_out = _both_answers(config, policy, prompts, spent, console)
         drafter = _new_drafter(config, policy, learned)
         spent.on("answers")
-        held = _held(config, policy, drafter.config.taps, held_out)
-        before = _measure(drafter, policy, held)
+        held: list[Drawn] = []
+        every = _held(config, policy, drafter.config.taps, held_out, held)
+        before = _measure(drafter, policy, spent.within(_MEASURING).fitting(every))
         measuring_s = spent.on("measuring")
-        console.print(f"{len(learned)} answers to learn from; so far: {spent}", soft_wrap=True)
-        deadline_s = spent.began_s + config.draft.seconds - measuring_s if config.draft.seconds else inf
-        lessons, steps = _planned(config, policy, drafter, learned, deadline_s)
-        paced = replace(config, draft=replace(config.draft, steps=steps))
-        tokens = _train(paced, policy, drafter, until(deadline_s, lessons(steps)), console)
+        what = f"{len(learned)} answers to learn from; first hits of a drafter that has learned nothing"
+        console.print(f"{what}: {before.fitted.first_hit:.3f}; so far: {spent}", soft_wrap=True)
+        tokens, unrolled = _train(config, policy, drafter, learned, spent, measuring_s, console)
         seconds = spent.on("training")
         after = _measure(drafter, policy, held)
         spent.on("measuring")
         record = DraftRecord(after.ranks, after.tokens, config.sampling.temperature)
-        save_drafter(drafter, place, policy.model.head_weight, _origin(config.model.path, policy), record=record)
+        origin = _origin(config.model.path, policy, prompts=config.draft.answers)
+        save_drafter(drafter, place, policy.model.head_weight, origin, record=record)
         spent.on("saving")
     _tell(console, after, before)
-    unrolled = max(0, len(tokens) - config.draft.single_steps) if config.draft.unroll > 1 else 0
-    pace = f"{sum(tokens)} tokens, {seconds:.0f} s, {sum(tokens) / seconds:,.0f} tokens/s"
-    console.print(f"{len(tokens)} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
-    if len(tokens) < config.draft.steps:
-        fit = f"{len(tokens)} of {config.draft.steps} steps fit into {config.draft.seconds:g} s"
-        console.print(f"{fit}: for more, raise draft.seconds", soft_wrap=True)
-    elif not unrolled:
-        hint = "raise draft.steps above draft.single_steps, and draft.unroll above 1"
-        console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
+    _tell_steps(console, config.draft, tokens, unrolled, seconds)
+    if after.fitted.first_hit < before.fitted.first_hit + _LEARNED:
+        _tell_unlearned(console, before, after)
     console.print(f"time: {spent}", soft_wrap=True)
     console.print(f"saved {out}", soft_wrap=True)
     return Trained(len(tokens), before, after)
@@ -104,14 +113,19 @@ def draft_train(config: RunConfig, prompts: str, out: str, policy: Policy | None
 def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str | None) -> None:
     """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it unless the
     one that is there was measured on more."""
-    path = _policy_of(source, read_drafter_config(Path(source)), policy_path)
+    words = read_drafter_config(Path(source))
+    path = _policy_of(source, words, policy_path)
     console = Console(highlight=False)
     spec = replace(config.spec, drafter="eagle", path=source)
     config = replace(config, model=replace(config.model, path=path), spec=spec)
     policy = open_policy(config.model)
     drafter = open_drafter(policy, config)
-    answers = _told(_answers(config, policy, prompts, config.draft.held_out, console, skip=config.draft.answers))
-    found = _measure(drafter, policy, _held(config, policy, drafter.config.taps, answers))
+    skipped = config.draft.answers or _learned_prompts(words) or _ON_GPU["answers"]
+    config = replace(config, draft=replace(_sized(config.draft, on_gpu=policy.model.embed.is_cuda), answers=skipped))
+    requests = _requests(config, policy, prompts, config.draft.held_out, console, skip=skipped)
+    answers, _ = _written(config, policy, requests, TimeLimit(), console, time.perf_counter)
+    held = _held(config, policy, drafter.config.taps, _told(list(answers.values())), [])
+    found = _measure(drafter, policy, held)
     _tell(console, found)
     record = DraftRecord(found.ranks, found.tokens, config.sampling.temperature)
     kept = keep_better(record, Path(source))
@@ -141,7 +155,7 @@ def draft_export(source: str, target: str, form: str, policy_path: str | None) -
             source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
         )
         embedding = embed_VD if formats[0] == "speculators" else None
-        origin, record = _origin(path, policy), read_record(source)
+        origin, record = _origin(path, policy, prompts=_learned_prompts(words)), read_record(source)
         save_drafter(drafter, place, head_VD, origin, form=formats[0], embed_VD=embedding, record=record)
     Console(highlight=False).print(f"saved {target} in the {form} format", soft_wrap=True)
 
@@ -151,6 +165,11 @@ def _policy_of(source: str, words: Mapping[str, Any], named: str | None) -> str:
     if path is None:
         raise ConfigError(f"{source} does not say which policy it belongs to; name it with --policy")
     return str(path)
+
+
+def _learned_prompts(words: Mapping[str, Any]) -> int:
+    """How many of the prompts the drafter was trained with, from the first on, it learned from; 0: not known."""
+    return int((words.get("tlt") or {}).get("learned_prompts", 0))
 
 
 @contextmanager
@@ -186,26 +205,62 @@ def _place_beside(out: str, argument: str) -> Iterator[Path]:
 # ---- answers
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    example: Example
-    key: Key
+def _sized(draft: DraftSettings, *, on_gpu: bool) -> DraftSettings:
+    """With sizes where the settings leave them to the device."""
+    defaults = _ON_GPU if on_gpu else _ON_CPU
+    return replace(draft, **{name: getattr(draft, name) or size for name, size in defaults.items()})
 
 
-def _answers(
+def _both_answers(
+    config: RunConfig, policy: Policy, prompts: str, spent: Spent, console: Console
+) -> tuple[list[Answer], list[Answer]]:
+    """To learn from and to measure on; both are cut short alike where time is."""
+    learned = config.draft.answers
+    every = _requests(config, policy, prompts, learned + config.draft.held_out, console)
+    parts = every[:learned], every[learned:]
+    order = [(place / len(part), request) for part in parts for place, request in enumerate(part)]
+    in_turn = [request for _, request in sorted(order, key=itemgetter(0))]
+    limit = spent.until(_WRITING)
+    found, whole = _written(config, policy, in_turn, limit, console, spent.clock)
+    if whole < len(every):
+        cut = f"{whole} of {len(every)} answers are whole, others were cut short or not begun"
+        hint = "for more, raise draft.seconds, or lower draft.answers or sampling.max_tokens"
+        console.print(f"half of draft.seconds is over: {cut}; {hint}", style="bold yellow", soft_wrap=True)
+    both = tuple([found[request.key] for request in part if request.key in found] for part in parts)
+    if not all(both) and limit.left_s <= 0.0:
+        raise _out_of_time(config, spent, "writing answers")
+    return _told(both[0]), _told(both[1])
+
+
+def _out_of_time(config: RunConfig, spent: Spent, what: str) -> ConfigError:
+    return ConfigError(
+        f"draft.seconds is {config.draft.seconds:g}, which left no time for {what} (so far: {spent}); "
+        "raise it, or lower draft.answers, draft.held_out or sampling.max_tokens"
+    )
+
+
+def _requests(
     config: RunConfig, policy: Policy, prompts: str, count: int, console: Console, skip: int = 0
-) -> list[_Answer | None]:
-    """To so many prompts behind the first ones; none where there is nothing to draft. Training learns from the first
-    `draft.answers`, and measures on those behind them."""
+) -> list[Request]:
+    """To so many prompts behind the first ones. Training learns from the first `draft.answers`, and measures on those
+    behind them."""
     every = _prompts(config, policy, prompts, skip + count)
     if warning := _not_held_out(every[: config.draft.answers], every[config.draft.answers :]):
         console.print(warning, style="bold yellow", soft_wrap=True)
-    requests = [
+    return [
         Request(Key(config.run.seed, number), tokens, config.sampling)
         for number, tokens in enumerate(every[skip:], skip)
     ]
-    done = {completion.key: completion for completion in _complete(config, policy, requests, console)}
-    return [_answer(done[request.key]) for request in requests]
+
+
+def _written(
+    config: RunConfig, policy: Policy, requests: Sequence[Request], limit: TimeLimit, console: Console, clock: Clock
+) -> tuple[dict[Key, Answer], int]:
+    """Answers, and how many of them are whole."""
+    written = write_answers(policy, config, requests, limit, console, clock)
+    if written.graphs:
+        console.print(f"{written.graphs} graphs captured in {written.capture_s:.0f} s")
+    return written.answers, written.whole
 
 
 def _not_held_out(learned: Sequence[tuple[int, ...]], held_out: Sequence[tuple[int, ...]]) -> str:
@@ -222,19 +277,10 @@ def _not_held_out(learned: Sequence[tuple[int, ...]], held_out: Sequence[tuple[i
     )
 
 
-def _told(answers: Sequence[_Answer | None]) -> list[_Answer]:
-    """Without those of one token: they hold nothing to draft."""
-    found = [answer for answer in answers if answer is not None]
-    if not found:
+def _told(answers: Sequence[Answer]) -> list[Answer]:
+    if not answers:
         raise TaskError("every answer ended with its first token: nothing to draft; ask other prompts")
-    return found
-
-
-def _answer(completion: Completion) -> _Answer | None:
-    if len(completion.tokens) < 2:
-        return None
-    tokens = completion.prompt_tokens + completion.tokens
-    return _Answer(Example(tokens, len(completion.prompt_tokens)), completion.key)
+    return list(answers)
 
 
 def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> list[tuple[int, ...]]:
@@ -246,26 +292,10 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
     return token_prompts(policy.tokenizer, count, Path(prompts), raw=False)
 
 
-def _complete(config: RunConfig, policy: Policy, requests: Sequence[Request], console: Console) -> list[Completion]:
-    engine = Engine(policy.model, policy.tokenizer, config.engine)
-    engine.compile(filtered=config.sampling.filtered)
-    engine.submit(requests)
-    done: list[Completion] = []
-    with _progress("answers", console) as progress:
-        bar = progress.add_task("", total=len(requests), note="")
-        while not engine.idle:
-            done += engine.tick()
-            progress.update(bar, completed=len(done), note=f"{engine.running} running")
-    graphs = engine.report().graphs
-    if graphs:
-        console.print(f"{graphs.graphs} graphs captured in {graphs.capture_s:.0f} s")
-    return done + engine.drain()  # raises if a request failed
-
-
 # ---- learning and measuring
 
 
-def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) -> Eagle:
+def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[Answer]) -> Eagle:
     model, shape = policy.model, drafter_shape(policy, config.draft)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     # by way of an array: torch reads a list of numbers several times slower
@@ -277,100 +307,74 @@ def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[_Answer]) 
 
 
 def _lessons(
-    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], room: int | None = None
-) -> _Lessons:
-    """Batches of so many steps: pass after pass over the answers, always the same. In `room` bytes states are kept."""
+    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[Answer], limit: TimeLimit, clock: Clock
+) -> Iterator[DrafterBatch]:
+    """A batch a step: pass after pass over the answers. The policy's states are kept where they fit, unless computing
+    them all first takes more than a small part of the time."""
+    model, taps = policy.model, drafter.config.taps
     examples, size = [answer.example for answer in learned], config.draft.tokens_per_batch
     longest = max(size, *(len(example.tokens) for example in examples))
     passes = config.draft.steps * size / sum(len(example.tokens) for example in examples)
-    states = states_for(policy.model, examples, drafter.config.taps, passes=passes, room=room)
-
-    def batches_of(steps: int) -> Iterator[DrafterBatch]:
-        stream = islice(batches(endless(examples, config.run.seed), size), steps)
-        return states(row for batch in stream for row in pack(batch, longest))  # a batch fits a row
-
-    return batches_of
-
-
-def _planned(
-    config: RunConfig, policy: Policy, drafter: Eagle, learned: Sequence[_Answer], deadline_s: float
-) -> tuple[_Lessons, int]:
-    """What it learns from, and in how many steps: fewer where all of them would last beyond the deadline. Then the
-    policy's states are kept only if computing them all takes a small part of the time."""
-    if deadline_s == inf:
-        return _lessons(config, policy, drafter, learned), config.draft.steps
-    model, draft = policy.model, config.draft
-    examples = [answer.example for answer in learned]
-    filled_s = filling_s(model, examples, drafter.config.taps, draft.tokens_per_batch)
-    in_time = filled_s < _FILLING * (deadline_s - time.perf_counter())
-    lessons = _lessons(config, policy, drafter, learned, room=None if in_time else 0)
-    every = partial(lessons, draft.steps)
-    return lessons, steps_until(deadline_s, drafter, model.head_weight, model.embed, draft, every)
+    limited = limit.left_s < inf
+    in_time = not limited or filling_s(model, examples, taps, size, clock) < _FILLING * limit.left_s
+    states = states_for(model, examples, taps, passes=passes, room=None if in_time else 0)
+    stream = islice(batches(endless(examples, config.run.seed), size), config.draft.steps)
+    return states(row for batch in stream for row in pack(batch, longest))  # a batch fits a row
 
 
 def _train(
-    config: RunConfig, policy: Policy, drafter: Eagle, lessons: Iterable[DrafterBatch], console: Console
-) -> list[int]:
-    """Tokens of every step it took."""
-    trainer = DrafterTrainer(drafter, policy.model.head_weight, policy.model.embed, config.draft)
+    config: RunConfig,
+    policy: Policy,
+    drafter: Eagle,
+    learned: Sequence[Answer],
+    spent: Spent,
+    measuring_s: float,
+    console: Console,
+) -> tuple[list[int], int]:
+    """Tokens of every step it took, until the last one or as many as time allows; and how many unrolled."""
+    draft, model = config.draft, policy.model
+    lessons = _lessons(config, policy, drafter, learned, spent.until(1.0 - _SAVING, less_s=measuring_s), spent.clock)
+    limit = spent.until(1.0 - _SAVING, less_s=measuring_s)  # from here on: the schedule begins with the first step
+    trainer = DrafterTrainer(drafter, model.head_weight, model.embed, draft, progress=lambda: limit.progress)
+    work = list(accumulate(1 if step < draft.single_steps else draft.unroll for step in range(draft.steps)))
     tokens: list[int] = []
-    with _progress("drafter", console) as progress:
-        bar = progress.add_task("", total=config.draft.steps, note="")
-        for result in trainer.micro_steps(lessons):
+    with WorkProgress("drafter steps", draft.steps, console, spent.clock) as shown:
+        for result in trainer.micro_steps(limit.fitting(lessons, lambda: trainer.unrolled)):
             tokens.append(result.tokens)
-            progress.update(bar, advance=1, note=f"loss {result.loss:.4f}")
-    return tokens
+            steps, over = len(tokens), f" over {draft.unroll} draft steps" if trainer.unrolled_steps else ""
+            shown.at(steps, f"loss {result.loss:.4f}{over}", work=work[steps - 1] / work[-1], most_s=limit.left_s)
+    if not tokens:
+        raise _out_of_time(config, spent, "a step")
+    return tokens, trainer.unrolled_steps
 
 
-def _held(config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[_Answer]) -> list[Drawn]:
+def _held(
+    config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[Answer], held: list[Drawn]
+) -> Iterator[Drawn]:
+    """Batches of answers to measure on, computed one by one and put into `held`, to measure on them again."""
     examples = [answer.example for answer in answers]
     room = max(config.draft.tokens_per_batch, *(len(example.tokens) for example in examples))
-    held = []
     for row in pack(examples, room):
         keys = [answers[member].key for member in row.members]
-        held.append(
-            Drawn(
-                policy_states(policy.model, row, taps),
-                torch.tensor([as_int64(key.seed) for key in keys]),
-                torch.tensor([as_int64(key.request) for key in keys]),
-                torch.full((len(keys),), config.sampling.temperature),
-            )
+        drawn = Drawn(
+            policy_states(policy.model, row, taps),
+            torch.tensor([as_int64(key.seed) for key in keys]),
+            torch.tensor([as_int64(key.request) for key in keys]),
+            torch.full((len(keys),), config.sampling.temperature),
         )
-    return held
+        held.append(drawn)
+        yield drawn
 
 
-def _measure(drafter: Eagle, policy: Policy, held: Sequence[Drawn]) -> Acceptance:
+def _measure(drafter: Eagle, policy: Policy, held: Iterable[Drawn]) -> Acceptance:
     return accept_length(drafter, held, policy.model.head_weight, policy.model.embed)
 
 
-def _origin(path: str, policy: Policy) -> Origin:
-    return Origin(path, tuple(policy.model.config.source.get("architectures") or ()))
+def _origin(path: str, policy: Policy, *, prompts: int) -> Origin:
+    return Origin(path, tuple(policy.model.config.source.get("architectures") or ()), prompts)
 
 
 # ---- telling
-
-
-class _Spent:
-    """Seconds, by what they were spent on."""
-
-    def __init__(self) -> None:
-        self.began_s = self._since = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def on(self, what: str) -> float:
-        """Since the last call; counted together with what was spent on it before."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        self._seconds[what] = self._seconds.get(what, 0.0) + seconds
-        return seconds
-
-    def __str__(self) -> str:
-        return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._seconds.items())
-
-
-def _progress(what: str, console: Console) -> Progress:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True)
 
 
 def _tell(console: Console, found: Acceptance, before: Acceptance | None = None) -> None:
@@ -385,6 +389,23 @@ def _tell(console: Console, found: Acceptance, before: Acceptance | None = None)
     title = f"Accept length over {DEPTH} draft tokens, {found.tokens} places of held-out answers"
     console.print(title, style="italic", soft_wrap=True)
     console.print(table)
+
+
+def _tell_steps(console: Console, draft: DraftSettings, tokens: Sequence[int], unrolled: int, seconds: float) -> None:
+    pace = f"{sum(tokens)} tokens, {seconds:.0f} s, {sum(tokens) / seconds:,.0f} tokens/s"
+    console.print(f"{len(tokens)} steps ({unrolled} unrolled), {pace}", soft_wrap=True)
+    if len(tokens) < draft.steps:
+        fit = f"{len(tokens)} of {draft.steps} steps fit into {draft.seconds:g} s"
+        console.print(f"{fit}: for more, raise draft.seconds", soft_wrap=True)
+    elif not unrolled:
+        hint = "raise draft.steps above draft.single_steps, and draft.unroll above 1"
+        console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
+
+
+def _tell_unlearned(console: Console, before: Acceptance, after: Acceptance) -> None:
+    hits = f"{after.fitted.first_hit:.3f} of its first tokens are the policy's, {before.fitted.first_hit:.3f} untrained"
+    cure = "raise draft.steps or draft.seconds, or lower draft.learning_rate if the loss grew"
+    console.print(f"this drafter has learned next to nothing: {hits}; {cure}", style="bold red", soft_wrap=True)
 
 
 def _figures(reach: Reach) -> list[str]:

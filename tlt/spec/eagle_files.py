@@ -42,6 +42,7 @@ class Origin:
 
     policy: str  # path or name, as the user gave it
     architectures: tuple[str, ...]  # of the policy's config.json
+    prompts: int = 0  # of those it was trained with, how many, from the first on, it learned from; 0: not known
 
 
 def places(config: EagleConfig, form: Format) -> dict[str, Place]:
@@ -181,6 +182,7 @@ def _own_words(model: Eagle, origin: Origin, headless: bool) -> dict[str, Any]:
         "window": model.config.window,
         "own_head": model.own_head_vD is not None,
         "headless": headless,
+        **({"learned_prompts": origin.prompts} if origin.prompts else {}),
     }
 
 

@@ -95,8 +95,10 @@ class DrafterTrainer:
     """Takes micro-steps on packed batches. Reads the device's results once per micro-step, at its end.
 
     `head` and `embed` are the policy's. The learning rate falls until `settings.steps`; an online trainer, which has no
-    end, passes `endless`. Those who train one drafter together, each on a batch of its own, pass `average`: the step is
-    then that of all their batches as one. Whoever goes on from a trained drafter restores its trainer's state.
+    end, passes `endless`. Where time may end first, `progress` says which share of it is over: the schedule then stands
+    where steps or time have brought it, whichever is further. Those who train one drafter together, each on a batch of
+    its own, pass `average`: the step is then that of all their batches as one. Whoever goes on from a trained drafter
+    restores its trainer's state.
     """
 
     def __init__(
@@ -108,12 +110,14 @@ class DrafterTrainer:
         *,
         endless: bool = False,
         average: Average | None = None,
+        progress: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._model = model
         self._head_VD = head_VD.detach()
         self._embed_VD = embed_VD.detach()
         self._settings = settings
         self._average = average
+        self._progress = progress
         self._schedule = Schedule(
             settings.learning_rate * RATED_AT / model.config.layer.hidden,
             settings.warmup_steps,
@@ -121,6 +125,7 @@ class DrafterTrainer:
         )
         self._optimizer = MasterAdamW(model, weight_decay=0.0)
         self.steps_taken = 0
+        self.unrolled_steps = 0  # of those taken by this object
         self._warm_from = 0  # micro-step at which the optimizer remembered nothing
 
     def start_over(self, steps_taken: int) -> None:
@@ -146,23 +151,34 @@ class DrafterTrainer:
 
     def launch(self, batch: DrafterBatch) -> Callable[[], StepResult]:
         """Starts a micro-step. On a GPU the host is free until it asks for the result, which waits for the device."""
-        weighed = weigh(batch.aligned, self._settings, self._unrolled)
+        place = self._place
+        unrolled = self._unrolled_at(place)
+        weighed = weigh(batch.aligned, self._settings, unrolled)
         loss = weighed_loss(self._model, batch, self._head_VD, self._embed_VD, self._settings, weighed)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.gather()
         if self._average:
             self._share(self._average, weighed.total)
-        rate = min(
-            learning_rate(step, self._schedule) for step in (self.steps_taken, self.steps_taken - self._warm_from)
-        )
+        # it warms up by steps alone, as the optimizer's memory does
+        rate = min(learning_rate(at, self._schedule) for at in (place, self.steps_taken - self._warm_from))
         grad_norm = self._optimizer.update(rate, CLIP)
         self.steps_taken += 1
+        self.unrolled_steps += unrolled > 1
         numbers = Reading(torch.stack((loss.detach().float(), grad_norm.float())))
         return partial(self._read, numbers, self.steps_taken, batch.aligned, weighed.named, rate)
 
     @property
-    def _unrolled(self) -> int:
-        return 1 if self.steps_taken < self._settings.single_steps else self._settings.unroll
+    def unrolled(self) -> int:
+        """Draft steps that a micro-step unrolls now."""
+        return self._unrolled_at(self._place)
+
+    def _unrolled_at(self, place: float) -> int:
+        return 1 if place < self._settings.single_steps else self._settings.unroll
+
+    @property
+    def _place(self) -> float:
+        """Where the schedule stands, in steps."""
+        return max(self.steps_taken, self._progress() * self._settings.steps)
 
     @torch.no_grad()
     def _share(self, average: Average, weight: float) -> None:

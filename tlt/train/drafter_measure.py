@@ -6,7 +6,7 @@ is the very noise the answer was drawn with. Nothing is sampled and nothing is l
 """
 # T packed positions, N tokens to name, S depths, C sequences, v draft vocabulary, B values of β, r ranks
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,7 @@ class _Followed:
 
 @torch.no_grad()
 def accept_length(
-    model: Eagle, held: Sequence[Drawn], head_VD: Tensor, embed_VD: Tensor, depth: int = DEPTH
+    model: Eagle, held: Iterable[Drawn], head_VD: Tensor, embed_VD: Tensor, depth: int = DEPTH
 ) -> Acceptance:
     """Pooled over all batches. A depth counts where the answer is long enough to have it."""
     head_vD = model.head_rows(head_VD).detach()

@@ -6,7 +6,6 @@ rounding of another order of sums. The policy must not change meanwhile. Knows n
 """
 # T packed positions, K kept positions
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from tlt.model.device import free_bytes, upload
 from tlt.model.transformer import Transformer
 from tlt.spec.align import align
 from tlt.train.drafter import DrafterBatch, policy_states, stream_states
+from tlt.train.pacing import Clock
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.supervised import batches
 
@@ -39,14 +39,16 @@ def states_for(
     return KeptStates(model, examples, taps).stream
 
 
-def filling_s(model: Transformer, examples: Sequence[Example], taps: Sequence[int], tokens_per_batch: int) -> float:
+def filling_s(
+    model: Transformer, examples: Sequence[Example], taps: Sequence[int], tokens_per_batch: int, clock: Clock
+) -> float:
     """Seconds in which the policy computes its states of all examples, by those of a batch."""
     batch = next(batches(examples, tokens_per_batch))
     everything, some = (sum(len(example.tokens) for example in these) for these in (examples, batch))
     (row,) = pack(batch, some)
-    started = time.perf_counter()
+    started = clock()
     float(policy_states(model, row, taps).hidden_TD[-1, -1])  # which waits for it
-    return (time.perf_counter() - started) * everything / some
+    return (clock() - started) * everything / some
 
 
 def free_room(device: torch.device) -> int:

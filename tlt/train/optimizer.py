@@ -31,8 +31,8 @@ class Schedule:
     decay_steps: int = 0  # the rate falls along a cosine to a tenth of the peak at the last of so many; 0 holds it
 
 
-def learning_rate(step: int, schedule: Schedule) -> float:
-    """The rate of the step that comes after `step` others."""
+def learning_rate(step: float, schedule: Schedule) -> float:
+    """The rate of the step that comes after `step` others; between two steps where time counts, too."""
     if step < schedule.warmup_steps:
         return schedule.peak * (step + 1) / schedule.warmup_steps
     if not schedule.decay_steps:

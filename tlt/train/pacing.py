@@ -1,74 +1,80 @@
-"""How many optimizer steps of a drafter fit before a moment: a few are taken on a copy, and timed.
+"""A time limit, kept by work that consists of pieces: ticks, batches to measure on, optimizer steps.
 
-What always holds: the drafter itself is not touched; whatever was planned, batches end soon after the moment. Knows
-nothing of answers, of files or of who is waiting.
+What always holds: every piece is real work, none is done to be timed only; a piece is begun only if one that takes as
+long as the one before it ends in time; a piece that was begun is finished. Knows nothing of what a piece is.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
-from dataclasses import replace
-from itertools import islice
+from math import inf
+from typing import TypeVar
 
-from torch import Tensor
-
-from tlt.config import DraftSettings
-from tlt.spec.eagle import Eagle
-from tlt.train.drafter import TOKENS_AT_ONCE, DrafterBatch, DrafterTrainer
-
-_FIRST_STEPS, _TIMED_STEPS = 4, 8  # at least; kernels are compiled in the first ones
-_PLANNED = 0.95  # of the time left: batches differ, and somebody has to save the drafter
-_UNROLLED_FROM_THE_START, _NEVER_UNROLLED = 0, 1 << 30
-
-Batches = Callable[[], Iterator[DrafterBatch]]  # as training will get them: making them ready takes time too
+Piece = TypeVar("Piece")
+Clock = Callable[[], float]  # seconds, from any origin
 
 
-def steps_until(
-    deadline_s: float, drafter: Eagle, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, batches: Batches
-) -> int:
-    """As many of the settings' steps as such batches allow for until then, by `perf_counter`; at least one."""
-    left_s = deadline_s - time.perf_counter()
-    if left_s <= 0.0:
-        return 1
-    planned_s = deadline_s - (1.0 - _PLANNED) * left_s
-    together = _together(settings, head_VD)
-    single_s, unrolled_s = (
-        _step_s(
-            DrafterTrainer(deepcopy(drafter), head_VD, embed_VD, replace(settings, single_steps=single)),
-            batches(),
-            together,
-        )
-        for single in (_NEVER_UNROLLED, _UNROLLED_FROM_THE_START)
-    )
-    return affordable(planned_s - time.perf_counter(), settings, single_s, unrolled_s)
+class TimeLimit:
+    """From now until `end_s` by the clock; without a limit that is infinity."""
+
+    def __init__(self, end_s: float = inf, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._end_s = end_s
+        self._whole_s = end_s - clock()
+
+    @property
+    def left_s(self) -> float:
+        return self._end_s - self._clock()
+
+    @property
+    def progress(self) -> float:
+        """Share of the time that is over, from 0 to 1; always 0 without a limit."""
+        if self._whole_s == inf:
+            return 0.0
+        return min(1.0, 1.0 - self.left_s / self._whole_s) if self._whole_s > 0.0 else 1.0
+
+    def fitting(self, pieces: Iterable[Piece], size: Callable[[], float] = lambda: 1.0) -> Iterator[Piece]:
+        """The pieces, as long as another one fits. A piece's time is that of making it and of what its taker does.
+
+        `size`: how large the next piece is, where the time that pieces take is in proportion to that.
+        """
+        iterator, begun_s, pace_s = iter(pieces), self._clock(), 0.0
+        while begun_s < self._end_s:
+            units = size()
+            if begun_s + pace_s * units > self._end_s:
+                return
+            try:
+                piece = next(iterator)
+            except StopIteration:
+                return
+            yield piece
+            now = self._clock()
+            begun_s, pace_s = now, (now - begun_s) / units
 
 
-def until(deadline_s: float, batches: Iterable[DrafterBatch]) -> Iterator[DrafterBatch]:
-    """As many as come in time, one at least."""
-    for batch in batches:
-        yield batch
-        if time.perf_counter() > deadline_s:
-            return
+class Spent:
+    """Seconds, by what they were spent on; and what is left of a limit, if there is one."""
 
+    def __init__(self, clock: Clock, seconds: float, began_s: float | None = None) -> None:
+        """`seconds`: the limit; 0: none. It counts from `began_s`, or from now."""
+        self.clock = clock
+        self._limit_s = seconds or inf
+        self._began_s = self._since = clock() if began_s is None else began_s
+        self._seconds: dict[str, float] = {}
 
-def affordable(seconds: float, settings: DraftSettings, single_s: float, unrolled_s: float) -> int:
-    """The first steps unroll nothing and take `single_s` each, the others `unrolled_s`."""
-    single = min(settings.single_steps, int(max(0.0, seconds) / single_s))
-    unrolled = int(max(0.0, seconds - settings.single_steps * single_s) / unrolled_s)
-    return max(1, min(settings.steps, single + unrolled))
+    def on(self, what: str) -> float:
+        """Since the last call; counted together with what was spent on it before."""
+        now = self.clock()
+        seconds, self._since = now - self._since, now
+        self._seconds[what] = self._seconds.get(what, 0.0) + seconds
+        return seconds
 
+    def until(self, share: float, less_s: float = 0.0) -> TimeLimit:
+        """Ends when such a share of the whole limit is over, less so many seconds."""
+        return TimeLimit(self._began_s + share * self._limit_s - less_s, self.clock)
 
-def _together(settings: DraftSettings, head_VD: Tensor) -> int:
-    """Batches whose states may come from one run of the policy, which is then part of one step in so many."""
-    return max(1, TOKENS_AT_ONCE // settings.tokens_per_batch) if head_VD.is_cuda else 1
+    def within(self, share: float) -> TimeLimit:
+        """Ends when such a share of the whole limit has passed from now on."""
+        return TimeLimit(self.clock() + share * self._limit_s, self.clock)
 
-
-def _step_s(trial: DrafterTrainer, batches: Iterator[DrafterBatch], together: int) -> float:
-    """Seconds of a step, from batch to batch, over whole runs of the policy; of the first ones only where there are no
-    others."""
-    first, timed = (-(-steps // together) * together for steps in (_FIRST_STEPS, _TIMED_STEPS))
-    started = time.perf_counter()
-    ends = [time.perf_counter() for _ in trial.micro_steps(islice(batches, first + timed))]
-    if len(ends) < first + timed:
-        return (ends[-1] - started) / len(ends)
-    return (ends[-1] - ends[first - 1]) / timed
+    def __str__(self) -> str:
+        return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._seconds.items())

@@ -1,0 +1,74 @@
+"""The policy's answers that a drafter learns from before there is a run: whole ones, or as far as time allowed.
+
+What always holds: an answer is what the policy writes under its key, or the beginning of that. A request that fails
+raises, whether time is up or not. Knows nothing of prompts' origins or of drafters.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from tlt.config import RunConfig
+from tlt.engine.engine import Engine
+from tlt.engine.request import Request
+from tlt.policy import Policy
+from tlt.train.pacing import Clock, TimeLimit
+from tlt.train.packing import Example
+from tlt.types import Completion, Key
+from tlt.watch.progress import WorkProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    example: Example
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    answers: dict[Key, Answer]  # without those of fewer than two tokens: they hold nothing to draft
+    whole: int  # requests that were answered to the end
+    graphs: int = 0  # CUDA graphs captured
+    capture_s: float = 0.0
+
+
+def write_answers(
+    policy: Policy, config: RunConfig, requests: Sequence[Request], limit: TimeLimit, console: Console, clock: Clock
+) -> Written:
+    """Answers the requests, those named first before the others; what is being written when time is up ends there."""
+    engine = Engine(policy.model, policy.tokenizer, config.engine)
+    engine.compile(filtered=config.sampling.filtered)
+    engine.submit(requests)
+    done: list[Completion] = []
+    with WorkProgress("answers", len(requests), console, clock) as shown:
+        for completions in limit.fitting(_ticks(engine)):
+            done += completions
+            shown.at(len(done), f"{engine.running} being written", most_s=limit.left_s)
+    if engine.idle:
+        done += engine.drain()  # raises if a request failed
+    tokens = {completion.key: completion.tokens for completion in done}
+    for request in requests:
+        if request.key not in tokens:
+            tokens[request.key] = _begun(engine, request)
+    found = {
+        request.key: Answer(Example(request.prompt + tokens[request.key], len(request.prompt)), request.key)
+        for request in requests
+        if len(tokens[request.key]) >= 2
+    }
+    graphs = engine.report().graphs
+    return Written(found, len(done), graphs.graphs if graphs else 0, graphs.capture_s if graphs else 0.0)
+
+
+def _ticks(engine: Engine) -> Iterator[list[Completion]]:
+    while not engine.idle:
+        yield engine.tick()
+
+
+def _begun(engine: Engine, request: Request) -> tuple[int, ...]:
+    """What was written so far; nothing if it still waits."""
+    try:
+        return engine.written(request.key)
+    except KeyError:  # neither answered nor in flight: it failed
+        engine.drain()  # raises that, once the others are done
+        raise
