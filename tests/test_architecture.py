@@ -43,6 +43,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.loop",
         "tlt.fleet",
         "tlt.reinforce",
+        "tlt.checkpoint_size",
         "tlt.replay",
         "tlt.resume",
         "tlt.telling",

@@ -47,6 +47,11 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
+def dtype_of(settings: ModelSettings) -> torch.dtype:
+    """What the policy computes in here."""
+    return _dtype(settings.dtype, device_of(settings.device))
+
+
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tlt import __version__
 from tlt.bench.machine import describe
+from tlt.checkpoint_size import checkpoints_planned
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.fleet import LocalFleet
@@ -95,6 +96,7 @@ class _Run:
         tokenizer = Tokenizer.load(source)
         if isinstance(task, FileTask):
             refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
+        self._log.emit(checkpoints_planned(self._config, self._checkpoints.directory))
         fleet = open_fleet(self._config, self._log.emit)
         try:
             restored = self._restore(fleet, start)

@@ -21,7 +21,7 @@ from tlt.watch.events import CONFIG_FILE, CheckpointDamaged, RunResumed
 
 _RECORD = "run.json"  # in a checkpoint: what it is
 _FORMAT = 1
-_STATE = (f"{OPTIMIZER}.*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
+STATE = (f"{OPTIMIZER}.*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
 _MOST_SHOWN = 3  # problems of one checkpoint
 
 
@@ -37,7 +37,7 @@ class Start:
 def checkpoints_of(config: RunConfig) -> Checkpoints:
     directory = directory_of(config, TRAIN) / CHECKPOINTS
     kept = config.checkpoint
-    return Checkpoints(directory, kept.keep, keep_state=kept.keep_optimizer, state=_STATE)
+    return Checkpoints(directory, kept.keep, keep_state=kept.keep_optimizer, state=STATE)
 
 
 def starting_point(checkpoints: Checkpoints, resume_from: str = "") -> Start | None:

@@ -20,6 +20,7 @@ from tlt.watch.events import (
     AcceptanceCollapsed,
     CheckpointDamaged,
     CheckpointSaved,
+    CheckpointsPlanned,
     DrafterTrained,
     Event,
     PhaseStarted,
@@ -36,7 +37,7 @@ from tlt.watch.events import (
     StepFinished,
 )
 from tlt.watch.history import drafted
-from tlt.watch.summary import duration, first_line
+from tlt.watch.summary import duration, first_line, size
 from tlt.watch.verdict import Replayed, in_short
 from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 
@@ -154,6 +155,8 @@ def notice(event: Event) -> tuple[str, str] | None:
             return f"{text}; with other settings: {', '.join(changed)}" if changed else text, "bold"
         case CheckpointDamaged(path=path, problem=problem):
             return f"{path} is passed over: {problem}", "bold yellow"
+        case CheckpointsPlanned() as planned:
+            return _plan(planned)
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
         case DrafterTrained() as trained:
@@ -237,6 +240,18 @@ class StartupStatus(StartupLines):
 
     def close(self) -> None:
         self._status.stop()
+
+
+def _plan(planned: CheckpointsPlanned) -> tuple[str, str]:
+    weights, optimizer = planned.weights_bytes, planned.optimizer_bytes
+    text = f"a checkpoint takes {size(weights + optimizer)}: weights {size(weights)}, optimizer {size(optimizer)}"
+    kept = f"{planned.keep} kept"
+    if planned.keep_optimizer < planned.keep:
+        kept += f", {planned.keep_optimizer} of them with the optimizer"
+    text += f"; {kept}: up to {size(planned.most_bytes)} while one is written, {size(planned.free_bytes)} free"
+    if planned.most_bytes <= planned.free_bytes:
+        return text, "dim"
+    return f"{text}: too little for {planned.path}; lower checkpoint.keep or checkpoint.keep_optimizer", "bold yellow"
 
 
 class Lines:

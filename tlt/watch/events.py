@@ -78,6 +78,19 @@ class CheckpointDamaged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointsPlanned(Event):
+    """How much of the disk the run's checkpoints will take, told before the first is written."""
+
+    path: str  # where they are written
+    weights_bytes: int  # of one checkpoint: the weights
+    optimizer_bytes: int  # of one checkpoint: what only a resumed run needs
+    keep: int  # checkpoints whose weights are kept
+    keep_optimizer: int  # checkpoints that can be resumed from
+    most_bytes: int  # of all there will be at a time, one being written included
+    free_bytes: int  # on the disk, what the run's earlier checkpoints take included
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseStarted(Event):
     """What the step does from now on."""
 
@@ -316,6 +329,7 @@ _KINDS: dict[str, type[Event]] = {
         StartupFinished,
         RunResumed,
         CheckpointDamaged,
+        CheckpointsPlanned,
         PhaseStarted,
         RolloutProgress,
         RolloutFinished,

@@ -166,6 +166,14 @@ def _end(records: Sequence[Recorded]) -> tuple[str, str]:
 # ---- in words
 
 
+def size(count: int) -> str:
+    """Bytes as a person would say it: 640 bytes, 1.2 MB, 7.5 GB."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
 def duration(seconds: float) -> str:
     """As a person would say it: 0.42 s, 8.3 s, 2 min 05 s, 3 h 20 min."""
     if seconds < 0:

@@ -1,0 +1,85 @@
+"""How large a run's checkpoints become, from its configuration alone: known before the policy is loaded.
+
+What always holds: the bytes are those of the tensors that a checkpoint is made of, without tokenizer files and without
+the drafter's answers (`checkpoint.buffer`). Reads configs; loads no weights.
+"""
+
+import shutil
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+import torch
+
+from tlt.config import RunConfig
+from tlt.engine.build import NEW
+from tlt.model.config import ModelConfig
+from tlt.model.weights import Place, places, read_config
+from tlt.policy import dtype_of, source_of
+from tlt.spec import eagle_files
+from tlt.spec.eagle import EagleConfig
+from tlt.train.lora import ADAPTED
+from tlt.watch.events import CheckpointsPlanned
+
+_ID_BYTES, _MARK_BYTES = 8, 1  # of a token that the drafter can name, and of any
+
+
+def checkpoints_planned(config: RunConfig, directory: Path) -> CheckpointsPlanned:
+    """What the checkpoints in this directory will take, beside what is free. The run's directory exists."""
+    weights, state = checkpoint_bytes(config)
+    run, kept = config.run, config.checkpoint
+    written = -(-run.steps // kept.every) if kept.every else 1
+    keep_optimizer = kept.keep_optimizer or kept.keep
+    # one more than is kept is there while it is written
+    most = min(written, kept.keep + 1) * weights + min(written, keep_optimizer + 1) * state
+    there = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())  # of a run that goes on
+    return CheckpointsPlanned(
+        path=str(directory),
+        weights_bytes=weights,
+        optimizer_bytes=state,
+        keep=kept.keep,
+        keep_optimizer=keep_optimizer,
+        most_bytes=most,
+        free_bytes=shutil.disk_usage(directory.parent).free + there,
+    )
+
+
+def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
+    """Of one checkpoint: of its weights, and of what only a resumed run needs."""
+    dtype = dtype_of(config.model)
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    adam = 2 * wide + (0 if wide == dtype.itemsize else wide)  # bytes per learned weight: two moments, and its master
+    policy = read_config(source_of(config.model))
+    of_policy = places(policy)
+    weights = _count(of_policy.values()) * dtype.itemsize
+    if config.train.lora_rank:
+        adapted = [place for place in of_policy.values() if place.parameter.rpartition(".")[2] in ADAPTED]
+        adapters = config.train.lora_rank * _sides(adapted)
+        state = adapters * 3 * wide + _count(adapted) * dtype.itemsize  # the weights they are added to
+    else:
+        state = _count(of_policy.values()) * adam
+    if config.spec.learned and not config.drafting.frozen:
+        drafter = _drafter(config, policy)
+        count = _count(eagle_files.places(drafter, "flat").values())
+        ids = drafter.draft_vocab * _ID_BYTES if drafter.reduced else 0
+        weights += count * dtype.itemsize + ids + (drafter.layer.vocab * _MARK_BYTES if drafter.reduced else 0)
+        state += count * (dtype.itemsize + adam) + ids
+    return weights, state
+
+
+def _count(of: Iterable[Place]) -> int:
+    return sum(prod(place.shape) for place in of)
+
+
+def _sides(of: Iterable[Place]) -> int:
+    """Rows and columns of the matrices that are made of these places: q, k and v share an adapter, gate and up too."""
+    columns = {place.parameter: place.shape[1] for place in of}
+    return sum(place.shape[0] for place in of) + sum(columns.values())
+
+
+def _drafter(config: RunConfig, policy: ModelConfig) -> EagleConfig:
+    draft, path = config.draft, Path(config.spec.path)
+    if config.spec.path == NEW:
+        return EagleConfig.of_policy(policy, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+    source = eagle_files.read_drafter_config(path)
+    return eagle_files.drafter_config(source, eagle_files.format_of(source, path), policy, draft.window, path)
