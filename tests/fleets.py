@@ -1,4 +1,7 @@
-"""Fleets for tests: hosts around a small float64 policy, that can be told to die or hang at a chosen moment."""
+"""Fleets for tests: hosts around a small float64 policy, that can be told to die, hang or wait at a chosen moment.
+
+No test of theirs depends on how fast the machine is: a worker waits until something has happened, not for some time.
+"""
 
 import os
 import signal
@@ -6,14 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Condition, Event
 from typing import Any
 
+import ray
 import torch
 
 import tlt.fleet
 from tests.tiny import letters, policy
-from tlt.cluster.host import Host
+from tlt.cluster.host import MAIL, Host
+from tlt.cluster.messages import RollReport
 from tlt.cluster.placement import Lane
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.sessions import Sessions
@@ -30,6 +35,8 @@ from tlt.config import (
 )
 from tlt.policy import TINY_POLICY, Policy
 from tlt.types import Completion, Prompt, SamplingParams
+
+DEAD_S = 300.0  # after which something that is waited for will not happen any more
 
 CONFIG = RunConfig(
     model=ModelSettings(dtype="float64", device="cpu"),
@@ -76,61 +83,117 @@ class TinySessions(Sessions):
 
 
 class TinyHost(Host):
-    """A host whose policy is the tiny one. `arm` lets it end its own process, or fall asleep, at a chosen moment."""
+    """A host whose policy is the tiny one. `arm` lets it end its own process, or fall asleep, at a chosen moment;
+    `hold` lets it write nothing until it is let go."""
 
     sessions = TinySessions
+
+    def __init__(self, seat: int) -> None:
+        super().__init__(seat)
+        self._trap, self._countdown, self._signal = "", 0, signal.SIGKILL
+        self._held = self._joined = False
+        self._until_learned = False
+        self._free = Event()
+        self._peers: list[Any] = []
+        self._pieces, self._looked, self._written = 0, 0, 0  # files before a snapshot; those asked for; and there
+        self._pieces_alone = False  # nothing follows on them
+        self._page = Condition()
 
     def open(self, config: RunConfig, rank: int, lane: Lane, nccl: bool) -> None:
         use_the_tiny_policy()
         self._sessions.reach = self._reach
-        self._trap, self._countdown, self._signal = "", 0, signal.SIGKILL
-        self._delay = 0.0
-        self._before_writing: tuple[int, float, bool] = (0, 0.0, False)
         super().open(config, rank, lane, nccl)
 
     def arm(self, where: str, countdown: int = 1, how: int = signal.SIGKILL) -> None:
         self._trap, self._countdown, self._signal = where, countdown, how
 
     def _reach(self, where: str) -> None:
+        if where == "following":
+            while self._peers:
+                self._peers.pop().joined.remote()
         if where == self._trap:
             self._countdown -= 1
             if self._countdown == 0:
                 os.kill(os.getpid(), self._signal)
 
-    def dawdle(self, seconds: float) -> None:
-        """Every tick takes longer: the others run dry first."""
-        self._delay = seconds
+    def be_usual(self) -> None:
+        """As a host that was told nothing."""
+        self.arm("")
+        self._held = self._pieces_alone = False
+        self._pieces = 0
+        self._free.clear()
 
-    def toil(self, seconds: float, moving: bool) -> None:
-        """At something that takes its time, pass by pass; or at nothing."""
-        over = time.monotonic() + seconds
-        while time.monotonic() < over:
-            time.sleep(0.1)
+    # ---- waiting
+
+    def hold(self, until_learned: bool) -> None:
+        """It writes nothing until it is let go; or until the others have trained the drafter together and it has taken
+        what they learned."""
+        self._held, self._joined, self._until_learned = True, False, until_learned
+
+    @ray.method(concurrency_group=MAIL)
+    def let_go(self) -> None:
+        self._held = False
+        self._free.set()
+
+    @ray.method(concurrency_group=MAIL)
+    def joined(self) -> None:
+        """Another one has joined a session."""
+        self._joined = True
+
+    def roll(self, epoch: int, peers: Any) -> RollReport:
+        self._peers = [peer for seat, peer in peers.items() if seat != self._seat.worker]
+        return super().roll(epoch, peers)
+
+    def _tick(self) -> None:
+        if self._held and not (self._until_learned and self._joined and self._swaps):
+            self._wait_for_mail()
+            return
+        self._held = False
+        self._reach("rollout")
+        super()._tick()
+
+    def toil(self, moving: bool) -> None:
+        """At something until it is let go, pass by pass; or at nothing."""
+        while not self._free.wait(0.02):
             self._worker.trainer.passes += moving
 
-    def write_slowly(self, pieces: int, pause_s: float, *, for_ever: bool = False) -> None:
-        """The next snapshots are preceded by so many small files, a moment apart; or nothing follows on these."""
-        self._before_writing = (pieces, pause_s, for_ever)
+    @ray.method(concurrency_group=MAIL)
+    def micro_steps(self) -> int:
+        return self._drafter.steps_taken
+
+    # ---- writing
+
+    def write_slowly(self, pieces: int, *, alone: bool = False) -> None:
+        """The next snapshots are preceded by so many small files, one whenever somebody looks how far it is; `alone`:
+        nothing follows on them."""
+        self._pieces, self._pieces_alone = pieces, alone
 
     def snapshot(self, keep: bool) -> None:
         super().snapshot(keep)
-        pieces, pause_s, for_ever = self._before_writing
         whole = self._write
+        self._looked = self._written = 0
 
         def slowly(directory: Path) -> None:
-            for number in range(pieces):
-                (directory / f"{number}.piece").write_text("a piece")
-                time.sleep(pause_s)
-            if for_ever:
+            for number in range(self._pieces):
+                with self._page:
+                    self._page.wait_for(lambda number=number: self._looked > number, DEAD_S)
+                    (directory / f"{number}.piece").write_text("a piece")
+                    self._written += 1
+                    self._page.notify_all()
+            if self._pieces_alone:
                 Event().wait()
             whole(directory)
 
         self._write = slowly
 
-    def _tick(self) -> None:
-        self._reach("rollout")
-        time.sleep(self._delay)
-        super()._tick()
+    @ray.method(concurrency_group=MAIL)
+    def extent(self) -> int:
+        if self._pieces:
+            with self._page:
+                self._looked += 1
+                self._page.notify_all()
+                self._page.wait_for(lambda: self._written >= min(self._looked, self._pieces), DEAD_S)
+        return super().extent()
 
     def _add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) > 1:  # the gradients, not the counts
@@ -150,6 +213,13 @@ def with_workers(workers: int, **cluster: Any) -> RunConfig:
 
 def wait_for_everyone(fleet: RayFleet, workers: int) -> None:
     """Until those who were lost have successors."""
+    given_up = time.monotonic() + DEAD_S
     while len(fleet._crew.members) < workers:
+        assert time.monotonic() < given_up
         fleet._heal("rollout")
         time.sleep(0.05)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was sent SIGSTOP, as Linux tells it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,9 @@ pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.fleets import Letters, TinyHost, open_tiny, wait_for_everyone, with_workers
+from tests.fleets import Letters, TinyHost, is_stopped, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
+from tlt.cluster.crew import Member
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.config import RunConfig
 from tlt.fleet import LocalFleet
@@ -53,17 +55,19 @@ def test_a_run_across_two_nodes_survives_the_loss_of_one(
         expected = tokens_of(LocalFleet(config, lambda event: None), config, lambda event: None)
     events: list[Any] = []
 
-    def lose_the_second() -> None:
-        (gone,) = [m for m in fleet._crew.members.values() if m.environment.node == second.node_id]
+    def lose(member: Member) -> None:
+        """A machine takes its processes with it at once. This one has stopped itself in the middle of its answers."""
+        while not is_stopped(member.environment.pid):
+            time.sleep(0.01)
         cluster.remove_node(second, allow_graceful=False)
-        os.kill(gone.environment.pid, signal.SIGKILL)  # a machine takes its processes with it at once
+        os.kill(member.environment.pid, signal.SIGKILL)
 
     def emit(event: Event) -> None:
         events.append(event)
         if event == PhaseStarted(2, "rollout"):
-            for member in fleet._crew.members.values():
-                ray.get(member.actor.dawdle.remote(0.01))  # long enough to die in the middle
-            threading.Timer(0.3, lose_the_second).start()
+            (gone,) = [m for m in fleet._crew.members.values() if m.environment.node == second.node_id]
+            ray.get(gone.actor.arm.remote("rollout", 5, signal.SIGSTOP))
+            threading.Thread(target=lose, args=(gone,)).start()
         if event == PhaseStarted(3, "rollout"):
             cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
             wait_for_everyone(fleet, 2)
