@@ -32,8 +32,9 @@ from tlt.spec.eagle_files import Origin
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.speculation import SpeculationReport
 from tlt.telling import acceptance_collapsed, drafter_trained, rollout_report
-from tlt.train.checkpoint import HostCopy, load_state, save_state
+from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import Average
+from tlt.train.host_copy import HostCopy
 from tlt.train.optimizer import bytes_to_come
 from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
 from tlt.train.restore import reading, restore_policy
@@ -200,10 +201,9 @@ class Worker:
         if self.drafter:
             origin = Origin(self.config.model.path, tuple(model.config.source.get("architectures") or ()))
             live[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
-        copied, wait_for_copies = self._host.take(live)
+        copied = self._host.take(live)
 
         def write(directory: Path) -> None:
-            wait_for_copies()
             write_policy(copied[POLICY], model.config, directory / POLICY, tokenizer_from=source)
             save_state(copied[OPTIMIZER], directory, OPTIMIZER)
             if DRAFTER in copied:

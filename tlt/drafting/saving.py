@@ -8,13 +8,15 @@ the next call, whatever that is. Read back, every bit is the same. The directory
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.errors import CheckpointError
 from tlt.spec.eagle_files import HEAD, Origin, flat_config, load_drafter, own_tensors, write_drafter
-from tlt.train.checkpoint import Checkpoints, HostCopy, load_state, save_state
+from tlt.train.checkpoint import Checkpoints, load_state, save_state
+from tlt.train.host_copy import HostCopy
 from tlt.train.restore import expect_keys, expect_tensors, reading
 
 TRAINER = "trainer"  # name of the trainer's files
@@ -61,13 +63,8 @@ class DrafterSaver:
     def save(self, step: int, drafter: OnlineDrafter, *, buffer: bool = False) -> None:
         """Copies to the host and returns. Waits for the last write, and raises if that failed."""
         self.wait()
-        contents, wait_for_copies = self._host.take(contents_of(drafter, self._origin, buffer))
-
-        def fill(directory: Path) -> None:
-            wait_for_copies()
-            write_contents(contents, directory)
-
-        self._pending = self._thread.submit(self._checkpoints.write, step, fill)
+        contents = self._host.take(contents_of(drafter, self._origin, buffer))
+        self._pending = self._thread.submit(self._checkpoints.write, step, partial(write_contents, contents))
 
     def wait(self) -> Path | None:
         """Until the last write is done: where it is. Raises what went wrong with it, once."""

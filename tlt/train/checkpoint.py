@@ -223,37 +223,3 @@ def _with_tensors(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if _ITEMS in value:
         return {key: _with_tensors(part, tensor) for key, part in value[_ITEMS]}
     return {key: _with_tensors(part, tensor) for key, part in value.items()}
-
-
-# ---- copies to write from while the originals change
-
-
-class HostCopy:
-    """Copies of states in host memory, which is used again for the next one: memory a device can write to is dear."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    def take(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-        """The state with every tensor copied, and a call that waits until the copies are there.
-
-        A device is not waited for here: it copies in the order of its work, before anything that comes after.
-        """
-        copied: dict[str, Any] = self._copied(state, "")
-        arrived = torch.cuda.Event() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-        if arrived is None:
-            return copied, lambda: None
-        arrived.record()
-        return copied, arrived.synchronize
-
-    def _copied(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            place = self._memory.get(name)
-            if place is None or place.shape != value.shape or place.dtype != value.dtype:
-                place = self._memory[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            return place.copy_(value.detach(), non_blocking=True)
-        if isinstance(value, Mapping):
-            return {key: self._copied(part, f"{name}.{key}") for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copied(part, f"{name}.{index}") for index, part in enumerate(value))
-        return value

@@ -1,0 +1,91 @@
+"""Copies of states in host memory, to be written to disk while the originals change.
+
+What always holds: a copy is complete when `take` returns. Memory that a GPU writes to directly has to be pinned, which
+takes seconds per gigabyte and cannot be swapped out: a ring of few slots is pinned, and tensors pass through it into
+ordinary memory, which is used again for the next copy. Knows nothing of what the states mean.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLOTS, SLOT_BYTES = 4, 64 * 2**20
+Begin = Callable[[Tensor, Tensor], Callable[[], None]]
+"""Begins to copy (bytes of a tensor, slot); what it gives back returns when the bytes are in the slot."""
+
+
+def begin_on_gpu(source: Tensor, slot: Tensor) -> Callable[[], None]:
+    slot.copy_(source, non_blocking=True)  # in the order of the GPU's work: after what was launched before
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return arrived.synchronize
+
+
+class Ring:
+    """Slots that copies pass through: while one is emptied on the host, others are filled by the device."""
+
+    def __init__(self, begin: Begin = begin_on_gpu, *, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+        self._begin, self._count, self._slot_bytes = begin, slots, slot_bytes
+        self._free: list[Tensor] = []
+        self._filling: deque[tuple[Callable[[], None], Tensor, Tensor]] = deque()
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Begins to copy a tensor into host memory; `finish` ends it. The source must not change in between."""
+        source_B, target_B = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, target))
+        for start in range(0, len(source_B), self._slot_bytes):
+            piece_B = source_B[start : start + self._slot_bytes]
+            slot_B = self._slot(source.is_cuda)
+            arrived = self._begin(piece_B, slot_B[: len(piece_B)])
+            self._filling.append((arrived, slot_B, target_B[start : start + self._slot_bytes]))
+
+    def finish(self) -> None:
+        while self._filling:
+            self._empty_oldest()
+
+    def _slot(self, pinned: bool) -> Tensor:
+        if not self._free and len(self._filling) < self._count:
+            self._free.append(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned))
+        if not self._free:
+            self._empty_oldest()
+        return self._free.pop()
+
+    def _empty_oldest(self) -> None:
+        arrived, slot_B, target_B = self._filling.popleft()
+        arrived()
+        target_B.copy_(slot_B[: len(target_B)])
+        self._free.append(slot_B)
+
+
+class HostCopy:
+    """Copies of states, each in the memory of the last one."""
+
+    def __init__(self, ring: Ring | None = None, passes_ring: Callable[[Tensor], bool] = lambda t: t.is_cuda) -> None:
+        self._ring, self._passes_ring = ring or Ring(), passes_ring
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with every tensor copied."""
+        copied: dict[str, Any] = self._copied(state, "")
+        self._ring.finish()
+        return copied
+
+    def _copied(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy(value.detach(), name)
+        if isinstance(value, Mapping):
+            return {key: self._copied(part, f"{name}.{key}") for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copied(part, f"{name}.{index}") for index, part in enumerate(value))
+        return value
+
+    def _copy(self, tensor: Tensor, name: str) -> Tensor:
+        place = self._memory.get(name)
+        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+            place = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if not self._passes_ring(tensor):
+            return place.copy_(tensor)
+        self._ring.copy(tensor, place)
+        return place
