@@ -7,8 +7,9 @@ docs/operations.md.
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -16,7 +17,7 @@ import tlt
 from tlt.cli import VERBS, _config, _parser
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
-from tlt.recipe import _comments, flat, knob_docs, knobs, load_config, take_flags
+from tlt.recipe import _comments, flat, knob_docs, knobs, load_config, number_range, take_flags, to_toml
 from tlt.watch.events import _KINDS, StepFinished
 from tlt.watch.metrics import STEP_METRICS
 
@@ -76,6 +77,66 @@ def with_tables(page: str) -> str:
 
 def test_the_knobs_page_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "knobs.md").read_text("utf-8") == knobs_page(), HOW
+
+
+# values of knobs that take any text as well
+NAMED = {
+    "model.path": ("tiny",),
+    "model.device": ("auto", "cpu", "cuda", "cuda:N"),
+    "task.reward": ("exact", "gsm8k", "math", "FILE.py:FUNCTION"),
+    "spec.path": ("new",),
+    "cluster.address": ("auto",),
+}
+
+
+def unexplained(docs: Mapping[str, str]) -> list[str]:
+    """Values that may be chosen and are not explained as `value: what it does`, and numbers without a range."""
+    found = []
+    for knob in knobs():
+        doc = docs[knob.key]
+        for value in get_args(knob.type) if get_origin(knob.type) is Literal else NAMED.get(knob.key, ()):
+            if not re.search(rf"(?:^|[.;] )(?:[\w:]+, )*{re.escape(value)}(?:, [\w:]+)*: [^;.]+", doc):
+                found.append(f"{knob.key} {value}")
+        numeric = {int, float} & {knob.type, *get_args(knob.type)}
+        if numeric and not doc.endswith(f"({number_range(knob) or 'any number'})"):
+            found.append(f"{knob.key} (range)")
+    return found
+
+
+def test_every_value_that_may_be_chosen_and_every_range_is_explained() -> None:
+    assert unexplained(knob_docs()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "doc", "expected"),
+    [
+        ("grpo.loss", "every token weighs the same, or every answer does", ["grpo.loss token", "grpo.loss sequence"]),
+        ("grpo.loss", "token: every token weighs the same; sequence", ["grpo.loss sequence"]),
+        ("model.device", "auto, cpu, cuda or cuda:N", [f"model.device {value}" for value in NAMED["model.device"]]),
+        ("run.steps", "steps of reinforcement learning", ["run.steps (range)"]),
+        ("spec.shares", "on average, the likeliest of all", ["spec.shares (range)"]),
+    ],
+)
+def test_a_value_that_is_not_explained_is_noticed(key: str, doc: str, expected: list[str]) -> None:
+    assert unexplained({**knob_docs(), key: doc}) == expected
+
+
+def test_a_range_is_what_the_section_says() -> None:
+    docs = knob_docs()
+    assert docs["draft.mlp"].endswith("a narrower one is less to read (a number in (0, 1])")
+    assert docs["spec.verifies"].endswith("(at least one number, each ≥ 2; numbers up to 128)")
+    assert docs["engine.page_size"].endswith("(a power of two)")
+    assert docs["sampling.stop"].endswith("the answer contains the stop text")
+
+
+def test_a_comment_goes_on_below_its_knob() -> None:
+    assert knob_docs()["drafting.behind"] == (
+        "share of its accepted draft tokens a drafter may lose before it is trained again. 0: it is trained after any "
+        "loss; 1: it is never trained because of a loss (a number in [0, 1])"
+    )
+    shown = to_toml(RunConfig(), documented=True)
+    assert "\n# 1: it is never" not in shown, "it is wrapped anew"
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_the_tables_of_the_operations_page_are_what_the_code_says() -> None:

@@ -1,7 +1,8 @@
 """Every knob of a run, in one place: frozen sections that check themselves.
 
-The comment beside a knob is its documentation: `tlt config` prints it. Knows nothing of what the knobs do, and nothing
-of files and flags: `tlt.recipe` reads and writes them.
+The comment beside a knob, and on the lines below it, is its documentation: `tlt config` prints it, with the range that
+the section expects. A value that may be chosen is explained as `value: what it does`. Knows nothing of what the knobs
+do, and nothing of files and flags: `tlt.recipe` reads and writes them.
 """
 
 import re
@@ -45,9 +46,11 @@ class RunSettings:
 class ModelSettings:
     """The policy."""
 
-    path: str = "tiny"  # a Hugging Face model directory, or "tiny" for the policy shipped with tlt
-    dtype: Dtype = "auto"  # of the weights; auto takes float32 on a CPU and bfloat16 on a GPU
-    device: str = "auto"  # auto, cpu, cuda or cuda:N; auto takes a GPU if there is one
+    path: str = "tiny"  # a Hugging Face model directory. tiny: the policy shipped with tlt
+    dtype: Dtype = "auto"  # of the weights. auto: float32 on a CPU, bfloat16 on a GPU; bfloat16, float16: 2 bytes each;
+    # float32: 4 bytes; float64: 8 bytes, on a CPU only
+    device: str = "auto"  # auto: a GPU if there is one, else the CPU; cpu: the CPU; cuda: torch's own choice of a GPU;
+    # cuda:N: GPU number N
 
     def __post_init__(self) -> None:
         _require(self.path != "", "path", self.path, 'a model directory, or "tiny"')
@@ -104,7 +107,8 @@ class StepsSettings:
 class TaskSettings:
     """What the policy is asked, and how often."""
 
-    name: Literal["toy", "steps", "files"] = "toy"  # who asks and judges: a built-in task, or a file and a reward
+    name: Literal["toy", "steps", "files"] = "toy"  # who asks and judges. toy: arithmetic, [task.toy];
+    # steps: rules carried out line by line, [task.steps]; files: the prompts at `path`, judged by `reward`
     prompts: int = 64  # prompts per step
     group: int = 1  # answers per prompt
     path: str = ""  # .jsonl, .json, .csv, .parquet, .arrow or saved dataset; needs name = "files", as all that follows
@@ -113,12 +117,16 @@ class TaskSettings:
     template: str = ""  # text around a plain prompt, with {prompt} in its place; "" takes the prompt as it is
     chat: bool = False  # ask a plain prompt as a user's message, in the policy's chat template
     system: str = ""  # system message of every chat that brings none
-    reward: str = "exact"  # exact, gsm8k, math, or the user's FILE.py:FUNCTION
-    reward_convention: Literal["auto", "verl", "trl"] = "auto"  # how the function is called; auto asks its signature
+    reward: str = "exact"  # exact: the answer, or its last number, is the reference; gsm8k: the number behind #### is;
+    # math: what its last box holds is equal to it; FILE.py:FUNCTION: the user's function judges
+    reward_convention: Literal["auto", "verl", "trl"] = "auto"  # how that is called. auto: as its signature says;
+    # verl: an answer at a time, (data_source, solution_str, ground_truth, extra_info);
+    # trl: lists of answers, (prompts, completions, **columns)
     reward_processes: int = 1  # processes that judge at the same time
     reward_timeout_s: float = 10.0  # seconds a reward may take per answer
-    reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number: end, or count
-    failed_reward: float = 0.0  # what an answer is given whose reward failed, where failures count
+    reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number. stop: ends the run;
+    # count: is counted, and failed_reward is used
+    failed_reward: float = 0.0  # reward of an answer whose own failed, where failures are counted (any number)
     toy: ToySettings = field(default_factory=ToySettings)
     steps: StepsSettings = field(default_factory=StepsSettings)
 
@@ -140,10 +148,10 @@ class EngineSettings:
     """The rollout engine."""
 
     rows: int = 256  # requests that decode at the same time, at most
-    page_size: int = 16  # tokens in a page of the key-value cache; a power of two
+    page_size: int = 16  # tokens in a page of the key-value cache
     kv_gib: float = 0.0  # key-value cache in GiB; 0: 1 on a CPU; on a GPU what is free, 40 % of it beside training
     prefill_tokens: int = 8192  # prompt tokens computed per tick, at most: longer prompts are computed in pieces
-    admission: Literal["longest", "fifo"] = "longest"  # who enters first: the longest expected, or first come
+    admission: Literal["longest", "fifo"] = "longest"  # enters first. longest: the longest expected; fifo: the oldest
     graphs: bool = True  # replay captured CUDA graphs (GPU only)
     exact: bool = False  # same bits in any batch, speculating (in chains) or not; slower, GPU in bfloat16 only
 
@@ -159,13 +167,17 @@ class EngineSettings:
 class SpecSettings:
     """Speculative decoding: changes the time a rollout takes, never its tokens."""
 
-    drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who guesses: nobody, earlier text, a learned drafter
-    path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it; "new" starts from nothing
-    chooser: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks shapes by cost, as the paper, or always the deepest
+    drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who drafts. none: nobody, decoding is plain;
+    # suffix: earlier text; eagle: the learned drafter at `path`; both: each of these, or the two in one tree
+    path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it. new: one that has learned nothing
+    chooser: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks the shape of each tick's drafts.
+    # tuner: the one with the most tokens per second by measured costs and acceptance, or none if that is faster;
+    # beg-mab: the paper's bandit, by measured rewards alone, and at random in a tenth of the ticks; fixed: the deepest
     depths: tuple[int, ...] = (1, 2, 3, 7, 15)  # tokens a branch may run ahead
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
-    shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # or, on a GPU, so many on average: the likeliest of all
+    shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # tuner on a GPU: further shapes whose requests share
+    # what is checked: so many nodes per request on average, the likeliest of all trees. []: no such shapes
     light: bool = True  # draft with large matrices in 8 bits, half as much to read, on Hopper GPUs and newer
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
@@ -228,7 +240,8 @@ class DraftSettings:
     def __post_init__(self) -> None:
         least = {"window": 16, "answers": 0, "held_out": 0, "steps": 1, "tokens_per_batch": 0, "unroll": 1}
         for name, lowest in {**least, "vocab": 0, "warmup_steps": 0, "single_steps": 0}.items():
-            _require(getattr(self, name) >= lowest, name, getattr(self, name), f"at least {lowest}")
+            expected = f"at least {lowest}" if lowest else "0 or more"
+            _require(getattr(self, name) >= lowest, name, getattr(self, name), expected)
         _require(0 < self.mlp <= 1, "mlp", self.mlp, "a number in (0, 1]")
         _require(self.seconds >= 0, "seconds", self.seconds, "a number ≥ 0")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number > 0")
@@ -245,10 +258,12 @@ class DraftingSettings:
     fresh: float = 0.75  # share of a batch from the newest policy's answers; the rest are earlier ones, mostly long
     tokens: int = 8192  # tokens of a micro-step, at most; a longer answer comes in pieces
     micro_s: float = 0.2  # seconds a micro-step may take: its tokens adapt; 0 leaves them as they are
-    states: Literal["auto", "recompute", "keep"] = "recompute"  # the policy's: computed again, kept in rollout, cheaper
+    states: Literal["auto", "recompute", "keep"] = "recompute"  # the policy's states to learn from.
+    # recompute: computed again in training; keep: kept in the rollout; auto: the cheaper one, on a GPU recompute
     held_out: int = 4096  # tokens of the newest answers to measure on; they are learned from later
     check: int = 16  # micro-steps between two measurements
-    behind: float = 0.03  # share of its accepted draft tokens a drafter may lose before it is trained again
+    behind: float = 0.03  # share of its accepted draft tokens a drafter may lose before it is trained again.
+    # 0: it is trained after any loss; 1: it is never trained because of a loss
     gain: float = 0.01  # share of them it must gain from check to check, or training stops
     probe: int = 16  # steps at rest after which training is tried anyhow: a new policy may be easier to draft for
     share: float = 0.05  # of a step's time that training may take where everything else waits for it
@@ -283,7 +298,8 @@ class CheckpointSettings:
 class WatchSettings:
     """Who shows the run. All of them read its events; none of them can change it, or end it."""
 
-    console: Literal["auto", "live", "lines", "off"] = "auto"  # progress; auto is live in a terminal, lines elsewhere
+    console: Literal["auto", "live", "lines", "off"] = "auto"  # auto: live in a terminal, lines elsewhere;
+    # live: lines, and below them what is going on now; lines: one for each step; off: nothing
     tensorboard: bool = False  # write TensorBoard files into tensorboard/ in the run's directory
     wandb: str = ""  # Weights & Biases project to write to; "" writes to none
     report: bool = True  # write report.html into the run's directory when the run ends
@@ -324,7 +340,7 @@ class GrpoSettings:
     leave_one_out: bool = False  # compare a rollout with the others of its group only, not with itself
     clip_low: float = 0.2  # the ratio to the policy that wrote a token counts down to 1 - clip_low
     clip_high: float = 0.2  # and up to 1 + clip_high; more than clip_low leaves rare tokens room to grow
-    loss: Literal["token", "sequence"] = "token"  # every token weighs the same, or every answer does
+    loss: Literal["token", "sequence"] = "token"  # token: every token weighs the same; sequence: every answer does
     kl: float = 0.0  # weight of the divergence from the policy the run started from; 0 needs no copy of it
     mask_overlong: bool = False  # answers cut off at the length limit teach nothing
     importance_cap: float = 0.0  # weigh tokens by trainer's over engine's probability, at most this; 0: not at all
@@ -342,7 +358,7 @@ class ClusterSettings:
     """The workers. Their number changes the time a run takes, and nothing else."""
 
     workers: int = 1  # processes with an engine and a share of the training each; more than 1 needs Ray
-    address: str = ""  # of a Ray cluster, HOST:PORT or auto; "" starts a Ray of our own where there are several workers
+    address: str = ""  # HOST:PORT of a Ray cluster. auto: this machine's; "": a Ray of our own, for several workers
     cpus_per_worker: float = 1.0  # cores of each worker
     gpus_per_worker: float = 1.0  # GPUs of each worker, where the policy runs on GPUs; 0.5 lets two share one
     pin: bool = True  # workers on a CPU keep to cores of their own

@@ -9,6 +9,7 @@ import inspect
 import io
 import json
 import re
+import textwrap
 import tokenize
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError, shown
+
+_LINE = 120  # characters of documented TOML, where values are short
 
 # ---- what there is to set
 
@@ -43,9 +46,28 @@ def knobs(section: type[Any] = RunConfig, prefix: str = "") -> Iterator[Knob]:
 
 
 def knob_docs() -> dict[str, str]:
-    """Dotted key → the comment beside the knob."""
+    """Dotted key → the comment beside the knob, with its range if it is a number."""
     comments = {home: _comments(home) for home in {knob.home for knob in knobs()}}
-    return {knob.key: comments[knob.home].get(knob.key.rpartition(".")[2], "") for knob in knobs()}
+    docs = {}
+    for knob in knobs():
+        doc, numbers = comments[knob.home].get(knob.key.rpartition(".")[2], ""), number_range(knob)
+        docs[knob.key] = f"{doc} ({numbers})" if numbers else doc
+    return docs
+
+
+def number_range(knob: Knob) -> str:
+    """What the knob's section expects of it, as it says of numbers that are far too small and too large."""
+    item = get_args(knob.type)[0] if get_origin(knob.type) is tuple else knob.type
+    if item not in (int, float):
+        return ""
+    name, said = knob.key.rpartition(".")[2], []
+    for number in (item(-1e30), item(1e30)):
+        try:
+            knob.home(**{name: number if item is knob.type else (number,)})
+        except TltError as error:
+            subject, _, expected = str(error).partition("; expected ")
+            said += [expected] if subject.startswith(f"{name} is ") else []
+    return "; ".join(dict.fromkeys(said))
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
@@ -54,14 +76,17 @@ def flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _comments(section: type[Any]) -> dict[str, str]:
-    names: dict[int, str] = {}  # line → the first name on it
+    """Field → the comment behind it, and on the lines below it that hold nothing else."""
+    names: dict[int, str] = {}  # line → the first name on it; of a comment's line the field it belongs to
     comments: dict[str, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(section)).readline):
         line = token.start[0]
         if token.type == tokenize.NAME:
             names.setdefault(line, token.string)
-        elif token.type == tokenize.COMMENT and line in names:
-            comments[names[line]] = token.string.lstrip("# ")
+        elif token.type == tokenize.COMMENT:
+            goes_on = line not in names and names.get(line - 1) in comments
+            name = names.setdefault(line, names[line - 1]) if goes_on else names.get(line, "")
+            comments[name] = " ".join(filter(None, (comments.get(name), token.string.lstrip("# "))))
     return comments
 
 
@@ -316,8 +341,12 @@ def _section_lines(section: Any, prefix: str, docs: Mapping[str, str]) -> Iterat
     if plain:
         yield f"\n[{prefix.rstrip('.')}]"
     for name, value in plain.items():
-        doc = docs.get(prefix + name)
-        yield f"{name} = {_toml_value(value)}" + (f"  # {doc}" if doc else "")
+        line, doc = f"{name} = {_toml_value(value)}", docs.get(prefix + name, "")
+        if doc and len(line) + len("  # ") + len(doc) <= _LINE:
+            yield f"{line}  # {doc}"
+        else:
+            yield from (f"# {part}" for part in textwrap.wrap(doc, _LINE - len("# ")))
+            yield line
     for name in (name for name in values if name not in plain):
         yield from _section_lines(values[name], f"{prefix}{name}.", docs)
 
