@@ -98,7 +98,7 @@ PLAIN = {
     "tlt.watch.report",
 }
 # may catch everything: to report it to a person, or to the run
-BORDERS = {"tlt.cli", "tlt.tasks.judge_child", "tlt.watch.readers"}
+BORDERS = {"tlt.cli", "tlt.tasks.judge_child", "tlt.text", "tlt.watch.readers"}
 LONGEST_FUNCTION, LONGEST_FILE = 60, 420  # lines
 LONGEST_KERNEL = 100  # a Triton kernel: one program, whose stages share tiles held in registers
 
@@ -301,7 +301,7 @@ RULES: list[tuple[Rule, list[list[Module]]]] = [
     (
         broad_excepts,
         [
-            [plain("tlt.text", f"try:\n    x\nexcept{what}:\n    pass")]
+            [plain("tlt.policy", f"try:\n    x\nexcept{what}:\n    pass")]
             for what in ("", " Exception", " BaseException as error", " (KeyError, Exception)")
         ],
     ),

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from tlt import __version__
 from tlt.config import RunConfig
-from tlt.errors import ConfigError, StateLost, TltError
+from tlt.errors import ConfigError, StateLost, TltError, shown
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
 
 
@@ -227,8 +227,8 @@ def _simulate(options: Namespace, flags: list[str]) -> None:
 
 def _counts(name: str, value: str | None) -> tuple[int, ...]:
     parts = value.split(",") if value else []
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{name} is {value!r}; expected whole numbers ≥ 1, as in 1,2,8")
+    if not all(part.strip().isdecimal() and len(part) <= 9 and int(part) for part in parts):
+        raise ConfigError(f"{name} is {shown(value)}; expected whole numbers ≥ 1, as in 1,2,8")
     return tuple(map(int, parts))
 
 

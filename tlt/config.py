@@ -19,7 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 def _require(holds: bool, key: str, value: object, expected: str) -> None:
     if not holds:
-        raise ConfigError(f"{key} is {value!r}; expected {expected}")
+        raise ConfigError(f"{key} is {shown(value, 400)}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         _require(self.path != "", "path", self.path, 'a model directory, or "tiny"')
-        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)
+        known = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device)
         _require(known is not None, "device", self.device, "auto, cpu, cuda or cuda:N")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from math import inf
 from operator import itemgetter
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
     if prompts == config.task.name:
         asked = task_of(config).sample(0, count)
         return [tuple(policy.tokenizer.encode_prompt(prompt.content)) for prompt in asked]
-    if not Path(prompts).is_file():
+    if not isfile(prompts):
         raise TaskError(f"{prompts}: no such file; expected a JSONL file of prompts, or the task `{config.task.name}`")
     return token_prompts(policy.tokenizer, count, Path(prompts), raw=False)
 

@@ -3,7 +3,7 @@
 Everything tlt raises on purpose is a TltError; the command line prints it as one line and exits with its code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -60,4 +60,10 @@ def shown(value: object, most: int = 120) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # nested, or an integer of more digits, than Python prints
         text = f"a value of type {type(value).__name__}, too large to show"
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def shown_names(names: Iterable[str], most: int = 400) -> str:
+    """Names that a file brings, in an error's message."""
+    text = ", ".join(name if name.isprintable() else repr(name) for name in names) or "none"
     return text if len(text) <= most else text[:most] + "…"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tlt.config import RunConfig
-from tlt.errors import ConfigError, TltError, shown
+from tlt.errors import ConfigError, TltError, shown, shown_names
 
 _LINE = 120  # characters of documented TOML, where values are short
 
@@ -92,6 +92,10 @@ def _comments(section: type[Any]) -> dict[str, str]:
 
 # ---- reading
 
+_INTEGERS = range(-(2**63), 2**63)  # of 64 bits: torch and numpy take no larger ones
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file can be called that, and half a character cannot be written
+_TOML_ERRORS = (ValueError, RecursionError)  # the parser's own is a ValueError, as is one for thousands of digits
+
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
@@ -114,7 +118,7 @@ def load_config(
     """
     remaining, rest = take_flags(flags)
     if rest:
-        raise ConfigError(f"unexpected argument {rest[0]!r}; settings are given as --section.key value")
+        raise ConfigError(f"unexpected argument {shown(rest[0])}; settings are given as --section.key value")
     settings = _settings_of(recipe)
     given = _read_overrides(overrides or {}) | _read_flags(remaining)
     config: RunConfig = _build(RunConfig, "", settings | given)
@@ -156,7 +160,7 @@ def _take_value(name: str, type_: Any, waiting: list[str]) -> str:
     if type_ is bool and (not waiting or waiting[0] not in ("true", "false")):
         return "true"
     if not waiting or waiting[0].startswith("--"):
-        raise ConfigError(f"{name} needs a value: {name} VALUE")
+        raise ConfigError(f"{shown_names([name])} needs a value: {name[:40]} VALUE")
     return waiting.pop(0)
 
 
@@ -172,7 +176,7 @@ def nearest_key(key: str) -> str | None:
 def _unknown(key: str, origin: str) -> NoReturn:
     near = nearest_key(key)
     hint = f"did you mean {near}?" if near else "`tlt config` lists what there is"
-    raise ConfigError(f"{origin}: unknown key {key}; {hint}")
+    raise ConfigError(f"{shown_names([origin])}: unknown key {shown_names([key])}; {hint}")
 
 
 def _settings_of(recipe: str | Path | RunConfig | None) -> dict[str, _Setting]:
@@ -213,9 +217,15 @@ def _read_recipe(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text; expected a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+    except _TOML_ERRORS as error:
+        raise ConfigError(f"{path}: is not valid TOML: {_toml_problem(error)}") from None
     return dict(_flatten(table, RunConfig, "", str(path)))
+
+
+def _toml_problem(error: Exception) -> str:
+    if isinstance(error, tomllib.TOMLDecodeError):
+        return " ".join(str(error).split())
+    return "it is nested too deep" if isinstance(error, RecursionError) else "an integer has too many digits"
 
 
 def _flatten(table: Mapping[str, Any], section: Any, prefix: str, origin: str) -> Iterator[tuple[str, _Setting]]:
@@ -228,7 +238,7 @@ def _flatten(table: Mapping[str, Any], section: Any, prefix: str, origin: str) -
             if isinstance(value, types[name]):  # a section of Python
                 value = {each.name: getattr(value, each.name) for each in fields(value)}
             if not isinstance(value, dict):
-                raise ConfigError(f"{origin}: {key} is {value!r}; expected a section, [{key}]")
+                raise ConfigError(f"{origin}: {key} is {shown(value)}; expected a section, [{key}]")
             yield from _flatten(value, types[name], key + ".", origin)
         else:
             yield key, _Setting(_checked(key, types[name], value, origin), origin)
@@ -238,15 +248,15 @@ def _unknown_name(key: str, name: str, value: Any, siblings: Mapping[str, Any], 
     sections = [known for known, type_ in siblings.items() if is_dataclass(type_)]
     near = difflib.get_close_matches(name, sections, n=1)
     if isinstance(value, dict) and near:
-        raise ConfigError(f"{origin}: unknown section [{key}]; did you mean [{prefix}{near[0]}]?")
+        raise ConfigError(f"{origin}: unknown section [{shown_names([key])}]; did you mean [{prefix}{near[0]}]?")
     if isinstance(value, dict):
-        raise ConfigError(f"{origin}: unknown section [{key}]; expected one of {', '.join(sections)}")
+        raise ConfigError(f"{origin}: unknown section [{shown_names([key])}]; expected one of {', '.join(sections)}")
     _unknown(key, origin)
 
 
 def _checked(key: str, type_: Any, value: Any, origin: str) -> Any:
     """The value as its knob's type, without guessing: only an int may stand for a float, and a list for a tuple."""
-    if type_ is float and type(value) is int:
+    if type_ is float and type(value) is int and value in _INTEGERS:
         value = float(value)
     if type_ is str and isinstance(value, Path):
         value = str(value)
@@ -254,16 +264,29 @@ def _checked(key: str, type_: Any, value: Any, origin: str) -> Any:
         return tuple(_checked(key, get_args(type_)[0], item, origin) for item in value)
     choices = get_args(type_) if get_origin(type_) is Literal else ()
     fits = value in choices if choices else type(value) is type_
-    if type_ is float and fits:
+    if fits and type_ is float:
         fits = isfinite(value)
+    elif fits and type_ is int:
+        fits = value in _INTEGERS
+    elif fits and type_ is str and _NO_TEXT.search(value):
+        raise ConfigError(f"{origin}: {key} is {shown(value)}; expected UTF-8 text without NUL")
     if not fits:
-        raise ConfigError(f"{origin}: {key} is {value!r}; expected {_type_words(type_)}{_choice_hint(value, choices)}")
+        expected = f"{_type_words(type_)}{_choice_hint(value, choices)}"
+        raise ConfigError(f"{origin}: {key} is {shown(value)}; expected {expected}")
     return value
 
 
 def _choice_hint(value: Any, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else ()
     return f"; did you mean {near[0]}?" if near else ""
+
+
+_TYPE_WORDS = {
+    int: "an integer of at most 64 bits",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a string",
+}
 
 
 def _type_words(type_: Any) -> str:
@@ -271,7 +294,7 @@ def _type_words(type_: Any) -> str:
         return "one of " + ", ".join(get_args(type_))
     if get_origin(type_) is tuple:
         return "a list, each item " + _type_words(get_args(type_)[0])
-    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[type_]
+    return _TYPE_WORDS[type_]
 
 
 def _read_flags(flags: Sequence[str]) -> dict[str, _Setting]:
@@ -295,15 +318,15 @@ def _from_text(key: str, type_: Any, text: str, origin: str) -> Any:
         if text.startswith("["):
             try:
                 items = tomllib.loads(f"items = {text}")["items"]
-            except tomllib.TOMLDecodeError:
-                raise ConfigError(f"{origin}: {key} is {text!r}; expected {_type_words(type_)}") from None
+            except _TOML_ERRORS:
+                raise ConfigError(f"{origin}: {key} is {shown(text)}; expected {_type_words(type_)}") from None
         else:
             items = [_from_text(key, get_args(type_)[0], item, origin) for item in text.split(",")] if text else []
         return _checked(key, type_, items, origin)
     try:
         value = _SCALARS[type_](text) if type_ in _SCALARS else text
     except (ValueError, KeyError):
-        raise ConfigError(f"{origin}: {key} is {text!r}; expected {_type_words(type_)}") from None
+        raise ConfigError(f"{origin}: {key} is {shown(text)}; expected {_type_words(type_)}") from None
     return _checked(key, type_, value, origin)
 
 

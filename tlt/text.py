@@ -1,14 +1,23 @@
-"""Tokenizer and chat template: the only place where text becomes tokens, and tokens text."""
+"""Tokenizer and chat template: the only place where text becomes tokens, and tokens text.
 
-import json
+What always holds: what a tokenizer's files or a template make transformers raise, or tokenizers panic with, becomes an
+error of one line. This is the border to code and files that are not ours, so everything is caught here.
+"""
+
 from collections.abc import Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import ModelError, TaskError
+from tlt.errors import ModelError, TaskError, shown
+from tlt.strict_json import read_object
 from tlt.types import Message
 
 _PENDING = "\ufffd"  # what an unfinished multi-byte character decodes to
+
+_SAMPLE = "1 + 2 = 3\n"  # that a tokenizer must be able to encode and decode
+_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+_OURS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised in a tokenizer's code and not by it
 
 
 class Tokenizer:
@@ -24,12 +33,19 @@ class Tokenizer:
         from transformers import AutoTokenizer  # slow to import: only those who need text pay
 
         directory = Path(path)
-        if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
+        if not any(isfile(directory / name) for name in _FILES[:2]):
             raise ModelError(f"no tokenizer in {directory}: expected tokenizer.json and tokenizer_config.json")
-        inner = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        if inner.eos_token_id is None:
+        declared = _declared_eos(directory)
+        try:
+            inner = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            inner.decode(inner.encode(_SAMPLE, add_special_tokens=True))
+        except _OURS:
+            raise
+        except BaseException as error:
+            raise _unloadable(directory, error) from error
+        if type(inner.eos_token_id) is not int:
             raise ModelError(f"the tokenizer in {directory} names no eos_token; answers could never end: add one")
-        return cls(inner, frozenset({inner.eos_token_id, *_declared_eos(directory)}))
+        return cls(inner, frozenset({inner.eos_token_id, *declared}))
 
     @property
     def has_chat_template(self) -> bool:
@@ -38,29 +54,42 @@ class Tokenizer:
     def encode_prompt(self, content: str | tuple[Message, ...]) -> list[int]:
         """Plain text as the tokenizer opens a text; a chat through the policy's template, ready for the answer."""
         if isinstance(content, str):
-            return list(self._inner.encode(content, add_special_tokens=True))
+            return self._encode(content, special=True)
         if not self.has_chat_template:
             raise TaskError(
                 "the prompt is a chat, but the policy's tokenizer has no chat template: use a plain text prompt"
             )
-        from jinja2 import TemplateError  # as late as transformers imports it
-
         messages = [{"role": message.role, "content": message.content} for message in content]
         try:
             text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except Exception as error:
             roles = ", ".join(message.role for message in content)
-            raise TaskError(f"the policy's chat template refuses a chat of {roles or 'nobody'}: {error}") from error
-        return list(self._inner.encode(text, add_special_tokens=False))
+            raise TaskError(
+                f"the policy's chat template refuses a chat of {roles or 'nobody'}: {_why(error)}"
+            ) from error
+        return self._encode(text, special=False)
 
     def encode_text(self, text: str) -> list[int]:
         """The text alone, no special tokens around it."""
-        return list(self._inner.encode(text, add_special_tokens=False))
+        return self._encode(text, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
-        text: str = self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        try:
+            text: str = self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except _OURS:
+            raise
+        except BaseException as error:
+            raise ModelError(f"the policy's tokenizer cannot decode {shown(list(tokens))}: {_why(error)}") from error
         return text
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            return list(self._inner.encode(text, add_special_tokens=special))
+        except _OURS:
+            raise
+        except BaseException as error:
+            raise TaskError(f"the policy's tokenizer cannot encode {shown(text)}: {_why(error)}") from error
 
 
 class TextStream:
@@ -101,12 +130,26 @@ class StopWatch:
 def _declared_eos(directory: Path) -> set[int]:
     """End tokens named by generation_config.json and config.json (some policies end on several)."""
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        if file.is_file():
-            try:
-                declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            except json.JSONDecodeError as error:
-                raise ModelError(f"{file} is not valid JSON: {error}") from error
-            found.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    for file in (directory / "generation_config.json", directory / "config.json"):
+        declared = read_object(file, ModelError, "copy it again").get("eos_token_id") if isfile(file) else None
+        ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise ModelError(f"{file}: eos_token_id is {shown(declared)}; expected a token's number, or a list of them")
+        found.update(ids)
     return found
+
+
+def _unloadable(directory: Path, error: BaseException) -> ModelError:
+    """Names the file that is to blame, as far as it can be told."""
+    for file in (directory / name for name in _FILES if isfile(directory / name)):
+        if "auto_map" in read_object(file, ModelError, "copy it again"):
+            return ModelError(
+                f"{file} asks for code of its own (auto_map), which tlt never runs; save a tokenizer.json"
+            )
+    return ModelError(f"the tokenizer in {directory} cannot be loaded: {_why(error)}; copy its files again")
+
+
+def _why(error: BaseException) -> str:
+    kind = type(error).__name__
+    says = " ".join(str(error).split())[:300]
+    return says if kind in ("Exception", "TemplateError") else f"{kind}: {says}"  # these two say nothing

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from os.path import isfile
 from pathlib import Path
 
 from rich.console import Console
@@ -100,7 +101,7 @@ def _examples(config: RunConfig, data: str, tokenizer: Tokenizer, longest: int) 
         # not the seed of rollouts: those prompts stay unseen
         pairs = _task_pairs(built_in(data, config, seed=-1 - config.run.seed))
         return (encode_pair(pair, tokenizer, longest) for pair in pairs)
-    if not Path(data).is_file():
+    if not isfile(data):
         tasks = " or ".join(f"`{name}`" for name in BUILT_IN)
         raise TaskError(f"{data}: no such file; expected a JSONL file of prompts and answers, or the task {tasks}")
     return endless([encode_pair(pair, tokenizer, longest) for pair in read_pairs(data)], config.run.seed)

@@ -7,9 +7,10 @@ import difflib
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os.path import isfile
 from pathlib import Path
 
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, shown
 from tlt.outputs import check_new
 
 SECTIONS = (  # in the order they run: a start is fresh only once, and sections that share an engine are neighbours
@@ -305,7 +306,7 @@ def _json(given: Namespace) -> Path | None:
 
 
 def _prompts(given: Namespace) -> Path | None:
-    if given.prompts and not Path(given.prompts).is_file():
+    if given.prompts and not isfile(given.prompts):
         raise ConfigError(f"--prompts: {given.prompts}: no such file; expected JSONL with a question or prompt column")
     return Path(given.prompts) if given.prompts else None
 
@@ -329,6 +330,6 @@ def _either(yes: bool, no: bool, yes_name: str, no_name: str) -> bool | None:
 
 
 def _positive(name: str, word: str) -> int:
-    if not word.strip().isdecimal() or int(word) < 1:
-        raise ConfigError(f"{name} is {word!r}; expected a positive whole number")
+    if not word.strip().isdecimal() or len(word) > 9 or int(word) < 1:
+        raise ConfigError(f"{name} is {shown(word)}; expected a positive whole number of at most 9 digits")
     return int(word)

@@ -3,12 +3,12 @@
 A policy with a chat template is asked short word problems, one without is asked the toy task; always the same ones.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 from tlt.errors import TaskError
+from tlt.strict_json import InvalidJson, parse
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
 from tlt.types import Message
@@ -38,7 +38,7 @@ def token_prompts(tokenizer: Tokenizer, count: int, file: Path | None, raw: bool
 
 def _read(file: Path) -> list[str]:
     texts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
             texts.append(_text_of(line, f"{file}, line {number}"))
     if not texts:
@@ -46,11 +46,11 @@ def _read(file: Path) -> list[str]:
     return texts
 
 
-def _text_of(line: str, where: str) -> str:
+def _text_of(line: bytes, where: str) -> str:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where}: not valid JSON ({error.msg}); expected one object a line") from None
+        record = parse(line)
+    except InvalidJson as error:
+        raise TaskError(f"{where}: {error}; expected one object a line") from None
     found = [record[name] for name in COLUMNS if name in record] if isinstance(record, dict) else []
     if not found or not isinstance(found[0], str):
         raise TaskError(f"{where}: no text under {' or '.join(COLUMNS)}; expected one of these columns")

@@ -6,20 +6,23 @@ equal files in content.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.errors import ModelError
+from tlt.errors import ModelError, shown
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
+from tlt.strict_json import read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1000**3
@@ -27,6 +30,15 @@ SHARD_BYTES = 5 * 1000**3
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _DTYPE_KEYS = ("torch_dtype", "dtype")  # every version of transformers reads the first, newer ones write the second
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
+
+_DTYPES = (
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+)  # of weights, as safetensors calls them: the others are quantized, or no numbers
+_HEAD = "lm_head.weight"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
         "model.norm.weight": Place("norm", 0, (D,)),
     }
     if not config.tied:
-        found["lm_head.weight"] = Place("head", 0, (config.vocab, D))
+        found[_HEAD] = Place("head", 0, (config.vocab, D))
     for i in range(config.layers):
         hf, ours = f"model.layers.{i}.", f"blocks.{i}."
 
@@ -82,13 +94,13 @@ def places(config: ModelConfig) -> dict[str, Place]:
 
 def read_config(path: Path | str) -> ModelConfig:
     file = Path(path) / "config.json"
-    if not file.is_file():
+    if not isfile(file):
         raise ModelError(f"no model at {path}: expected a directory with config.json and safetensors weights")
+    source = read_object(file, ModelError, "copy the model again")
     try:
-        source = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    return ModelConfig.from_hf(source)
+        return ModelConfig.from_hf(source)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
 
 
 def load_policy(
@@ -96,7 +108,9 @@ def load_policy(
 ) -> Transformer:
     """A policy with the weights of a Hugging Face directory, converted to `dtype`."""
     directory = Path(path)
-    model = Transformer(read_config(directory), dtype=dtype, device=device)
+    config = read_config(directory)
+    _check_headers(config, directory)  # before memory is taken for what the config promises
+    model = Transformer(config, dtype=dtype, device=device)
     load_tensors(model, read_tensors(directory), origin=str(directory))
     return model
 
@@ -112,16 +126,14 @@ def load_tensors(model: Transformer, tensors: Iterator[tuple[str, Tensor]], *, o
     for name, tensor in tensors:
         if name.endswith(_IGNORED_SUFFIX):
             continue
-        if name == "lm_head.weight" and model.config.tied:
-            tied_head = tensor  # some writers store it twice: fine as long as it is the embedding
-        elif name not in wanted:
-            problems.append(f"unexpected {name}")
-        elif tuple(tensor.shape) != wanted[name].shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name].shape)}")
-            seen.add(name)
-        else:
+        seen.add(name)
+        problem = _misfit(name, tuple(tensor.shape), model.config, wanted)
+        if problem:
+            problems.append(problem)
+        elif name in wanted:
             wanted[name].of(ours).copy_(tensor)
-            seen.add(name)
+        else:
+            tied_head = tensor  # some writers store it twice: fine as long as it is the embedding
     problems += [f"missing {name}" for name in wanted if name not in seen]
     if tied_head is not None and not problems and not _same(tied_head, model.embed):
         problems.append("lm_head.weight differs from the embedding although tie_word_embeddings is true")
@@ -129,13 +141,56 @@ def load_tensors(model: Transformer, tensors: Iterator[tuple[str, Tensor]], *, o
         raise ModelError(_complaint(origin, problems))
 
 
+def _check_headers(config: ModelConfig, directory: Path) -> None:
+    """The names, shapes and dtypes that `load_tensors` will meet, from the files' headers alone."""
+    wanted = places(config)
+    seen: set[str] = set()
+    problems: list[str] = []
+    for name, (dtype, shape) in _each(directory, _header):
+        if name.endswith(_IGNORED_SUFFIX):
+            continue
+        seen.add(name)
+        if dtype not in _DTYPES:
+            problems.append(f"{name} has dtype {dtype}, expected one of {', '.join(_DTYPES)}")
+        problem = _misfit(name, shape, config, wanted)
+        problems += [problem] if problem else []
+    problems += [f"missing {name}" for name in wanted if name not in seen]
+    if problems:
+        raise ModelError(_complaint(str(directory), problems))
+
+
+def _misfit(name: str, shape: tuple[int, ...], config: ModelConfig, wanted: Mapping[str, Place]) -> str:
+    """What is wrong with a file's tensor; nothing of one that the model needs, or of a second copy of the embedding."""
+    if name == _HEAD and config.tied:
+        return ""
+    if name not in wanted:
+        return f"unexpected {name}"
+    if shape != wanted[name].shape:
+        return f"{name} has shape {list(shape)}, expected {list(wanted[name].shape)}"
+    return ""
+
+
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the directory's safetensors files, one at a time."""
+    return _each(directory, lambda opened, name: opened.get_tensor(name))
+
+
+def _header(opened: Any, name: str) -> tuple[str, tuple[int, ...]]:
+    part = opened.get_slice(name)
+    return part.get_dtype(), tuple(part.get_shape())
+
+
+def _each(directory: Path, read: Callable[[Any, str], T]) -> Iterator[tuple[str, T]]:
+    """The names in the directory's safetensors files, each once, with what `read` takes from the open file."""
+    seen: set[str] = set()
     for file in _weight_files(directory):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():
-                    yield name, opened.get_tensor(name)
+                    if name in seen:
+                        raise ModelError(f"{file} holds {name}, as another file of {directory} does; keep one of them")
+                    seen.add(name)
+                    yield name, read(opened, name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read as safetensors: {error}; copy it again") from error
 
@@ -205,18 +260,28 @@ def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, T
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ModelError(f"{index} is no index of weight files: {error}; copy it again") from error
-        absent = [name for name in names if not (directory / name).is_file()]
+    if isfile(index):
+        names = _named_files(index)
+        absent = [name for name in names if not isfile(directory / name)]
         if absent:
             raise ModelError(f"{index} names files that are not there: {', '.join(absent)}; copy them beside it")
         return [directory / name for name in names]
-    if (directory / SINGLE).is_file():
+    if isfile(directory / SINGLE):
         return [directory / SINGLE]
     raise ModelError(f"no weights in {directory}: expected {SINGLE}, or shards with {INDEX}")
+
+
+def _named_files(index: Path) -> list[str]:
+    """A name is that of a file beside the index: one that leads elsewhere is refused."""
+    words = read_object(index, ModelError, "copy it again").get("weight_map")
+    if not isinstance(words, dict) or not words:
+        raise ModelError(f"{index} is no index of weight files: weight_map is {shown(words)}; copy it again")
+    for name in words.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
+            raise ModelError(
+                f"{index} names the file {shown(name)}; expected the name of a .safetensors file beside the index"
+            )
+    return sorted(set(words.values()))
 
 
 def _copy_companions(source: Path, target: Path) -> None:

@@ -6,13 +6,15 @@ Knows nothing of who measures, and no tensors.
 
 import json
 from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from math import inf
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import ConfigError, ModelError
+from tlt.errors import ConfigError, ModelError, shown
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.record import DraftRecord
+from tlt.strict_json import read_object
 
 _KINDS: dict[type, str] = {str: "words", bool: "true or false", int: "a whole number ≥ 0", float: "a number ≥ 0"}
 
@@ -51,24 +53,21 @@ def write_book(book: CostBook, file: Path) -> None:
 
 
 def read_book(file: Path) -> CostBook:
-    if not file.is_file():
+    if not isfile(file):
         raise ConfigError(
             f"{file} is not there; expected a book of costs, which `tlt simulate MODEL … --save FILE` writes"
         )
-    try:
-        words = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no book of costs: {error}") from error
+    words = read_object(file, ConfigError, "expected a book of costs")
     try:
         return _book(words)
     except (ConfigError, ModelError) as error:
         raise ConfigError(f"{file} is no book of costs: {error}; measure again") from error
 
 
-def _book(words: Any) -> CostBook:
+def _book(words: dict[str, Any]) -> CostBook:
     names = {field.name for field in fields(CostBook)}
-    if not isinstance(words, dict) or set(words) != names:
-        found = sorted(set(words) ^ names) if isinstance(words, dict) else type(words).__name__
+    if set(words) != names:
+        found = shown(sorted(set(words) ^ names))
         raise ConfigError(f"these names are missing or too many: {found}; expected {sorted(names)}")
     for field in fields(CostBook):
         if field.type in _KINDS:
@@ -89,20 +88,20 @@ def _book(words: Any) -> CostBook:
 def _check(name: str, value: Any, kind: Any) -> None:
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if kind in (int, float):
-        fits = fits and not isinstance(value, bool) and isfinite(value) and value >= 0
+        fits = fits and not isinstance(value, bool) and 0 <= value < inf
     if not fits:
-        raise ConfigError(f"{name} is {value!r}; expected {_KINDS[kind]}")
+        raise ConfigError(f"{name} is {shown(value)}; expected {_KINDS[kind]}")
 
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ConfigError(f"{name} is {value!r}; expected a list")
+        raise ConfigError(f"{name} is {shown(value)}; expected a list")
     return value
 
 
 def _measured(row: Any) -> Measured:
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
-        raise ConfigError(f"a cost is {row!r}; expected [role, size, seconds]")
+        raise ConfigError(f"a cost is {shown(row)}; expected [role, size, seconds]")
     _check("a size", row[1], int)
     _check("seconds", row[2], float)
     if row[1] < 1:

@@ -8,11 +8,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
 from tlt.config import RunConfig
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, shown
+from tlt.strict_json import InvalidJson, parse
 from tlt.watch.events import RolloutFinished, StepFinished, read_run
 from tlt.watch.history import counted
 
@@ -48,14 +50,14 @@ class Trace:
 
 def trace_of(wanted: str, config: RunConfig) -> Trace:
     """Of a run's directory, a JSONL file, or drawn: `median=400,sigma=1,cap=8192`."""
-    if "=" in wanted and not Path(wanted).exists():
+    if "=" in wanted and not exists(wanted):
         return draw_trace(wanted, config)
     path = Path(wanted)
-    if path.is_dir():
-        if (path / _ROLLOUTS).is_file():
+    if isdir(path):
+        if isfile(path / _ROLLOUTS):
             return _of_rollout(path)
         return _of_training(path)
-    if not path.is_file():
+    if not isfile(path):
         raise ConfigError(
             f"--lengths {wanted} is not there; expected a run's directory, a JSONL file with `prompt` and `tokens`, or "
             "a distribution as in median=400,sigma=1,cap=8192"
@@ -106,7 +108,7 @@ def _grouped(lengths: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
             rows.append(_row(line, f"{file}, line {number}"))
     if not rows:
@@ -114,17 +116,17 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+        row = parse(line)
+    except InvalidJson as error:
+        raise ConfigError(f"{where} {error}") from None
     if not isinstance(row, dict) or "prompt" not in row or "tokens" not in row:
-        raise ConfigError(f"{where} is {line[:80]}; expected an object with `prompt` and `tokens`")
+        raise ConfigError(f"{where} is {shown(row)}; expected an object with `prompt` and `tokens`")
     for name in ("tokens", "prompt_tokens"):
         value = row.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{where}: `{name}` is {value!r}; expected a whole number ≥ 1")
+            raise ConfigError(f"{where}: `{name}` is {shown(value)}; expected a whole number ≥ 1")
     return row
 
 

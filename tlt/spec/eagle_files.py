@@ -12,17 +12,19 @@ was measured to accept lies beside it, if somebody measured it: never what was m
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tlt.errors import ModelError
+from tlt.errors import ModelError, shown
 from tlt.model.config import ModelConfig
 from tlt.model.weights import Place, read_tensors, write_tensors
 from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source, taps
 from tlt.spec.record import DraftRecord, write_record
+from tlt.strict_json import read_object
 
 Format = Literal["flat", "speculators"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -34,6 +36,11 @@ _IDS = (
 )
 _PROPOSED = 5  # draft tokens a server that reads the speculators format starts with
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights
+_KINDS: dict[str, type] = {"tlt": dict, "eagle_config": dict, "transformer_layer_config": dict, "architectures": list}
+_KINDS |= {"draft_vocab_size": int, "norm_before_residual": bool}
+_OWN_KINDS = {"policy": str, "window": int, "headless": bool, "own_head": bool}
+_KIND_WORDS = {dict: "an object", list: "a list", int: "an integer", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,7 @@ def load_drafter(
     headless = bool((source.get("tlt") or {}).get("headless"))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_tensors(shapes, config, form, str(directory), headless=headless)
+    _check_dtypes(tensors, directory)
     check_finite(tensors, f"drafter {directory}", "train it again, or copy it again")
     model = Eagle(config, dtype=dtype, device=device)
     ours = dict(model.named_parameters())
@@ -225,15 +233,22 @@ def load_drafter(
 
 def read_drafter_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
-    if not file.is_file():
+    if not isfile(file):
         raise ModelError(f"no drafter at {directory}: expected a directory with config.json and model.safetensors")
-    try:
-        source = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(source, dict):
-        raise ModelError(f"{file} holds a {type(source).__name__}; expected an object")
-    return source
+    source = read_object(file, ModelError, "copy the drafter again")
+    _check_kinds(file, "", source, _KINDS)
+    _check_kinds(file, "tlt.", source.get("tlt") or {}, _OWN_KINDS)
+    dtype = source.get("torch_dtype")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ModelError(f"{file}: torch_dtype is {shown(dtype)}; expected one of {', '.join(_DTYPES)}")
+    return {name: value for name, value in source.items() if value is not None}
+
+
+def _check_kinds(file: Path, prefix: str, words: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    for name, kind in kinds.items():
+        value = words.get(name)
+        if value is not None and type(value) is not kind:
+            raise ModelError(f"{file}: {prefix}{name} is {shown(value)}; expected {_KIND_WORDS[kind]}")
 
 
 def format_of(source: Mapping[str, Any], directory: Path) -> Format:
@@ -242,7 +257,7 @@ def format_of(source: Mapping[str, Any], directory: Path) -> Format:
     if FLAT_ARCHITECTURE in (source.get("architectures") or ()):
         return "flat"
     raise ModelError(
-        f"{directory} is no EAGLE-3 drafter: architectures is {source.get('architectures')!r}; "
+        f"{directory} is no EAGLE-3 drafter: architectures is {shown(source.get('architectures'))}; "
         f"expected {FLAT_ARCHITECTURE}, or speculators_model_type eagle3"
     )
 
@@ -258,7 +273,10 @@ def drafter_config(
         raise ModelError(f"{directory}/config.json does not say {', '.join(missing)}; expected an EAGLE-3 config")
     if source.get("norm_before_residual"):
         raise ModelError(f"{directory}: norm_before_residual is true; only drafters without it are supported")
-    layer = ModelConfig.from_hf({**words, "model_type": "llama", "tie_word_embeddings": False})
+    try:
+        layer = ModelConfig.from_hf({**words, "model_type": "llama", "tie_word_embeddings": False})
+    except ModelError as error:
+        raise ModelError(f"{directory}/config.json: {error}") from None
     if layer.qkv_bias or layer.mlp_bias or layer.layers != 1:
         raise ModelError(f"{directory}: expected one layer without biases, found {layer.layers} with or without")
     for word, has, needs in (
@@ -271,20 +289,25 @@ def drafter_config(
             )
     if not 1 <= source["draft_vocab_size"] <= layer.vocab:
         raise ModelError(f"{directory}: draft_vocab_size is {source['draft_vocab_size']}; expected 1 to {layer.vocab}")
-    own = source.get("tlt") or {}
     chosen = _taps_of(source, policy, directory)
-    return EagleConfig(layer, chosen, own.get("window", window), source["draft_vocab_size"], policy.layers)
+    said = (source.get("tlt") or {}).get("window") or window
+    if said < 1:
+        raise ModelError(f"{directory}: tlt.window is {said}; expected at least 1")
+    # no wider than a sequence can be long: the rows of a batch keep as many keys and values each
+    return EagleConfig(layer, chosen, min(said, policy.max_positions), source["draft_vocab_size"], policy.layers)
 
 
 def _taps_of(source: Mapping[str, Any], policy: ModelConfig, directory: Path) -> tuple[int, int, int]:
-    ids = source.get(_IDS)
-    if ids is None:
-        shifted = (source.get("eagle_config") or {}).get(_IDS)
-        ids = None if shifted is None else [layer + 1 for layer in shifted]
+    shifted = (source.get("eagle_config") or {}).get(_IDS)
+    ids = source.get(_IDS, shifted)
     if ids is None:
         return taps(policy)
+    if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
+        raise ModelError(f"{directory} reads layers {shown(ids)}; expected a list of {TAPS} integers")
+    if _IDS not in source:
+        ids = [layer + 1 for layer in ids]
     if len(ids) != TAPS or not 0 <= min(ids) <= max(ids) <= policy.layers:
-        raise ModelError(f"{directory} reads layers {ids}; expected {TAPS} of the policy's {policy.layers}")
+        raise ModelError(f"{directory} reads layers {shown(ids)}; expected {TAPS} of the policy's {policy.layers}")
     return ids[0], ids[1], ids[2]
 
 
@@ -307,6 +330,16 @@ def check_tensors(
     ]
     if problems:
         raise ModelError(f"drafter {origin} does not fit the {form} format: {'; '.join(problems)}")
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    weights = {getattr(torch, name) for name in _DTYPES}
+    allowed = {D2T: {torch.int64, torch.int32}, T2D: {torch.bool, torch.uint8, torch.int64}}
+    for name, tensor in tensors.items():
+        expected = allowed.get(name, weights)
+        if tensor.dtype not in expected:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in expected))
+            raise ModelError(f"drafter {directory}: {name} holds {tensor.dtype}; expected one of {names}")
 
 
 def check_finite(tensors: Mapping[str, Tensor], origin: str, cure: str) -> None:

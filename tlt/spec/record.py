@@ -8,10 +8,12 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from math import inf
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import ModelError
+from tlt.errors import ModelError, shown
+from tlt.strict_json import InvalidJson, parse
 
 FILE = "acceptance.json"
 _FIELDS = {"ranks", "places", "temperature"}
@@ -40,11 +42,11 @@ def record_text(record: DraftRecord) -> str:
 def parse_record(text: str) -> DraftRecord:
     """The other way round. A ModelError says what does not fit."""
     try:
-        words = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ModelError(f"it is not valid JSON: {error}") from error
+        words = parse(text.encode())
+    except InvalidJson as error:
+        raise ModelError(f"it {error}") from None
     if not isinstance(words, dict) or set(words) != _FIELDS:
-        found = f"the names {sorted(words)}" if isinstance(words, dict) else f"a {type(words).__name__}"
+        found = f"the names {shown(sorted(words))}" if isinstance(words, dict) else f"a {type(words).__name__}"
         raise ModelError(f"it holds {found}; expected an object with {sorted(_FIELDS)}")
     problem = _problem(**words)
     if problem:
@@ -55,11 +57,11 @@ def parse_record(text: str) -> DraftRecord:
 def read_record(directory: Path | str) -> DraftRecord | None:
     """Of the drafter in this directory; None if nobody measured it."""
     file = Path(directory) / FILE
-    if not file.is_file():
+    if not isfile(file):
         return None
     try:
         return parse_record(file.read_text(encoding="utf-8"))
-    except (ModelError, UnicodeDecodeError) as error:
+    except (ModelError, UnicodeDecodeError, OSError) as error:
         raise ModelError(f"{file} is no record of a drafter: {error}; {_CURE}") from error
 
 
@@ -92,19 +94,19 @@ def keep_better(record: DraftRecord, directory: Path) -> DraftRecord:
 def _problem(ranks: Any, places: Any, temperature: Any) -> str:
     """What is wrong with it, and what was expected; nothing if all is well."""
     if not isinstance(places, int) or isinstance(places, bool) or places < 1:
-        return f"places is {places!r}; expected a whole number ≥ 1"
+        return f"places is {shown(places)}; expected a whole number ≥ 1"
     if not _is_number(temperature) or temperature < 0.0:
-        return f"temperature is {temperature!r}; expected a finite number ≥ 0"
+        return f"temperature is {shown(temperature)}; expected a finite number ≥ 0"
     if not isinstance(ranks, list | tuple) or not ranks:
-        return f"ranks is {ranks!r}; expected a row of chances per depth"
+        return f"ranks is {shown(ranks)}; expected a row of chances per depth"
     for depth, row in enumerate(ranks, 1):
         if not isinstance(row, list | tuple) or not row:
-            return f"ranks at depth {depth} is {row!r}; expected a row of chances"
+            return f"ranks at depth {depth} is {shown(row)}; expected a row of chances"
         if len(row) != len(ranks[0]):
             return f"ranks has {len(row)} chances at depth {depth} and {len(ranks[0])} at depth 1; expected as many"
         for rank, chance in enumerate(row, 1):
             if not _is_number(chance) or not 0.0 <= chance <= 1.0:
-                return f"ranks at depth {depth}, rank {rank} is {chance!r}; expected a number from 0 to 1"
+                return f"ranks at depth {depth}, rank {rank} is {shown(chance)}; expected a number from 0 to 1"
         if sum(row) > 1.0 + _ROUNDING:
             return f"ranks at depth {depth} add up to {sum(row):.6g}; expected at most 1"
     return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config import TaskSettings
-from tlt.errors import TaskError, shown
+from tlt.errors import TaskError, shown, shown_names
 from tlt.tasks.judge import ProcessJudge
 from tlt.tasks.math import MARKER, gsm8k_reference
 from tlt.tasks.rewards import BUILT_IN
@@ -155,4 +155,4 @@ def _column(row: Row, name: str) -> Any:
 
 
 def _names(row: Row) -> str:
-    return ", ".join(name if name.isprintable() else repr(name) for name in row.columns) or "none"
+    return shown_names(row.columns)

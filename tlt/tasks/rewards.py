@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
@@ -135,7 +136,7 @@ def _no_number(value: Any, expected: str) -> Failed:
 def _load(name: str) -> Function:
     file, _, attribute = name.rpartition(":")
     path = Path(file)
-    if not path.is_file():
+    if not isfile(path):
         raise TaskError(
             f"task.reward {name}: no file {file}; expected FILE.py:FUNCTION, the file relative to {Path.cwd()}"
         )

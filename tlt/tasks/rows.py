@@ -8,10 +8,11 @@ import csv
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import TaskError, shown
+from tlt.errors import TaskError, shown, shown_names
 from tlt.strict_json import InvalidJson, parse, read_object
 
 _STATE = "state.json"  # in a directory of `save_to_disk`: which files hold the rows, in order
@@ -27,7 +28,7 @@ class Row:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, by its ending, or of a directory that `save_to_disk` wrote."""
-    if path.is_dir():
+    if isdir(path):
         return _saved_rows(path)
     reader = _READERS.get(path.suffix)
     if reader is None:
@@ -35,7 +36,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             f"task.path {path}: ends in {path.suffix!r}; expected a file that ends in {', '.join(_READERS)}, "
             "or a directory that save_to_disk of `datasets` wrote"
         )
-    if not path.is_file():
+    if not isfile(path):
         raise TaskError(f"task.path {path}: no such file; expected a file of prompts, relative to {Path.cwd()}")
     return reader(path)
 
@@ -115,7 +116,9 @@ def _csv_columns(path: Path, lines: Iterable[list[str]]) -> Iterator[dict[str, A
         raise TaskError(f"{path}: its first line is {shown(names)}; expected the names of its columns, each once")
     for number, line in enumerate(filled):
         if len(line) != len(names):
-            raise TaskError(f"{path}, row {number}: has {len(line)} values; expected {len(names)}: {', '.join(names)}")
+            raise TaskError(
+                f"{path}, row {number}: has {len(line)} values; expected {len(names)}: {shown_names(names)}"
+            )
         yield {name: value or None for name, value in zip(names, line, strict=True)}
 
 
@@ -132,10 +135,10 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
 def _saved_rows(path: Path) -> Iterator[Row]:
     """A directory that `Dataset.save_to_disk` wrote: one or more Arrow files, named in order by state.json."""
-    if (path / _SPLITS).is_file():
+    if isfile(path / _SPLITS):
         splits = read_object(path / _SPLITS, TaskError, "save the dataset again").get("splits")
         raise TaskError(f"task.path {path}: holds the splits {shown(splits)}; name one: {path}/SPLIT")
-    if not (path / _STATE).is_file():
+    if not isfile(path / _STATE):
         raise TaskError(
             f"task.path {path}: is a directory without {_STATE}; expected a file, or a directory that save_to_disk of "
             "`datasets` wrote"
@@ -143,9 +146,11 @@ def _saved_rows(path: Path) -> Iterator[Row]:
     files = read_object(path / _STATE, TaskError, "save the dataset again").get("_data_files")
     files = files if isinstance(files, list) else [files]
     listed = [file.get("filename") if isinstance(file, dict) else None for file in files]
-    named = [name for name in listed if isinstance(name, str)]
+    named = [name for name in listed if isinstance(name, str) and name == Path(name).name and isfile(path / name)]
     if not named or len(named) < len(listed):
-        raise TaskError(f"{path / _STATE}: its _data_files are {shown(files)}; expected names of files: save it again")
+        raise TaskError(
+            f"{path / _STATE}: its _data_files are {shown(files)}; expected names of files beside it: save it again"
+        )
     rows = (columns for name in named for columns in _from_batches(path / name, "Arrow", _arrow_batches))
     return _numbered(path, rows)
 
@@ -157,6 +162,7 @@ def _from_batches(path: Path, kind: str, read: Callable[[Path], Iterator[Any]]) 
         raise TaskError(f"{path}: {kind} needs pyarrow, which is not installed; pip install 'tlt-rl[data]'") from None
     try:
         for batch in read(path):
+            batch.validate(full=True)  # or a damaged file makes pyarrow read where nothing is
             coded = [field for field in batch.schema if _holds_json(field)]
             for row in batch.to_pylist():
                 yield row | {field.name: _decoded(row[field.name], field) for field in coded}

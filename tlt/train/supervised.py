@@ -6,7 +6,6 @@ Half-precision weights are updated through float32 masters. Knows nothing of run
 """
 # T tokens of a row, N answer tokens, D hidden, V vocabulary
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor
 
 from tlt.config import WarmupSettings
-from tlt.errors import TaskError, TltError
+from tlt.errors import TaskError, TltError, shown, shown_names
 from tlt.model.attention import PackedLayout
 from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
+from tlt.strict_json import InvalidJson, parse
 from tlt.tasks.files import messages_of
 from tlt.text import Tokenizer
 from tlt.train.logprobs import cross_entropy
@@ -169,12 +169,11 @@ def read_pairs(path: Path | str) -> list[Pair]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = enumerate(path.read_bytes().splitlines(), start=1)
     except FileNotFoundError:
         raise TaskError(f"{path}: no such file; expected a JSONL file of prompts and answers") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    lines = enumerate(text.split("\n"), start=1)  # not splitlines: JSON strings may hold other line separators
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read ({error.strerror})") from None
     pairs = [_parse_pair(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not pairs:
         raise TaskError(f"{path}: holds no lines; expected one JSON object with a prompt and an answer per line")
@@ -219,11 +218,11 @@ def batches(examples: Iterable[Example], tokens_per_batch: int) -> Iterator[list
         yield batch
 
 
-def _parse_pair(line: str, origin: str) -> Pair:
+def _parse_pair(line: bytes, origin: str) -> Pair:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{origin}: is not valid JSON ({error.msg}); expected one object per line") from None
+        record = parse(line)
+    except InvalidJson as error:
+        raise TaskError(f"{origin}: {error}; expected one object per line") from None
     if not isinstance(record, dict):
         raise TaskError(f"{origin}: is {type(record).__name__}; expected an object with a prompt and an answer")
     if "messages" in record:
@@ -232,15 +231,16 @@ def _parse_pair(line: str, origin: str) -> Pair:
     answer = record[_column(record, _ANSWER_COLUMNS, origin)]
     content = prompt if isinstance(prompt, str) else messages_of(prompt, origin)
     if not isinstance(answer, str):
-        raise TaskError(f"{origin}: the answer is {answer!r}; expected text")
+        raise TaskError(f"{origin}: the answer is {shown(answer)}; expected text")
     return Pair(content, answer, origin)
 
 
 def _column(record: Mapping[str, Any], names: Sequence[str], origin: str) -> str:
     found = [name for name in names if name in record]
     if len(found) != 1:
-        seen = ", ".join(record) or "none"
-        raise TaskError(f"{origin}: columns are {seen}; expected exactly one of {', '.join(names)}, or `messages`")
+        raise TaskError(
+            f"{origin}: columns are {shown_names(record)}; expected exactly one of {', '.join(names)}, or `messages`"
+        )
     return found[0]
 
 
