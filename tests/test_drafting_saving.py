@@ -77,6 +77,14 @@ def test_a_drafter_with_another_vocabulary_is_refused(policy: Transformer, tmp_p
         read_checkpoint(OnlineDrafter(policy, eagle(policy), DRAFT, DRAFTING), tmp_path)
 
 
+def test_a_drafter_that_reads_other_layers_is_refused(policy: Transformer, tmp_path: Path) -> None:
+    write_checkpoint(trained(policy), ORIGIN, tmp_path)
+    other = Eagle(replace(eagle(policy).config, taps=(0, 0, 1)), dtype=policy.embed.dtype)
+    other.init_weights(0)
+    with pytest.raises(CheckpointError, match=r"this run's has \(0, 0, 1\); .* give spec.path as it was"):
+        read_checkpoint(OnlineDrafter(policy, other, DRAFT, DRAFTING), tmp_path)
+
+
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no version": (lambda s: s.pop("version"), "the drafter's state: version is missing"),
     "shape": (
