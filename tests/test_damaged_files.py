@@ -15,7 +15,7 @@ from tiny import VOCAB, policy
 
 from tlt.cli import main
 from tlt.config import ModelSettings
-from tlt.errors import ModelError
+from tlt.errors import ModelError, TaskError
 from tlt.model.weights import hf_tensors, save_policy, write_tensors
 from tlt.policy import TINY_POLICY, open_policy
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -257,6 +257,11 @@ def test_a_tokenizer_of_another_policy_is_named(whole: Path, tmp_path: Path) -> 
     path = damaged(whole, tmp_path, "model", damage)
     with pytest.raises(ModelError, match="ends an answer with token 40, but the policy's vocabulary has 40"):
         open_policy(ModelSettings(path=path, device="cpu"))
+    words("tokenizer_config.json", eos_token="<eos>")(Path(path))
+    tokenizer = open_policy(ModelSettings(path=path, device="cpu")).tokenizer
+    assert tokenizer.encode_text("1+2=")
+    with pytest.raises(TaskError, match=r"'1\+2=<stop>' has the token 40, but the policy's vocabulary has 40"):
+        tokenizer.encode_text("1+2=<stop>")
 
 
 def test_half_a_character_is_no_prompt(capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,7 +282,7 @@ WEIGHTS = (".safetensors", "index.json")
 TARGETS = {
     "config.json": Target(write_policies, read_policy, ("config.json",), 150),
     "weights": Target(write_policies, read_policy, WEIGHTS, 80),
-    "tokenizer": Target(write_tokenizers, read_text, (".json",), 90),
+    "tokenizer": Target(write_tokenizers, read_text, (".json",), 60),
     "drafter": Target(write_drafters, read_drafter, (".json", ".safetensors"), 120),
     "recipe": Target(write_recipes, read_recipe, (".toml",), 80),
     "flags": Target(write_flags, read_flags, ("flags",), 80),

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tlt.config import ModelSettings
-from tlt.errors import ConfigError, ModelError
+from tlt.errors import ConfigError
 from tlt.model.transformer import Transformer
 from tlt.model.weights import load_policy
 from tlt.text import Tokenizer
@@ -30,13 +30,7 @@ def open_policy(settings: ModelSettings) -> Policy:
         # full of them, and a CPU computes with each a hundred times slower.
         torch.set_flush_denormal(True)
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
-    tokenizer = Tokenizer.load(source)
-    if tokenizer.eos_id >= model.config.vocab:
-        raise ModelError(
-            f"the tokenizer in {source} ends an answer with token {tokenizer.eos_id}, but the policy's vocabulary has "
-            f"{model.config.vocab}; expected the policy's own tokenizer"
-        )
-    return Policy(model, tokenizer, source)
+    return Policy(model, Tokenizer.load(source, vocab=model.config.vocab), source)
 
 
 def source_of(settings: ModelSettings) -> Path:
@@ -50,8 +44,8 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device is {name!r} but torch sees no GPU here; use cpu or auto")
-    index = int(name.partition(":")[2] or 0)
-    if name.startswith("cuda") and index >= torch.cuda.device_count():
+    index = name.partition(":")[2]
+    if index and int(index) >= torch.cuda.device_count():
         raise ConfigError(f"model.device is {name!r} but torch sees {torch.cuda.device_count()} GPUs here, from cuda:0")
     return torch.device(name)
 

@@ -23,13 +23,14 @@ _OURS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised in a to
 class Tokenizer:
     """A policy's own tokenizer, loaded from its directory."""
 
-    def __init__(self, inner: Any, eos_ids: frozenset[int]) -> None:
+    def __init__(self, inner: Any, eos_ids: frozenset[int], vocab: int | None = None) -> None:
         self._inner = inner
+        self._vocab = vocab  # of the policy, where it is known: no text becomes a token beyond it
         self.eos_ids = eos_ids  # any of these ends an answer
         self.eos_id: int = inner.eos_token_id  # what a supervised answer is taught to end with
 
     @classmethod
-    def load(cls, path: Path | str) -> "Tokenizer":
+    def load(cls, path: Path | str, *, vocab: int | None = None) -> "Tokenizer":
         from transformers import AutoTokenizer  # slow to import: only those who need text pay
 
         directory = Path(path)
@@ -45,7 +46,12 @@ class Tokenizer:
             raise _unloadable(directory, error) from error
         if type(inner.eos_token_id) is not int:
             raise ModelError(f"the tokenizer in {directory} names no eos_token; answers could never end: add one")
-        return cls(inner, frozenset({inner.eos_token_id, *declared}))
+        if vocab is not None and inner.eos_token_id >= vocab:
+            raise ModelError(
+                f"the tokenizer in {directory} ends an answer with token {inner.eos_token_id}, but the policy's "
+                f"vocabulary has {vocab}; expected the policy's own tokenizer"
+            )
+        return cls(inner, frozenset({inner.eos_token_id, *declared}), vocab)
 
     @property
     def has_chat_template(self) -> bool:
@@ -85,11 +91,17 @@ class Tokenizer:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:
-            return list(self._inner.encode(text, add_special_tokens=special))
+            tokens = list(self._inner.encode(text, add_special_tokens=special))
         except _OURS:
             raise
         except BaseException as error:
             raise TaskError(f"the policy's tokenizer cannot encode {shown(text)}: {_why(error)}") from error
+        if self._vocab is not None and tokens and max(tokens) >= self._vocab:
+            raise TaskError(
+                f"{shown(text)} has the token {max(tokens)}, but the policy's vocabulary has {self._vocab}; leave out "
+                "what makes this token, or give the policy its own tokenizer"
+            )
+        return tokens
 
 
 class TextStream:
