@@ -1,6 +1,7 @@
 """Drafter training: the right thing is learned, from answers alone; packing and chunks change nothing."""
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -531,7 +532,10 @@ def test_a_narrower_drafter_is_trained_saved_and_used(tmp_path: Path, capsys: py
     [
         (["draft", "improve", "tiny"], "tlt draft knows train, measure, export, not 'improve'"),
         (["draft", "train", "tiny", "--out", "x"], "tlt draft train needs --prompts"),
-        (["draft", "train", "tiny", "--prompts", "toy", "--out", __file__], "is a file; expected a directory"),
+        (
+            ["draft", "train", "tiny", "--prompts", "toy", "--out", __file__],
+            "is there already, and nothing is written over",
+        ),
         (["draft", "measure", "x"], "tlt draft measure needs --prompts"),
         (["draft", "measure", "nowhere", "--prompts", "toy"], "no drafter at nowhere"),
         (["draft", "export", "x"], "tlt draft export needs TARGET"),
@@ -564,22 +568,32 @@ def test_what_a_directory_holds_is_never_written_over(
     kept.mkdir()
     (kept / "model.safetensors").write_bytes(b"dear")
     assert main(["draft", *(word.format(kept) for word in arguments)]) == 2
-    assert f"{named} {kept} holds something already" in capsys.readouterr().err
+    assert f"{named} {kept} is there already, and nothing is written over" in capsys.readouterr().err
     assert [file.read_bytes() for file in kept.iterdir()] == [b"dear"]
 
 
 def test_a_drafter_that_cannot_be_saved_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(_drafter: object, path: Path, *_: object, **__: object) -> None:
-        (path / "config.json").write_text("{")
-        raise OSError("the disk is full")
+    """It is elsewhere, and the error says where."""
 
-    source = tmp_path / "source"
+    def half(learned: Eagle, path: Path, *words: Any, **more: Any) -> None:
+        if path.parent == tmp_path:
+            path.mkdir()
+            (path / "config.json").write_text("{")
+            raise OSError("the disk is full")
+        save_drafter(learned, path, *words, **more)
+
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     save_drafter(drafter(), source, POLICY.head_weight, Origin("tiny", ()))
     monkeypatch.setattr("tlt.draft.save_drafter", half)
     monkeypatch.setattr("tlt.draft.open_policy", lambda _: SimpleNamespace(model=POLICY))
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(TltError, match=r"target cannot be written \(the disk is full\); it is at .* instead") as caught:
         draft_export(str(source), str(tmp_path / "target"), "flat", None)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "source"]
+    (kept,) = elsewhere.glob("*/target")
+    assert str(kept) in str(caught.value)
+    assert (kept / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_a_drafter_is_saved_beside_you_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,11 @@ after is measured on answers it never learned from; the latter is kept beside it
 Decides nothing about learning.
 """
 
-import os
-import shutil
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, islice
 from math import inf
 from operator import itemgetter
@@ -30,6 +28,7 @@ from tlt.engine.build import drafter_shape, open_drafter
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
 from tlt.kernels.noise import as_int64
+from tlt.outputs import check_new, write_new
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
@@ -81,27 +80,28 @@ def draft_train(
     """
     console = Console(highlight=False)
     spent = Spent(clock, config.draft.seconds, began_s)
-    with _place_beside(out, "--out") as place:
-        policy = policy or open_policy(config.model)
-        config = replace(config, draft=_sized(config.draft, on_gpu=policy.model.embed.is_cuda))
-        spent.on("opening")
-        learned, held_out = _both_answers(config, policy, prompts, spent, console)
-        drafter = _new_drafter(config, policy, learned)
-        spent.on("answers")
-        held: list[Drawn] = []
-        every = _held(config, policy, drafter.config.taps, held_out, held)
-        before = _measure(drafter, policy, spent.within(_MEASURING).fitting(every))
-        measuring_s = spent.on("measuring")
-        what = f"{len(learned)} answers to learn from; first hits of a drafter that has learned nothing"
-        console.print(f"{what}: {before.fitted.first_hit:.3f}; so far: {spent}", soft_wrap=True)
-        tokens, unrolled = _train(config, policy, drafter, learned, spent, measuring_s, console)
-        seconds = spent.on("training")
-        after = _measure(drafter, policy, held)
-        spent.on("measuring")
-        record = DraftRecord(after.ranks, after.tokens, config.sampling.temperature)
-        origin = _origin(config.model.path, policy, prompts=config.draft.answers)
-        save_drafter(drafter, place, policy.model.head_weight, origin, record=record)
-        spent.on("saving")
+    check_new(Path(out), "--out", directory=True)
+    policy = policy or open_policy(config.model)
+    config = replace(config, draft=_sized(config.draft, on_gpu=policy.model.embed.is_cuda))
+    spent.on("opening")
+    learned, held_out = _both_answers(config, policy, prompts, spent, console)
+    drafter = _new_drafter(config, policy, learned)
+    check_new(Path(out), "--out", sum(weight.nbytes for weight in drafter.parameters()), directory=True)
+    spent.on("answers")
+    held: list[Drawn] = []
+    every = _held(config, policy, drafter.config.taps, held_out, held)
+    before = _measure(drafter, policy, spent.within(_MEASURING).fitting(every))
+    measuring_s = spent.on("measuring")
+    what = f"{len(learned)} answers to learn from; first hits of a drafter that has learned nothing"
+    console.print(f"{what}: {before.fitted.first_hit:.3f}; so far: {spent}", soft_wrap=True)
+    tokens, unrolled = _train(config, policy, drafter, learned, spent, measuring_s, console)
+    seconds = spent.on("training")
+    after = _measure(drafter, policy, held)
+    spent.on("measuring")
+    record = DraftRecord(after.ranks, after.tokens, config.sampling.temperature)
+    origin = _origin(config.model.path, policy, prompts=config.draft.answers)
+    write_new(Path(out), lambda place: save_drafter(drafter, place, policy.model.head_weight, origin, record=record))
+    spent.on("saving")
     _tell(console, after, before)
     _tell_steps(console, config.draft, tokens, unrolled, seconds)
     if after.fitted.first_hit < before.fitted.first_hit + _LEARNED:
@@ -148,16 +148,17 @@ def draft_export(source: str, target: str, form: str, policy_path: str | None) -
         raise ConfigError(f"--format is {form!r}; expected {' or '.join(FORMATS)}")
     words = read_drafter_config(Path(source))
     path = _policy_of(source, words, policy_path)
-    with _place_beside(target, "TARGET") as place:
-        policy = open_policy(ModelSettings(path=path, device="cpu", dtype="float32"))
-        head_VD, embed_VD = policy.model.head_weight, policy.model.embed
-        named = words.get("torch_dtype", "float32")
-        drafter = load_drafter(
-            source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
-        )
-        embedding = embed_VD if formats[0] == "speculators" else None
-        origin, record = _origin(path, policy, prompts=_learned_prompts(words)), read_record(source)
-        save_drafter(drafter, place, head_VD, origin, form=formats[0], embed_VD=embedding, record=record)
+    check_new(Path(target), "TARGET", directory=True)
+    policy = open_policy(ModelSettings(path=path, device="cpu", dtype="float32"))
+    head_VD, embed_VD = policy.model.head_weight, policy.model.embed
+    named = words.get("torch_dtype", "float32")
+    drafter = load_drafter(
+        source, policy.model.config, window=RunConfig().draft.window, head_VD=head_VD, dtype=getattr(torch, named)
+    )
+    embedding = embed_VD if formats[0] == "speculators" else None
+    origin, record = _origin(path, policy, prompts=_learned_prompts(words)), read_record(source)
+    save = partial(save_drafter, form=formats[0], embed_VD=embedding, record=record)
+    write_new(Path(target), lambda place: save(drafter, place, head_VD, origin))
     Console(highlight=False).print(f"saved {target} in the {form} format", soft_wrap=True)
 
 
@@ -171,36 +172,6 @@ def _policy_of(source: str, words: Mapping[str, Any], named: str | None) -> str:
 def _learned_prompts(words: Mapping[str, Any]) -> int:
     """How many of the prompts the drafter was trained with, from the first on, it learned from; 0: not known."""
     return int((words.get("tlt") or {}).get("learned_prompts", 0))
-
-
-@contextmanager
-def _place_beside(out: str, argument: str) -> Iterator[Path]:
-    """An empty directory that gets the name `out` once all is in it, or is removed. What is at `out` already stays."""
-    target = Path(out).resolve()
-    if target.is_file():
-        raise ConfigError(f"{argument} {out} is a file; expected a directory, which need not be there yet")
-    if target.is_dir() and any(target.iterdir()):
-        raise ConfigError(
-            f"{argument} {out} holds something already, and nothing is written over; "
-            f"give {argument} another directory, or remove what is there"
-        )
-    place = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        place.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{argument} {out} cannot be made ({error.strerror}); give {argument} a directory that can"
-        ) from None
-    with ExitStack() as undo:
-        undo.callback(shutil.rmtree, place)
-        yield place
-        undo.pop_all()
-    try:
-        place.rename(target)
-    except OSError as error:
-        raise ConfigError(
-            f"{argument} {out} was taken meanwhile ({error.strerror}); the drafter is at {place}, to be moved"
-        ) from None
 
 
 # ---- answers

@@ -234,16 +234,23 @@ def write_tensors(tensors: Mapping[str, Tensor], directory: Path, shard_bytes: i
     """One file, or shards with an index where the weights exceed `shard_bytes`."""
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
-        save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
+        _save(shards[0], directory / SINGLE)
         (directory / INDEX).unlink(missing_ok=True)  # of an earlier save: readers would follow it
         return
     index: dict[str, Any] = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": {}}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / name, metadata={"format": "pt"})
+        _save(shard, directory / name)
         index["weight_map"].update(dict.fromkeys(shard, name))
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     (directory / SINGLE).unlink(missing_ok=True)  # likewise
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, for instance, as any other way of writing reports it
+        raise OSError(str(error)) from error
 
 
 def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
