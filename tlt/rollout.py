@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tlt import __version__
@@ -33,6 +32,7 @@ from tlt.types import Completion, Key, Prompt, Rollout
 from tlt.watch.directory import ROLLOUTS, held
 from tlt.watch.events import RewardsFailed, RunFinished, StartupFinished, StartupPhase
 from tlt.watch.log import EventLog
+from tlt.watch.progress import WorkProgress
 from tlt.watch.session import Watched
 
 _CHECKED = 16  # answers written a second time, in another batch, to compare
@@ -103,19 +103,17 @@ def _answer(
 ) -> tuple[dict[Key, Completion], float]:
     """The answers, and the seconds they took."""
     started = time.perf_counter()
-    columns = (TextColumn("rollout"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     engine.submit(requests)
     done: dict[Key, Completion] = {}
     heard = 0  # alarms
-    with Progress(*columns, TextColumn("{task.fields[tail]}"), console=console, transient=True) as progress:
-        bar = progress.add_task("rollout", total=len(requests), tail="")
+    with WorkProgress("answers", len(requests), console, time.perf_counter) as shown:
         while not engine.idle:
             for completion in engine.tick():
                 done[completion.key] = completion
             while heard < len(engine.alarms):
                 on_alarm(engine.alarms[heard])
                 heard += 1
-            progress.update(bar, completed=len(done), tail=f"{engine.running} running")
+            shown.at(len(done), f"{engine.running} running")
     done.update((completion.key, completion) for completion in engine.drain())  # raises if a request failed
     return done, time.perf_counter() - started
 

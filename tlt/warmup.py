@@ -13,8 +13,6 @@ from os.path import isfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError
 
 from tlt import __version__
 from tlt.config import RunConfig
@@ -27,10 +25,11 @@ from tlt.tasks.steps import StepsTask
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
 from tlt.train.packing import Example, pack
-from tlt.train.supervised import Pair, StepResult, SupervisedTrainer, batches, encode_pair, endless, read_pairs
+from tlt.train.supervised import Pair, SupervisedTrainer, batches, encode_pair, endless, read_pairs
 from tlt.watch.directory import POLICY, held
 from tlt.watch.events import RunFinished, StartupFinished, StartupPhase, WarmupStep
 from tlt.watch.log import EventLog
+from tlt.watch.progress import WorkProgress
 from tlt.watch.session import Watched
 
 TOKENS_PER_ROW = 32768  # bounds the activations in memory: larger batches accumulate gradients over several rows
@@ -72,13 +71,15 @@ class _Warmup:
         settings = self._config.warmup
         trainer = SupervisedTrainer(policy.model, settings)
         stream = islice(batches(examples, settings.tokens_per_batch), settings.steps)
-        step_started = time.perf_counter()
-        with _Display(settings.steps, self._console) as display:
+        step_started, reached = time.perf_counter(), ""
+        with WorkProgress("steps", settings.steps, self._console, time.perf_counter) as shown:
             for step, result in enumerate(trainer.steps(pack(batch, row_tokens) for batch in stream), start=1):
                 seconds = time.perf_counter() - step_started
                 step_started += seconds
                 self._tell(WarmupStep(step, result.loss, result.answer_tokens, seconds), policy)
-                display.show(result, seconds)
+                reached = f"loss {result.loss:.4f}, {result.tokens / seconds:,.0f} tokens/s"
+                shown.at(step, reached)
+        self._console.print(f"{settings.steps} steps, {reached}", soft_wrap=True)
 
     def _tell(self, event: WarmupStep, policy: Policy) -> None:
         """Where events cannot be written any more, the training ends, and what it has reached is kept."""
@@ -90,10 +91,7 @@ class _Warmup:
 
 
 def _save(policy: Policy, place: Path) -> None:
-    try:
-        save_policy(policy.model, place, tokenizer_from=policy.source)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    save_policy(policy.model, place, tokenizer_from=policy.source)
 
 
 def _examples(config: RunConfig, data: str, tokenizer: Tokenizer, longest: int) -> Iterator[Example]:
@@ -113,24 +111,3 @@ def _task_pairs(task: ToyTask | StepsTask) -> Iterator[Pair]:
         for prompt in task.sample(page, _TASK_PAGE):
             yield Pair(prompt.content, task.solution(prompt), origin=prompt.id)
         page += 1
-
-
-class _Display:
-    """A progress bar with the loss and the pace."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        reached = TextColumn("loss {task.fields[loss]}  {task.fields[pace]} tokens/s")
-        self._progress = Progress(*columns, reached, console=console)
-        self._task = self._progress.add_task("warm-up", total=steps, loss="–", pace="–")
-
-    def show(self, result: StepResult, seconds: float) -> None:
-        pace = f"{result.tokens / seconds:,.0f}"
-        self._progress.update(self._task, advance=1, loss=f"{result.loss:.4f}", pace=pace)
-
-    def __enter__(self) -> "_Display":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._progress.stop()
