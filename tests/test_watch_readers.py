@@ -1,6 +1,7 @@
 """Those who show a run: they tell what the events say, fail in the open, and cannot take the run with them."""
 
 import io
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -177,7 +178,7 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "shown" / "report.html.part").mkdir(parents=True)
+    (tmp_path / "shown" / f".report.html.{os.getpid()}").mkdir(parents=True)
     with pytest.raises(TltError, match=r"report.html cannot be written \(.*events are whole.*`tlt report"):
         watch(config_of(tmp_path), console_of(), events_of_steps(0, 2))
     assert len(steps_of(read_run(tmp_path / "shown"))) == 2

@@ -15,10 +15,10 @@ from typing import Any
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, shown
 from tlt.strict_json import InvalidJson, parse
+from tlt.watch.directory import ROLLOUTS
 from tlt.watch.events import RolloutFinished, StepFinished, read_run
 from tlt.watch.history import counted
 
-_ROLLOUTS = "rollouts.jsonl"  # in the directory of a `tlt rollout`
 _PROMPT_TOKENS = 128  # where nobody knows
 _SAME_PROMPT = 0.5  # of the variance of drawn log lengths, what a prompt's answers share
 
@@ -54,7 +54,7 @@ def trace_of(wanted: str, config: RunConfig) -> Trace:
         return draw_trace(wanted, config)
     path = Path(wanted)
     if isdir(path):
-        if isfile(path / _ROLLOUTS):
+        if isfile(path / ROLLOUTS):
             return _of_rollout(path)
         return _of_training(path)
     if not isfile(path):
@@ -74,7 +74,7 @@ def _of_rollout(path: Path) -> Trace:
     run = read_run(path)
     told = [record.event for record in run.events if isinstance(record.event, RolloutFinished)]
     seconds = told[-1].seconds if told else None
-    asked = _by_prompt(_rows(path / _ROLLOUTS))
+    asked = _by_prompt(_rows(path / ROLLOUTS))
     config = run.config
     return Trace(asked, config.sampling.max_tokens, str(path), seconds, config.cluster.workers, config.spec.drafter)
 

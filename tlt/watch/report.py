@@ -28,7 +28,7 @@ _MOST_ROWS = 400  # of the table of steps
 def write_report(run: Run, directory: str | Path) -> Path:
     """Writes the run's page into its directory, and says where it is."""
     target = Path(directory) / REPORT_FILE
-    aside = target.with_suffix(".html.part")
+    aside = target.with_name(f".{REPORT_FILE}.{os.getpid()}")  # a run may end while `tlt report` tells it
     text = page(run)
     try:
         aside.write_text(text, encoding="utf-8")
