@@ -80,7 +80,7 @@ def test_a_limit_counts_from_when_the_command_began() -> None:
     assert spent.on("opening") == 5.0
     assert spent.until(0.5).left_s == 15.0
     assert spent.until(1.0, less_s=5.0).left_s == 30.0
-    assert spent.within(0.1).left_s == 4.0
+    assert spent.within(0.2).left_s == 7.0
     clock.now += 2.0
     spent.on("answers")
     clock.now += 2.0
@@ -197,7 +197,7 @@ def test_a_limit_that_is_long_enough_changes_nothing(tmp_path: Path, clock: Cloc
     assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
-def test_answers_end_where_half_of_the_time_is_over(
+def test_answers_end_where_half_of_the_time_behind_opening_is_over(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those to learn from and those to measure on are cut alike; of the latter there are some."""
@@ -205,12 +205,12 @@ def test_answers_end_where_half_of_the_time_is_over(
     trained, took, _ = train(clock, tmp_path / "drafter", 20.0)
     assert trained.after.tokens > 0
     assert took <= 20.0
-    assert "half of draft.seconds is over: 0 of 12 answers are whole" in capsys.readouterr().out
+    assert "0 of 12 answers are whole, others were cut short or not begun, for lack of time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("seconds", "measuring_s", "missing"),
-    [(1.0, 0.0, "writing answers"), (4.1, 0.0, "writing answers"), (8.0, 3.0, "a step"), (8.0, 9.0, "a step")],
+    [(1.0, 0.0, "writing answers"), (2.2, 0.0, "writing answers"), (8.0, 3.0, "a step"), (8.0, 9.0, "a step")],
 )
 def test_a_limit_that_leaves_no_time_to_learn_is_an_error(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, measuring_s: float, missing: str

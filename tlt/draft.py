@@ -44,10 +44,10 @@ from tlt.train.supervised import batches, endless
 from tlt.types import Key
 from tlt.watch.progress import WorkProgress
 
-# Shares of a time limit:
-_WRITING = 0.5  # after which answers end as they are
-_MEASURING = 0.1  # that each measurement may take
-_SAVING = 0.03  # left at the end
+# Of a time limit:
+_WRITING = 0.5  # of what is left after opening: then answers end as they are
+_MEASURING = 0.1  # of what is left after writing, for the first measurement; the last one takes no longer
+_SAVING = 0.03  # of all of it
 _FILLING = 0.25  # of the time left for training may pass before the first step
 _ASKED_AGAIN = 0.1  # of the held-out answers may be to prompts that were learned from: a task asks some of them twice
 # Where the settings leave sizes to the device:
@@ -192,15 +192,15 @@ def _both_answers(
     parts = every[:learned], every[learned:]
     order = [(place / len(part), request) for part in parts for place, request in enumerate(part)]
     in_turn = [request for _, request in sorted(order, key=itemgetter(0))]
-    limit = spent.until(_WRITING)
+    limit = spent.within(_WRITING)
     found, whole = _written(config, policy, in_turn, limit, console, spent.clock)
-    if whole < len(every):
-        cut = f"{whole} of {len(every)} answers are whole, others were cut short or not begun"
-        hint = "for more, raise draft.seconds, or lower draft.answers or sampling.max_tokens"
-        console.print(f"half of draft.seconds is over: {cut}; {hint}", style="bold yellow", soft_wrap=True)
     both = tuple([found[request.key] for request in part if request.key in found] for part in parts)
-    if not all(both) and limit.left_s <= 0.0:
-        raise _out_of_time(config, spent, "writing answers")
+    if whole < len(every):
+        if not all(both):
+            raise _out_of_time(config, spent, "writing answers")
+        cut = f"{whole} of {len(every)} answers are whole, others were cut short or not begun, for lack of time"
+        hint = "for more, raise draft.seconds, or lower draft.answers or sampling.max_tokens"
+        console.print(f"{cut}; {hint}", style="bold yellow", soft_wrap=True)
     return _told(both[0]), _told(both[1])
 
 

@@ -73,8 +73,9 @@ class Spent:
         return TimeLimit(self._began_s + share * self._limit_s - less_s, self.clock)
 
     def within(self, share: float) -> TimeLimit:
-        """Ends when such a share of the whole limit has passed from now on."""
-        return TimeLimit(self.clock() + share * self._limit_s, self.clock)
+        """Ends when such a share of what is left of the limit has passed."""
+        now = self.clock()
+        return TimeLimit(now + share * (self._began_s + self._limit_s - now), self.clock)
 
     def __str__(self) -> str:
         return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self._seconds.items())
