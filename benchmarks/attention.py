@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt.kernels import attention, attention_triton, elementwise, elementwise_triton
 from tlt.kernels.attention_plan import Launch, plan_launch
-from tlt.kernels.attention_shares import list_shares
+from tlt.kernels.attention_splits import list_shares
 
 PAGE = 16
 CACHED_BYTES = 120e6  # two L2 caches of an H200: rotate among at least this much

@@ -22,7 +22,7 @@ from tick import busy, engine_of, kernels, policy_of, tick_ms, tree_of
 import tlt.engine.graphs as graphs
 from tlt.bench.variants import Understudy
 from tlt.config import EngineSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
 
@@ -88,14 +88,14 @@ class Stopwatch:
         return found
 
 
-def built(name: str, vocabulary: int, trees: list[Shape]) -> tuple[Engine, Understudy]:
-    chooser, settings = Understudy(), EngineSettings(rows=_ROWS, kv_gib=30)
-    engine, learned = engine_of(policy_of(name), settings, chooser, trees, vocabulary, mlp=0.5)
+def built(name: str, vocabulary: int, trees: list[Shape]) -> tuple[EngineCore, Understudy]:
+    shape_policy, settings = Understudy(), EngineSettings(rows=_ROWS, kv_gib=30)
+    engine, learned = engine_of(policy_of(name), settings, shape_policy, trees, vocabulary, mlp=0.5)
     started = time.perf_counter()
     engine.compile()
     learned.compile(trees)
     print(f"compiled, and graphs that decode captured, in {time.perf_counter() - started:.1f} s", flush=True)
-    return engine, chooser
+    return engine, shape_policy
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
     watch, asked = Stopwatch(), [text.split(":") for text in options.at]
     wanted = [(int(requests), tree_of(tree)) for requests, tree in asked]
     watch.watch_pool()
-    engine, chooser = built(options.shape, options.vocabulary, [tree for _, tree in wanted])
+    engine, shape_policy = built(options.shape, options.vocabulary, [tree for _, tree in wanted])
     record: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions()}
     record |= {"commit": options.commit, "options": {"shape": options.shape, "at": options.at}}
     engine.measure()
@@ -117,7 +117,7 @@ def main() -> None:
     for requests, tree in wanted:
         found: dict[str, Any] = {}
         for choice in (OFF, tree):
-            chooser.now = Fixed(choice)
+            shape_policy.now = Fixed(choice)
             busy(engine, requests, most=280)
             found[str(choice)] = {"tick_ms": tick_ms(engine), **kernels(engine)}
             engine.drain()

@@ -25,12 +25,12 @@ import torch
 
 from tlt.bench.machine import describe
 from tlt.config import EngineSettings, SpecSettings
-from tlt.engine.build import chooser_of, shapes_of
-from tlt.spec.acceptance import Track, Walked
-from tlt.spec.chooser import Outcome
+from tlt.engine.build import shape_policy_of, shapes_of
+from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.costs import CAPTURE, DRAFT, EXTEND, LOOKUP, POLICY, Measured
-from tlt.spec.lessons import looked_into
+from tlt.spec.feedback import looked_into
 from tlt.spec.shape import MOST_NODES, OFF, Shape
+from tlt.spec.shape_policy import Outcome
 from tlt.spec.tuner import Tuner
 
 LEARNED = "eagle"
@@ -39,7 +39,7 @@ PER_DEPTH, PER_RANK = 0.97, 0.4  # what is left of it one deeper, and at the nex
 NOISE = 0.03  # of a tick's time
 WINDOW = 512  # positions that a learned drafter takes in at most
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-UNSEEN = tuple(Walked(accepted, ()) for accepted in range(MOST_NODES))
+UNSEEN = tuple(AcceptResult(accepted, ()) for accepted in range(MOST_NODES))
 
 
 # ---- the world
@@ -93,34 +93,32 @@ class World:
             self.alone += 1
             self._write([1] * batch)
             return Outcome(OFF, batch, (), seconds, to_come=self.to_come)
-        walks = self._walks(shape)
+        results = self._walks(shape)
         self.verifies += batch
-        self._write([walked.accepted + 1 for walked in walks])
-        behind = self.alone if LEARNED in shape.drafters and self.alone > 1 else 0
-        caught_up_s = 0.4e-3 + 1e-6 * behind * batch if behind else 0.0
+        self._write([walked.accepted + 1 for walked in results])
+        lag = self.alone if LEARNED in shape.drafters and self.alone > 1 else 0
+        caught_up_s = 0.4e-3 + 1e-6 * lag * batch if lag else 0.0
         self.alone = 0 if LEARNED in shape.drafters else self.alone + 1
         drafts_s = [50e-6] * len(shape.drafters)
-        return Outcome(
-            *(shape, batch, walks, seconds, caught_up_s, drafts_s, caught_up_s, behind), to_come=self.to_come
-        )
+        return Outcome(*(shape, batch, results, seconds, caught_up_s, drafts_s, caught_up_s, lag), to_come=self.to_come)
 
     @property
-    def behind(self) -> int:
+    def lag(self) -> int:
         return min(self.alone, WINDOW)
 
-    def _walks(self, shape: Shape) -> list[Walked]:
-        """A few with what each drafter named, as `tlt.spec.lessons` picks them."""
+    def _walks(self, shape: Shape) -> list[AcceptResult]:
+        """A few with what each drafter named, as `tlt.spec.feedback` picks them."""
         looked = set(looked_into(len(self.left), self.verifies))
-        walks = []
+        results = []
         for row, request in enumerate(self.left):
-            tracks = tuple(self._track(drafter, shape) for drafter in shape.drafters)
-            accepted = max(len(one.ranks) for one in tracks)
+            rank_hits = tuple(self._track(drafter, shape) for drafter in shape.drafters)
+            accepted = max(len(one.ranks) for one in rank_hits)
             if shape.share:  # the others' nodes were likelier
                 accepted = min(accepted, int(shape.share - 1.0 + self.luck.random()))
-            walks.append(Walked(accepted, tracks, request) if row in looked else UNSEEN[accepted])
-        return walks
+            results.append(AcceptResult(accepted, rank_hits, request) if row in looked else UNSEEN[accepted])
+        return results
 
-    def _track(self, drafter: str, shape: Shape) -> Track:
+    def _track(self, drafter: str, shape: Shape) -> RankHits:
         ranks: list[int] = []
         for depth in range(shape.depth):
             chance = FIRST[drafter] * PER_DEPTH**depth
@@ -130,8 +128,8 @@ class World:
                     break
                 chance *= PER_RANK
             else:
-                return Track(tuple(ranks), shape.width)
-        return Track(tuple(ranks))
+                return RankHits(tuple(ranks), shape.width)
+        return RankHits(tuple(ranks))
 
     def _write(self, tokens: Sequence[int]) -> None:
         left = ((request, n - written) for (request, n), written in zip(self.left.items(), tokens, strict=True))
@@ -154,7 +152,7 @@ class Timed:
 
 def tuner_of(drafter: str) -> Tuner:
     """The engine's own."""
-    tuner = chooser_of(SpecSettings(drafter=drafter, path="new"), EngineSettings().rows, measured(), on_gpu=True)
+    tuner = shape_policy_of(SpecSettings(drafter=drafter, path="new"), EngineSettings().rows, measured(), on_gpu=True)
     assert isinstance(tuner, Tuner)
     return tuner
 
@@ -162,16 +160,16 @@ def tuner_of(drafter: str) -> Tuner:
 def rollouts(drafter: str, options: argparse.Namespace) -> list[Timed]:
     """The same calls every time."""
     tuner = tuner_of(drafter)
-    tuner.expect(options.cap)
+    tuner.set_max_len(options.cap)
     world, ticks = World(random.Random(options.seed)), []
     for rollout in range(options.rollouts):
         if rollout:
             tuner.drafter_changed(LEARNED)
         world.begin(options.requests, options.median, options.sigma, options.cap)
         while world.left:
-            batch, behind, evaluations = len(world.left), world.behind, tuner.evaluations
+            batch, lag, evaluations = len(world.left), world.lag, tuner.evaluations
             started = time.perf_counter_ns()
-            shape = tuner.choose(batch, behind)
+            shape = tuner.choose(batch, lag)
             chosen = time.perf_counter_ns()
             outcome = world.tick(shape)
             told = time.perf_counter_ns()

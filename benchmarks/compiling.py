@@ -45,7 +45,7 @@ from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
 from tlt.spec.backlog import ROOM, TAKEN_IN
-from tlt.spec.sharpening import MOST_ROWS
+from tlt.spec.beta import MOST_ROWS
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _PROCESSORS = 132
@@ -154,13 +154,13 @@ def go_through(engine: Any, learned: Any, config: RunConfig) -> None:
     for shape, rows in product(shapes, sizes):
         if rows * shape.width > _MOST_TOKENS:
             continue
-        grove = learned._grove(shape.width)
-        for part in (*learned._levels(rows, grove), learned._pruning(rows, grove, shape)):
+        builder = learned._builder(shape.width)
+        for part in (*learned._levels(rows, builder), learned._pruning(rows, builder, shape)):
             part.work(rows)
     for most, room, rows in product(TAKEN_IN, ROOM, sizes):
         learned._taking_in(rows, most, room).work(rows)
-    roots_Rv, vocab = learned._grove(1).root_logits_Rv, learned.drafter.token_of_draft_v
-    learned._sharpening.run_idle(roots_Rv, learned._draws(MOST_ROWS), learned._memory.ready_R, vocab)
+    roots_Rv, vocab = learned._builder(1).root_logits_Rv, learned.drafter.token_of_draft_v
+    learned._beta_probe.run_idle(roots_Rv, learned._draws(MOST_ROWS), learned._memory.ready_R, vocab)
 
 
 def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
@@ -181,11 +181,11 @@ def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
         NoProducts(),
     ):
         learned = build.learned_drafting(policy, config)
-        chooser = build.chooser_of(config.spec, config.engine.rows, on_gpu=True)
+        shape_policy = build.shape_policy_of(config.spec, config.engine.rows, on_gpu=True)
         seconds = []
         for _ in range(2):
             started = time.perf_counter()
-            engine: Any = build.speculating_engine(policy, config, chooser, learned)
+            engine: Any = build.speculating_engine(policy, config, shape_policy, learned)
             seconds.append(time.perf_counter() - started)
         before = kernels.copy()
         compile_ahead(partial(go_through, engine, learned, config))

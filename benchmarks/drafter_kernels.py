@@ -91,7 +91,7 @@ class Bench:
         """Every part by its name; the results of both ways are alike."""
         model, layer, options = self.model, drafter_triton if fused else drafter, {"pdl": True}
         attention, named = (ring_attention_triton, candidates_triton) if fused else (ring_attention, candidates)
-        grow = growth_triton.deepen if fused else growth.deepen
+        grow = growth_triton.expand if fused else growth.expand
         key = (self.keys.seed_N, self.keys.request_N, self.keys.position_N)
         beside = (self.nodes.k_RKNd, self.nodes.v_RKNd, self.seen)
         return {

@@ -29,7 +29,7 @@ from tlt.bench.lab import check_shape, widened
 from tlt.bench.machine import describe
 from tlt.bench.prompts import token_prompts
 from tlt.config import EngineSettings, ModelSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.kernels.linear import weigh
 from tlt.kernels.linear_table import choose_exact
@@ -62,7 +62,7 @@ class Recall(NoSpeculation):
     def choose(self, running: int) -> Shape:
         return CHAIN if running else OFF
 
-    def foresee(self, running: int) -> Shape:
+    def choose_next(self, running: int) -> Shape:
         return self.choose(running)
 
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
@@ -74,7 +74,7 @@ class Recall(NoSpeculation):
         return Draft(tokens, tuple(range(-1, len(tokens) - 1)), (0.5,) * len(tokens))
 
     def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
     ) -> None:
         self.verifies += len(emitted)
         self.emitted += sum(map(len, emitted))
@@ -94,11 +94,11 @@ class Bench:
         plain = self._answer(self._requests, exact, len(self._requests))
         few = self._requests[: self._arguments.alone]
         alone = self._answer(few, exact, 1)
-        recall = Recall(plain)
-        speculated = self._answer(self._requests, exact, len(self._requests), recall)
+        load_prior = Recall(plain)
+        speculated = self._answer(self._requests, exact, len(self._requests), load_prior)
         return {
             "alone": compared(plain, alone),
-            "speculation": {**compared(plain, speculated), "accept_length": recall.emitted / recall.verifies},
+            "speculation": {**compared(plain, speculated), "accept_length": load_prior.emitted / load_prior.verifies},
         }
 
     def _answer(
@@ -108,10 +108,10 @@ class Bench:
         engine.submit(requests)
         return {completion.key: completion for completion in engine.drain()}
 
-    def _engine(self, exact: bool, rows: int, speculation: Recall | None = None) -> Engine:
+    def _engine(self, exact: bool, rows: int, speculation: Recall | None = None) -> EngineCore:
         torch.cuda.empty_cache()
         settings = EngineSettings(rows=rows, exact=exact, kv_gib=KV_GIB)
-        return Engine(self._policy.model, self._policy.tokenizer, settings, speculation=speculation)
+        return EngineCore(self._policy.model, self._policy.tokenizer, settings, speculation=speculation)
 
     # ---- time
 

@@ -1,4 +1,4 @@
-"""What a draft level gains by matrices in 8 bits (`spec.light`), and which tiles read them fastest.
+"""What a draft level gains by matrices in 8 bits (`spec.quantized`), and which tiles read them fastest.
 
     python benchmarks/light.py [--shapes 7b 1.5b] [--buckets 16 32 64] [--seconds 120] [--out light.json]
 
@@ -43,9 +43,9 @@ from linear import (
 )
 from torch import Tensor
 
-from tlt.kernels.linear import Light, Matrix, fine
+from tlt.kernels.linear import Matrix, QuantizedMatrix, fine
 from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import Config, choose, choose_light
+from tlt.kernels.linear_table import Config, choose, choose_quantized
 from tlt.kernels.linear_triton import linear, skinny_linear
 
 _ROTATING = 400e6  # bytes of weights that take turns
@@ -75,22 +75,24 @@ class Bench:
         self.layer = layer
         copies = max(2, int(_ROTATING // layer.bytes))
         fine = [torch.randn(layer.rows, layer.k, device="cuda").mul_(0.02).bfloat16() for _ in range(copies)]
-        self.weights = [Light.of(weight) for weight in fine]
+        self.weights = [QuantizedMatrix.of(weight) for weight in fine]
         self.x = torch.randn(m, layer.k, device="cuda").bfloat16()
         self.options = extras(layer, m)
 
-    def fine(self, weight: Light) -> Tensor:
+    def fine(self, weight: QuantizedMatrix) -> Tensor:
         return linear(self.x, weight.fine_NK, pdl=True, **self.options)
 
     def by(self, weight: Matrix, config: Config) -> Tensor:
         return skinny_linear(self.x, weight, config, pdl=True, **self.options)
 
-    def error(self, config: Config, light: bool) -> float:
+    def error(self, config: Config, quantized: bool) -> float:
         weight = self.weights[0]
         wide = {key: value.float() if isinstance(value, Tensor) else value for key, value in self.options.items()}
-        read = weight.light_NK.float() * weight.scale_N[:, None] if light else weight.fine_NK.float()
+        read = weight.light_NK.float() * weight.scale_N[:, None] if quantized else weight.fine_NK.float()
         expected = torch_linear(self.x.float(), read, **wide)
-        return float((self.by(weight if light else fine(weight), config).float() - expected).norm() / expected.norm())
+        return float(
+            (self.by(weight if quantized else fine(weight), config).float() - expected).norm() / expected.norm()
+        )
 
     def seconds(self, run: Any) -> float:
         calls = max(16, len(self.weights))
@@ -134,12 +136,12 @@ def around(config: Config) -> list[Config]:
     return list(dict.fromkeys(found))
 
 
-def compile_one(layer: Layer, m: int, config: Config, light: bool) -> bool:
+def compile_one(layer: Layer, m: int, config: Config, quantized: bool) -> bool:
     """In a worker, which leaves the kernels in Triton's cache."""
     try:
         weight = torch.zeros(layer.rows, layer.k, dtype=torch.bfloat16, device="cuda")
         x = torch.zeros(m, layer.k, dtype=torch.bfloat16, device="cuda")
-        skinny_linear(x, Light.of(weight) if light else weight, config, pdl=True, **extras(layer, m))
+        skinny_linear(x, QuantizedMatrix.of(weight) if quantized else weight, config, pdl=True, **extras(layer, m))
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  compilers' complaints have no common base, and must not end the run
         print(f"  {brief(config)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
@@ -147,32 +149,34 @@ def compile_one(layer: Layer, m: int, config: Config, light: bool) -> bool:
     return True
 
 
-def compiled(workers: ProcessPoolExecutor, layer: Layer, m: int, configs: list[Config], light: bool) -> list[Config]:
+def compiled(
+    workers: ProcessPoolExecutor, layer: Layer, m: int, configs: list[Config], quantized: bool
+) -> list[Config]:
     """Those that compile, by workers beside each other; all, if a compiler took a worker down: then here."""
     try:
-        jobs = [workers.submit(compile_one, layer, m, config, light) for config in configs]
+        jobs = [workers.submit(compile_one, layer, m, config, quantized) for config in configs]
         return [config for config, job in zip(configs, jobs, strict=True) if job.result()]
     except BrokenProcessPool:
         print("  a worker died while compiling", flush=True)
-        return [config for config in configs if compile_one(layer, m, config, light)]
+        return [config for config in configs if compile_one(layer, m, config, quantized)]
 
 
 Timed = list[tuple[float, Config]]
 
 
-def search(bench: Bench, bucket: int, workers: ProcessPoolExecutor, known: Config | None, light: bool) -> Timed:
+def search(bench: Bench, bucket: int, workers: ProcessPoolExecutor, known: Config | None, quantized: bool) -> Timed:
     """What was tried, the fastest first: whole waves, then what lies around the best two."""
     timed: Timed = []
-    configs = to_try(bench.layer, bucket, known, 1 if light else 2)
+    configs = to_try(bench.layer, bucket, known, 1 if quantized else 2)
     for _ in range(2):
         tried = {config for _, config in timed}
         new = [config for config in configs if config not in tried]
-        for config in compiled(workers, bench.layer, TUNED_AT[bucket], new, light):
-            if not (error := bench.error(config, light)) < _WRONG:
+        for config in compiled(workers, bench.layer, TUNED_AT[bucket], new, quantized):
+            if not (error := bench.error(config, quantized)) < _WRONG:
                 print(f"  WRONG {bench.layer.name} {brief(config)}: {error:.1e}", flush=True)
                 continue
             by = partial(bench.by, config=config)
-            timed.append((bench.seconds(by if light else lambda weight, by=by: by(fine(weight))), config))
+            timed.append((bench.seconds(by if quantized else lambda weight, by=by: by(fine(weight))), config))
         timed.sort(key=lambda pair: pair[0])
         if not timed:
             raise SystemExit(f"no tiles for {bench.layer.name} could be run")
@@ -185,8 +189,8 @@ def tune(layer: Layer, bucket: int, workers: ProcessPoolExecutor) -> tuple[dict[
     bench, shape = Bench(layer, m), (m, layer.n, layer.k, layer.gated)
     fine_s = bench.seconds(bench.fine)
     light_s = bench.seconds(lambda weight: linear(bench.x, weight, pdl=True, **bench.options))
-    tuned = search(bench, bucket, workers, choose(*shape), light=False)  # or tuning would seem a gain of 8 bits
-    timed = search(bench, bucket, workers, choose_light(*shape) or choose(*shape), light=True)
+    tuned = search(bench, bucket, workers, choose(*shape), quantized=False)  # or tuning would seem a gain of 8 bits
+    timed = search(bench, bucket, workers, choose_quantized(*shape) or choose(*shape), quantized=True)
     best_s, best = timed[0]
     print(
         f"{layer.name:11} N={layer.n:5} K={layer.k:5} M<={bucket:3}  16 bits {fine_s * 1e6:6.1f} us, best"
@@ -212,10 +216,10 @@ def levels(hidden: int, vocabulary: int) -> list[dict[str, Any]]:
     for rows in _LEVEL_ROWS:
         level = Level(hidden, rows, 1)
         level.head = level.head[:vocabulary].contiguous()
-        fine_us = time_call(lambda one=level: one.level(True, growth_triton.deepen), calls=14)
-        level.model.lighten()
-        level.head = Light.of(level.head)  # type: ignore[assignment]
-        light_us = time_call(lambda one=level: one.level(True, growth_triton.deepen), calls=14)
+        fine_us = time_call(lambda one=level: one.level(True, growth_triton.expand), calls=14)
+        level.model.quantize()
+        level.head = QuantizedMatrix.of(level.head)  # type: ignore[assignment]
+        light_us = time_call(lambda one=level: one.level(True, growth_triton.expand), calls=14)
         print(
             f"a level of {rows:3} requests, hidden {hidden}, {vocabulary} tokens: {fine_us:6.1f} us, light"
             f" {light_us:6.1f}",
@@ -234,7 +238,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", nargs="*", type=int, default=[1024, 16384])
     parser.add_argument("--seconds", type=float, default=120, help="stop tuning after this long; 0: levels alone")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "light.json")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "quantized.json")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tlt.kernels.elementwise_triton import rms_norm
-from tlt.kernels.linear import Weighed
+from tlt.kernels.linear import PreNormed
 from tlt.kernels.linear import linear as torch_linear
 from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
 from tlt.kernels.linear_triton import composed_linear, room_for, skinny_linear, take_rows
@@ -763,10 +763,12 @@ class Model:
         logits = torch.empty(len(normed), self.shape.vocab, device="cuda")
         return self.run(replace(self.shape.head(), norm=False), normed, self.head, route, out=logits)
 
-    def read(self, layer: Layer, stream: Tensor | Weighed, weight: Tensor, route: str) -> Tensor:
+    def read(self, layer: Layer, stream: Tensor | PreNormed, weight: Tensor, route: str) -> Tensor:
         return self.run(layer, stream, weight, route, norm_weight=self.norm, norm_eps=EPS, gated=layer.gated)
 
-    def add(self, layer: Layer, x: Tensor, weight: Tensor, stream: Tensor | Weighed, route: str) -> Tensor | Weighed:
+    def add(
+        self, layer: Layer, x: Tensor, weight: Tensor, stream: Tensor | PreNormed, route: str
+    ) -> Tensor | PreNormed:
         hidden, config = rows_of(stream), self.config(layer, len(x))
         if route == "carried" and config is not None:
             stream = room_for(hidden, self.norm, config.block_n)
@@ -774,15 +776,15 @@ class Model:
             return stream
         return self.run(layer, x, weight, route, residual=hidden, out=hidden)
 
-    def run(self, layer: Layer, x: Tensor | Weighed, weight: Tensor, route: str, **options: Any) -> Tensor:
+    def run(self, layer: Layer, x: Tensor | PreNormed, weight: Tensor, route: str, **options: Any) -> Tensor:
         config, pdl = self.config(layer, len(rows_of(x))), route in ("dependent", "carried")
         if route == "library" or config is None:
             return composed_linear(rows_of(x), weight, pdl=pdl, **options)
         return skinny_linear(x, weight, config, pdl=pdl, **options)
 
 
-def rows_of(x: Tensor | Weighed) -> Tensor:
-    return x.x_MD if isinstance(x, Weighed) else x
+def rows_of(x: Tensor | PreNormed) -> Tensor:
+    return x.x_MD if isinstance(x, PreNormed) else x
 
 
 def warm_up(shape: Shape, m: int, table: Best, route: str) -> None:

@@ -105,7 +105,7 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "capture_s": {name: [done.capture_s for done in runs[name]] for name in (TUNER, WARM)},
         "spent": {name: [done.spent for done in runs[name]] for name in (TUNER, WARM)},
         "once_s": {
-            name: [done.speculation and done.speculation.once_s for done in runs[name]] for name in (TUNER, WARM)
+            name: [done.speculation and done.speculation.one_off_s for done in runs[name]] for name in (TUNER, WARM)
         },
         "shapes": {name: [_used(done) for done in runs[name]] for name in (TUNER, WARM)},
         "tuner_by_turn": by_turn(seconds[PLAIN], seconds[TUNER]),
@@ -118,7 +118,7 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
         "accept_length": tuner.accept_length,
         "off_share": tuner.off_share,
         "explored_ms": 1e3 * tuner.tuner.explored_s if tuner.tuner else None,
-        "once_ms": 1e3 * tuner.once_s,
+        "once_ms": 1e3 * tuner.one_off_s,
         "identical_share": divergence(reports[PLAIN], reports[TUNER])["identical_share"],
     }
 

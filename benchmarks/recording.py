@@ -11,13 +11,13 @@ from tlt.bench.options import RolloutScale
 from tlt.bench.variants import Stage, Variant, Written
 from tlt.config import RunConfig
 from tlt.engine.build import shapes_of
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import GraphPool, PoolReport, buckets
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
-from tlt.spec.chooser import Outcome
 from tlt.spec.shape import Shape
 from tlt.spec.shape import by_batch as ticks_by_batch
+from tlt.spec.shape_policy import Outcome
 
 _GIB = 1024**3
 _ROLES = ("policy", "drafter", "drafter taking in")  # graphs that a shape needs at every batch size
@@ -31,8 +31,8 @@ class Tick:
     shape: Shape
     tokens: int  # emitted by all of them
     seconds: float | None  # without what is done once; None: it cannot be told
-    once_s: float  # drafters catching up, captures
-    walks: tuple[tuple[Hashable, int], ...] = ()  # whose answer, and by how many tokens it grew
+    one_off_s: float  # drafters catching up, captures
+    results: tuple[tuple[Hashable, int], ...] = ()  # whose answer, and by how many tokens it grew
 
 
 class Recording(Stage):
@@ -47,9 +47,9 @@ class Recording(Stage):
         told, choosers = self._choosers.observe, vars(self._choosers)
 
         def observe(outcome: Outcome) -> tuple[Alarm, ...]:
-            walks = tuple((walked.request, walked.accepted + 1) for walked in outcome.walks)
-            emitted = outcome.batch if outcome.shape.off else sum(tokens for _, tokens in walks)
-            self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.once_s, walks))
+            results = tuple((walked.request, walked.accepted + 1) for walked in outcome.results)
+            emitted = outcome.batch if outcome.shape.off else sum(tokens for _, tokens in results)
+            self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.one_off_s, results))
             return told(outcome)
 
         choosers["observe"] = observe  # the engine calls it on this very object
@@ -100,7 +100,7 @@ def small_batch(plain: Written, latest: Mapping[str, Sequence[Tick]], most: int)
             "accept_length": length,
             "speedup": speedup,
             "speedup_per_accept": speedup / length,
-            "once_ms": 1e3 * sum(tick.once_s for tick in told),
+            "once_ms": 1e3 * sum(tick.one_off_s for tick in told),
         }
     return found
 
@@ -116,10 +116,10 @@ def switching(latest: Mapping[str, Sequence[Tick]]) -> dict[str, Any]:
         if firsts:
             found[name] = {
                 "times": len(firsts),
-                "mean_ms": 1e3 * mean(tick.once_s for tick in firsts),
-                "largest_ms": 1e3 * max(tick.once_s for tick in firsts),
+                "mean_ms": 1e3 * mean(tick.one_off_s for tick in firsts),
+                "largest_ms": 1e3 * max(tick.one_off_s for tick in firsts),
                 "requests": [tick.batch for tick in firsts[:8]],
-                "first_ms": [1e3 * tick.once_s for tick in firsts[:8]],
+                "first_ms": [1e3 * tick.one_off_s for tick in firsts[:8]],
             }
     return found
 
@@ -127,7 +127,7 @@ def switching(latest: Mapping[str, Sequence[Tick]]) -> dict[str, Any]:
 # ---- costs
 
 
-def tick_costs(ticks: Sequence[Tick], chooser: Any) -> list[dict[str, Any]]:
+def tick_costs(ticks: Sequence[Tick], shape_policy: Any) -> list[dict[str, Any]]:
     """By shape and number of requests (up to the power of two named): what ticks took, and what the tuner foresees."""
     told: dict[tuple[int, Shape], list[Tick]] = defaultdict(list)
     for tick in ticks:
@@ -136,7 +136,7 @@ def tick_costs(ticks: Sequence[Tick], chooser: Any) -> list[dict[str, Any]]:
     found = []
     for (size, shape), some in sorted(told.items()):
         batch = round(mean(tick.batch for tick in some))
-        length, seconds = chooser.expected(shape, batch) if hasattr(chooser, "expected") else (None, None)
+        length, seconds = shape_policy.expected(shape, batch) if hasattr(shape_policy, "expected") else (None, None)
         found.append(
             {
                 "requests": f"≤ {size}",
@@ -168,7 +168,7 @@ def by_context(latest: Mapping[str, Sequence[Tick]]) -> dict[str, dict[str, Any]
         most, grown = used.most_common(1)[0][0], Counter[Hashable]()
         seen: dict[int, list[int]] = defaultdict(list)
         for tick in ticks:
-            for request, tokens in tick.walks:
+            for request, tokens in tick.results:
                 if tick.shape == most and request is not None:
                     seen[max(_SHORT, 1 << grown[request].bit_length())].append(tokens)
                 grown[request] += tokens
@@ -236,7 +236,7 @@ def pool_row(report: PoolReport) -> dict[str, Any]:
 
 def _private_graphs(policy: Policy, config: RunConfig) -> tuple[float, float]:
     """Bytes of a decode graph that shares nothing: what every one costs, and what a token adds (least squares)."""
-    engine = Engine(policy.model, policy.tokenizer, replace(config.engine, kv_gib=0.5))
+    engine = EngineCore(policy.model, policy.tokenizer, replace(config.engine, kv_gib=0.5))
     inside: Any = engine
     points = []
     for size in (size for size in _MEASURED_SIZES if size <= config.engine.rows):

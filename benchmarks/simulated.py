@@ -30,7 +30,7 @@ from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config, take_flags
 from tlt.sim.book import words_of
 from tlt.sim.trace import Asked, Trace
-from tlt.simulate import Foreseen, foresee
+from tlt.simulate import Foreseen, choose_next
 from tlt.tasks.toy import ToyTask
 
 _WARM_UP = 2  # rollouts of a tuner before those that count
@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
         for name, written in runs.items():
             written.append(stage.write(Variant(name)))
             print(f"{name}: {written[-1].seconds:.2f} s, {written[-1].ticks} ticks", flush=True)
-    found = foresee(book, trace_of(runs[PLAIN][-1], prompts, cap), config, workers=1, rollouts=1 + _WARM_UP)
+    found = choose_next(book, trace_of(runs[PLAIN][-1], prompts, cap), config, workers=1, rollouts=1 + _WARM_UP)
     return {
         "machine": asdict(describe(policy.model.embed.device, options.commit)),
         "book": words_of(book),

@@ -43,10 +43,10 @@ from workloads import WORKLOADS
 from tlt.bench.machine import free_memory
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine, learned_drafting
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TltError
 from tlt.recipe import load_config, take_flags
-from tlt.spec.candidates import GREEDY, Sharpness
+from tlt.spec.candidates import GREEDY, BetaCalibrator
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
 
@@ -108,7 +108,7 @@ def drafts(options: argparse.Namespace, config: RunConfig) -> None:
 
 def _accepted(setting: Setting, shape: Shape, beta: float | None) -> dict[str, Any]:
     """Of a whole rollout in one shape. `beta` None is fitted as it goes."""
-    with patch("tlt.spec.sharpening.Sharpness", Sharpness if beta is None else lambda: _Constant(beta)):
+    with patch("tlt.spec.beta.BetaCalibrator", BetaCalibrator if beta is None else lambda: _Constant(beta)):
         learned = learned_drafting(setting.policy, setting.config)
     assert learned is not None
     engine = build_engine(setting.policy, setting.config, Fixed(shape), learned)
@@ -135,7 +135,7 @@ def fidelity(options: argparse.Namespace, config: RunConfig) -> None:
     setting = set_up(options, config, options.groups)
     runs = {}
     for rows in (options.rows_large, options.rows_small):
-        engine = Engine(setting.policy.model, setting.policy.tokenizer, replace(setting.config.engine, rows=rows))
+        engine = EngineCore(setting.policy.model, setting.policy.tokenizer, replace(setting.config.engine, rows=rows))
         asked = requests(setting, setting.cap, group_size=1)
         runs[rows] = answer(engine, asked if rows != options.rows_small else asked[: options.alone])
         del engine

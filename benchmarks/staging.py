@@ -20,7 +20,7 @@ from tlt.bench.machine import describe
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import PLAIN, Variant, Written
 from tlt.config import RunConfig
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.policy import Policy, open_policy
 from tlt.replay import Difference
@@ -120,7 +120,7 @@ def requests(setting: Setting, cap: int, group_size: int = 0) -> list[Request]:
     return [Request(Key(seed, number), prompt, params, f"prompt {i}") for number, (i, prompt) in enumerate(pairs)]
 
 
-def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
+def answer(engine: EngineCore, asked: Sequence[Request]) -> list[Completion]:
     engine.submit(asked)
     return sorted(engine.drain(), key=lambda completion: completion.key.request)
 

@@ -82,7 +82,7 @@ class Tail:
     """The engine, on a stream of its own, with a few requests that end when they are told to."""
 
     def __init__(self, policy: Policy, config: RunConfig, stream: Any, priority: int) -> None:
-        self._policy, self._stream, self._chooser, self._keys = policy, stream, Fixed(OFF), list[Key]()
+        self._policy, self._stream, self._shape_policy, self._keys = policy, stream, Fixed(OFF), list[Key]()
 
         class Urgent(graphs.GraphPool[Any]):
             def __init__(self, device: torch.device) -> None:
@@ -90,10 +90,10 @@ class Tail:
                 self._side = torch.cuda.Stream(device, priority=priority)
 
         with on(stream), patch.object(runner, "GraphPool", Urgent):
-            self._engine = build.build_engine(policy, config, self._chooser)
+            self._engine = build.build_engine(policy, config, self._shape_policy)
 
     def begin(self, batch: int, shape: Shape, prompt: int) -> None:
-        self._chooser._shape, self._policy.tokenizer.eos_ids = shape, frozenset()
+        self._shape_policy._shape, self._policy.tokenizer.eos_ids = shape, frozenset()
         config, source = self._policy.model.config, random.Random(batch)
         params = SamplingParams(max_tokens=config.max_positions - prompt)  # more than will be measured
         self._keys = [Key(1, number) for number in range(batch)]

@@ -2,7 +2,7 @@
 
     python benchmarks/tick.py [--shape 7b] [--requests 8] [--tree 15x1/16] [--vocabulary 1024] [--out tick.json]
 
-In 16 and in 8 bits (`spec.light`): seconds of a tick beside those of a plain one, then every kernel of a few ticks, as
+In 16 and in 8 bits (`spec.quantized`): seconds of a tick and of a plain one; then the kernels of a few ticks as
 the profiler saw them: how often in a tick, how long, and for how long no kernel ran. Random drafts are seldom right,
 which changes no kernel: all are padded to what the shape may accept.
 """
@@ -23,15 +23,15 @@ from linear import SHAPES, versions
 from torch.profiler import ProfilerActivity, profile
 
 from tlt.config import EngineSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.transformer import Transformer
 from tlt.policy import TINY_POLICY
-from tlt.spec.chooser import TunerPolicy
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
+from tlt.spec.shape_policy import ShapePolicy
 from tlt.spec.speculation import Speculating
 from tlt.text import Tokenizer
 from tlt.types import Key, SamplingParams
@@ -54,25 +54,25 @@ def tree_of(text: str) -> Shape:
 def engine_of(
     model: Transformer,
     settings: EngineSettings,
-    chooser: TunerPolicy,
+    shape_policy: ShapePolicy,
     trees: Sequence[Shape],
     vocabulary: int,
     *,
-    light: bool = True,
+    quantized: bool = True,
     mlp: float = 1.0,
-) -> tuple[Engine, LearnedDrafting]:
+) -> tuple[EngineCore, LearnedDrafting]:
     """With a random drafter, for a chooser of these trees."""
     deepest, widest = max(tree.depth for tree in trees), max(tree.verify for tree in trees)
     config = EagleConfig.of_policy(model.config, window=512, draft_vocab=vocabulary, mlp=mlp)
     drafter = Eagle(config, dtype=torch.bfloat16, device="cuda")
     drafter.init_weights(0, torch.arange(config.draft_vocab) if config.reduced else None)
-    learned = LearnedDrafting(drafter, model, settings.rows, deepest, light=light)
-    speculating = Speculating([learned], chooser, learned=learned, deepest=deepest, widest=widest)
+    learned = LearnedDrafting(drafter, model, settings.rows, deepest, quantized=quantized)
+    speculating = Speculating([learned], shape_policy, learned=learned, deepest=deepest, widest=widest)
     tokenizer = Tokenizer.load(TINY_POLICY)
-    return Engine(model, tokenizer, settings, taps=config.taps, speculation=speculating), learned
+    return EngineCore(model, tokenizer, settings, taps=config.taps, speculation=speculating), learned
 
 
-def busy(engine: Engine, requests: int, most: int = 3000) -> None:
+def busy(engine: EngineCore, requests: int, most: int = 3000) -> None:
     """Gives it answers to write that do not end for long."""
     params = SamplingParams(max_tokens=most, ignore_eos=True)
     prompts = torch.randint(10, 900, (requests, _PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
@@ -81,7 +81,7 @@ def busy(engine: Engine, requests: int, most: int = 3000) -> None:
         engine.tick()
 
 
-def tick_ms(engine: Engine) -> float:
+def tick_ms(engine: EngineCore) -> float:
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(_TIMED):
@@ -90,7 +90,7 @@ def tick_ms(engine: Engine) -> float:
     return 1e3 * (time.perf_counter() - started) / _TIMED
 
 
-def kernels(engine: Engine) -> dict[str, Any]:
+def kernels(engine: EngineCore) -> dict[str, Any]:
     """Microseconds and launches of each kernel in a tick."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         for _ in range(_PROFILED):
@@ -117,7 +117,7 @@ def kernels(engine: Engine) -> dict[str, Any]:
 @torch.no_grad()
 def levels_ms(learned: LearnedDrafting, rows: int, tree: Shape) -> dict[str, float]:
     """All levels of a tree but the first: a graph for each, and one graph for all."""
-    _, level = learned._levels(rows, learned._grove(tree.width))
+    _, level = learned._levels(rows, learned._builder(tree.width))
     count, found = tree.depth - 1, {}
     for each in (1, count):
         graph = torch.cuda.CUDAGraph()
@@ -149,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     model, tree = policy_of(options.shape), tree_of(options.tree)
     settings = EngineSettings(rows=options.requests, kv_gib=8)
-    plain = Engine(model, Tokenizer.load(TINY_POLICY), settings)
+    plain = EngineCore(model, Tokenizer.load(TINY_POLICY), settings)
     busy(plain, options.requests)
     record: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
@@ -159,12 +159,16 @@ def main() -> None:
         "plain_tick_ms": tick_ms(plain),
     }
     print(f"plain {record['plain_tick_ms']:.3f} ms", flush=True)
-    for light in options.light:
-        engine, learned = engine_of(model, settings, Fixed(tree), [tree], options.vocabulary, light=light == "true")
+    for quantized in options.quantized:
+        engine, learned = engine_of(
+            model, settings, Fixed(tree), [tree], options.vocabulary, quantized=quantized == "true"
+        )
         busy(engine, options.requests)
         found = {"tick_ms": tick_ms(engine), **kernels(engine), **levels_ms(learned, options.requests, tree)}
-        record[f"light {light}"] = found
-        print(f"{options.tree}, light {light}: {found['tick_ms']:.3f} ms, idle {found['idle_us']:.0f} us", flush=True)
+        record[f"light {quantized}"] = found
+        print(
+            f"{options.tree}, light {quantized}: {found['tick_ms']:.3f} ms, idle {found['idle_us']:.0f} us", flush=True
+        )
         print("  " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if "graph" in name), flush=True)
         for row in found["kernels"][:32]:
             print(f"  {row['us']:8.1f} us  {row['launches']:6.1f} x  {row['name']}", flush=True)

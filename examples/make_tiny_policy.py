@@ -22,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as CharacterTokenizer
 
 from tlt.config import ToySettings, WarmupSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
@@ -190,7 +190,7 @@ def report(directory: Path, prompts: int) -> None:
 
 def measure(directory: Path, prompts: int) -> tuple[Sequence[float], Sequence[Completion]]:
     tokenizer = Tokenizer.load(directory)
-    engine = Engine(load_policy(directory), tokenizer)
+    engine = EngineCore(load_policy(directory), tokenizer)
     task = ToyTask()
     asked = task.sample(0, prompts)
     params = SamplingParams(temperature=1.0, max_tokens=1024)

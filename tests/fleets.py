@@ -214,7 +214,7 @@ def with_workers(workers: int, **cluster: Any) -> RunConfig:
 def wait_for_everyone(fleet: RayFleet, workers: int) -> None:
     """Until those who were lost have successors."""
     given_up = time.monotonic() + DEAD_S
-    while len(fleet._crew.members) < workers:
+    while len(fleet._actors.members) < workers:
         assert time.monotonic() < given_up
         fleet._heal("rollout")
         time.sleep(0.05)

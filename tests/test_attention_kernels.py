@@ -17,7 +17,7 @@ from tlt.kernels import attention, elementwise
 
 pytest.importorskip("triton")
 from tlt.kernels import attention_triton, elementwise_triton
-from tlt.kernels.attention_shares import list_shares
+from tlt.kernels.attention_splits import list_shares
 
 GPU = torch.cuda.is_available()
 WHERE = {attention: ("cpu", torch.float64), elementwise: ("cpu", torch.float64)} | dict.fromkeys(

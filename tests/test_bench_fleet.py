@@ -33,8 +33,8 @@ def rollouts(count: int, beside: float, cpu: float = 1.0, mood: float = 0.0, oth
             active = at_it(now, 20.0)
             if active and (not spans or spans[-1][1] < now):
                 spans.append((now, (now // 20 + 1) * 20))
-            usual = (1.0 + tick % 2) * (1.0 + mood * now / 1000.0) * (9.0 if mood and tick == 33 else 1.0)
-            columns.append((now, usual * (beside if active else 1.0), cpu if active else 1.0))
+            baseline = (1.0 + tick % 2) * (1.0 + mood * now / 1000.0) * (9.0 if mood and tick == 33 else 1.0)
+            columns.append((now, baseline * (beside if active else 1.0), cpu if active else 1.0))
             now += columns[-1][1]
         began_s, wall_s, cpu_s = zip(*columns, strict=True)
         found.append(Rollout(Ticks(began_s, wall_s, cpu_s), (tuple(spans),) * others))

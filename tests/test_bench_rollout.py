@@ -127,10 +127,10 @@ def test_every_tuner_knows_its_drafters_record_once(tmp_path: Path) -> None:
     record = DraftRecord(((0.8, 0.1),), places=100, temperature=1.0)
     save_drafter(drafter, tmp_path, model.head_weight, Origin("tiny", ()), record=record)
     here = stage(config=replace(CONFIG, spec=replace(SPEC, drafter="eagle", path=str(tmp_path))))
-    for chooser in (here.warm, here.chooser(Variant(TUNER)), here.chooser(Variant(TUNER))):
-        assert isinstance(chooser, Tuner)
-        assert chooser.expected(Shape(("eagle",), 2, 1, 3), 1)[0] == pytest.approx(1 + 0.8 + 0.64, rel=0.02)
-        assert chooser._acceptance.evidence(("eagle",)) == pytest.approx(TunerSettings().recall_worth)
+    for shape_policy in (here.warm, here.shape_policy(Variant(TUNER)), here.shape_policy(Variant(TUNER))):
+        assert isinstance(shape_policy, Tuner)
+        assert shape_policy.expected(Shape(("eagle",), 2, 1, 3), 1)[0] == pytest.approx(1 + 0.8 + 0.64, rel=0.02)
+        assert shape_policy._acceptance.evidence(("eagle",)) == pytest.approx(TunerSettings().prior_weight)
 
 
 def test_a_rollout_finds_nothing_of_the_one_before() -> None:
@@ -268,11 +268,11 @@ def check_the_records(records: dict[str, list[dict[str, Any]]]) -> None:
     names = [variant.name for variant in variants(SPEC)]
     assert [record["variant"] for record in records["runs"]] == [*names, *names, PLAIN]
     assert [record["variant"] for record in records["time"]] == names
-    answers, verdict = records["answers"][0], records["verdict"][0]
+    completions, verdict = records["answers"][0], records["verdict"][0]
     assert verdict["all_identical"] is True
     for record in records["speculation"]:
         assert (record["identical"], record["common_tokens"]) == (6, record["of_tokens"])
-        assert record["of_tokens"] == answers["tokens"]
+        assert record["of_tokens"] == completions["tokens"]
     fixed = records["speculation"][3]
     assert fixed["verifies"] > 0
     assert fixed["off_share"] == 0

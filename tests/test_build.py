@@ -10,15 +10,15 @@ from tests.test_speculation import tokens_of
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import Stage
 from tlt.config import DraftSettings, EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import NEW, build_engine, chooser_of, open_drafter, shapes_of
+from tlt.engine.build import NEW, build_engine, open_drafter, shape_policy_of, shapes_of
 from tlt.engine.chunks import copied_slots
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.engine.scheduler import Copy
 from tlt.errors import ConfigError, ModelError
 from tlt.fleet import Worker
 from tlt.kernels import compiling
-from tlt.model.linear import reads_light
+from tlt.model.linear import reads_quantized
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.eagle_files import Origin, save_drafter
@@ -29,8 +29,8 @@ from tlt.tasks.choose import task_of
 from tlt.types import Key, SamplingParams
 
 
-@pytest.mark.parametrize("chooser", ["tuner", "beg-mab", "fixed"])
-def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(chooser: str) -> None:
+@pytest.mark.parametrize("shape_policy", ["tuner", "beg-mab", "fixed"])
+def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(shape_policy: str) -> None:
     config = RunConfig(sampling=SamplingParams(max_tokens=160))
     policy, task = open_policy(config.model), task_of(config)
     batch = [
@@ -39,7 +39,7 @@ def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(choos
         for j in range(4)
     ]
     rollouts = []
-    for spec in (SpecSettings(), SpecSettings(drafter="suffix", chooser=chooser)):  # type: ignore[arg-type]
+    for spec in (SpecSettings(), SpecSettings(drafter="suffix", shape_policy=shape_policy)):  # type: ignore[arg-type]
         engine = build_engine(policy, replace(config, spec=spec))
         engine.submit(batch)
         rollouts.append(tokens_of({completion.key: completion for completion in engine.drain()}))
@@ -61,9 +61,9 @@ def test_nobody_guesses_unless_asked() -> None:
 
 
 def test_one_shape_is_the_deepest_chain_in_every_tick() -> None:
-    spec = SpecSettings(drafter="both", path="x", chooser="fixed")
-    chooser = chooser_of(spec, rows=8)
-    assert {chooser.choose(batch) for batch in (1, 8)} == {Shape(("eagle",), depth=15, width=1, verify=16)}
+    spec = SpecSettings(drafter="both", path="x", shape_policy="fixed")
+    shape_policy = shape_policy_of(spec, rows=8)
+    assert {shape_policy.choose(batch) for batch in (1, 8)} == {Shape(("eagle",), depth=15, width=1, verify=16)}
 
 
 def test_a_drafter_that_is_not_there_is_an_error() -> None:
@@ -73,9 +73,9 @@ def test_a_drafter_that_is_not_there_is_an_error() -> None:
 
 
 def tuner_of(spec: SpecSettings) -> Tuner:
-    chooser = chooser_of(spec, rows=8)
-    assert isinstance(chooser, Tuner)
-    return chooser
+    shape_policy = shape_policy_of(spec, rows=8)
+    assert isinstance(shape_policy, Tuner)
+    return shape_policy
 
 
 def test_a_new_tuner_knows_what_its_drafter_was_measured_to_accept(tmp_path: Path) -> None:
@@ -91,14 +91,14 @@ def test_a_new_tuner_knows_what_its_drafter_was_measured_to_accept(tmp_path: Pat
         assert tuner_of(apart).expected(chain, 1)[0] == stranger
     for drafter in ("suffix", "none"):
         assert tuner_of(replace(spec, drafter=drafter)).report().ticks == 0  # has no use for it
-    for chooser in ("beg-mab", "fixed"):
-        assert not chooser_of(replace(spec, chooser=chooser), 8).choose(1).off
+    for shape_policy in ("beg-mab", "fixed"):
+        assert not shape_policy_of(replace(spec, shape_policy=shape_policy), 8).choose(1).off
 
 
 def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{}")
     with pytest.raises(ModelError, match=r"acceptance\.json is no record of a drafter"):
-        chooser_of(SpecSettings(drafter="eagle", path=str(tmp_path)), rows=8)
+        shape_policy_of(SpecSettings(drafter="eagle", path=str(tmp_path)), rows=8)
 
 
 def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> None:
@@ -106,10 +106,10 @@ def test_requests_share_what_is_verified_on_a_gpu_where_a_tuner_chooses() -> Non
     shared = {shape for shape in shapes_of(spec) if shape.share}
     assert {shape.drafters for shape in shared} == {("eagle",), ("suffix",)}
     assert not any(shape.share for shape in shapes_of(spec, exact=True))
-    for chooser in ("beg-mab", "fixed"):
-        assert not any(shape.share for shape in shapes_of(replace(spec, chooser=chooser)))
+    for shape_policy in ("beg-mab", "fixed"):
+        assert not any(shape.share for shape in shapes_of(replace(spec, shape_policy=shape_policy)))
     for on_gpu in (True, False):
-        tuner = chooser_of(spec, 8, on_gpu=on_gpu)
+        tuner = shape_policy_of(spec, 8, on_gpu=on_gpu)
         assert isinstance(tuner, Tuner)
         assert shared & set(tuner._shapes) == (shared if on_gpu else set())
 
@@ -120,11 +120,11 @@ def test_drafts_are_light_only_where_a_gpu_reads_them(monkeypatch: pytest.Monkey
 
         is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda")
 
-    assert RunConfig().spec.light
-    assert not reads_light(torch.zeros(1, dtype=torch.bfloat16))
+    assert RunConfig().spec.quantized
+    assert not reads_quantized(torch.zeros(1, dtype=torch.bfloat16))
     for capability, expected in (((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert reads_light(OnGPU()) == expected  # type: ignore[arg-type]
+        assert reads_quantized(OnGPU()) == expected  # type: ignore[arg-type]
 
 
 def test_a_drafter_from_nothing_is_as_wide_as_asked() -> None:
@@ -143,15 +143,19 @@ def test_settings_that_allow_no_tree_are_refused() -> None:
 
 def test_more_sizes_than_the_bandit_has_ranges_for_are_refused() -> None:
     sizes, more = tuple(range(2, 8)), tuple(range(2, 9))
-    spec = SpecSettings(drafter="suffix", chooser="beg-mab", depths=(1,), widths=tuple(range(1, 8)), verifies=sizes)
-    assert isinstance(chooser_of(spec, 64), Bandit)
+    spec = SpecSettings(
+        drafter="suffix", shape_policy="beg-mab", depths=(1,), widths=tuple(range(1, 8)), verifies=sizes
+    )
+    assert isinstance(shape_policy_of(spec, 64), Bandit)
     with pytest.raises(ConfigError, match="verifies has 7 sizes"):
-        chooser_of(replace(spec, verifies=more), 64)
+        shape_policy_of(replace(spec, verifies=more), 64)
 
 
 def test_what_a_drafters_record_promises_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Shape, int, bool]] = []
-    monkeypatch.setattr(Engine, "ready", lambda engine, shape, size, filtered: asked.append((shape, size, filtered)))
+    monkeypatch.setattr(
+        EngineCore, "ready", lambda engine, shape, size, filtered: asked.append((shape, size, filtered))
+    )
     config = RunConfig(engine=EngineSettings(rows=4), spec=SpecSettings(drafter="eagle", path=NEW))
     policy = open_policy(config.model)
     save_drafter(open_drafter(policy, config), tmp_path, policy.model.head_weight, Origin("tiny", ()))
@@ -184,9 +188,9 @@ def test_what_an_engine_runs_is_compiled_when_it_is_built(
 ) -> None:
     """The policy's part, and a learned drafter's, before anything is timed."""
     order: list[str] = []
-    measure = Engine.measure
+    measure = EngineCore.measure
     monkeypatch.setattr(compiling, "compile_ahead", lambda work: order.append("compiled"))
-    monkeypatch.setattr(Engine, "measure", lambda engine: (order.append("measured"), measure(engine))[1])
+    monkeypatch.setattr(EngineCore, "measure", lambda engine: (order.append("measured"), measure(engine))[1])
     path = NEW if drafter == "eagle" else ""
     config = RunConfig(spec=SpecSettings(drafter=drafter, path=path), engine=EngineSettings(rows=2, kv_gib=0.01))
     build_engine(open_policy(config.model), config)
@@ -197,7 +201,7 @@ def test_what_an_engine_runs_is_compiled_when_it_is_built(
 def test_engines_to_compare_with_are_compiled_for_what_is_asked(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or those that decode plainly would capture graphs while they are timed."""
     compiled: list[bool] = []
-    monkeypatch.setattr(Engine, "compile", lambda engine, *, filtered=False: compiled.append(filtered))
+    monkeypatch.setattr(EngineCore, "compile", lambda engine, *, filtered=False: compiled.append(filtered))
     config = RunConfig(engine=EngineSettings(rows=4), sampling=SamplingParams(max_tokens=8, top_p=top_p))
     Worker(config).plain_engine()
     Stage(open_policy(config.model), config, [(3, 4, 5)], RolloutScale(1, 2, 8, 1))

@@ -56,12 +56,12 @@ def test_walks_are_thinned_as_the_engine_does_it() -> None:
     world = choosing.World(random.Random(0))
     world.begin(64, median=200.0, sigma=0.0, cap=500)
     outcome = world.tick(Shape(("eagle",), 4, 2, 7))
-    assert len(outcome.walks) == outcome.batch == 64
-    assert sum(bool(walked.tracks) for walked in outcome.walks) == 8
-    assert outcome.behind == choosing.WINDOW, "who was never asked has everything to take in"
+    assert len(outcome.results) == outcome.batch == 64
+    assert sum(bool(walked.rank_hits) for walked in outcome.results) == 8
+    assert outcome.lag == choosing.WINDOW, "who was never asked has everything to take in"
     written = sum(200 - left for left in world.left.values())
-    assert written == 64 + sum(walked.accepted for walked in outcome.walks)
-    assert (world.tick(OFF).walks, world.behind) == ((), 1)
+    assert written == 64 + sum(walked.accepted for walked in outcome.results)
+    assert (world.tick(OFF).results, world.lag) == ((), 1)
 
 
 def test_all_shapes_at_once_are_what_each_is_alone() -> None:
@@ -72,12 +72,12 @@ def test_all_shapes_at_once_are_what_each_is_alone() -> None:
         world.begin(48, median=120.0, sigma=1.0, cap=900)
         while world.left:
             batch = len(world.left)
-            tuner.observe(world.tick(tuner.choose(batch, world.behind)))
+            tuner.observe(world.tick(tuner.choose(batch, world.lag)))
             if tuner._ticks % 7 == 0:
                 looked += 1
                 check_all(tuner, batch)
             if tuner._ticks % 70 == 0:  # a run turns out to cost something else
-                tuner.know([Measured(POLICY, size, choosing.policy_s(size) * 2) for size in (8, 64)] * 5)
+                tuner.load_costs([Measured(POLICY, size, choosing.policy_s(size) * 2) for size in (8, 64)] * 5)
                 check_all(tuner, batch)
     assert looked > 40
     assert tuner._acceptance._real

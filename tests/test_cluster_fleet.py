@@ -18,9 +18,9 @@ import ray
 from tests.clocks import Clock
 from tests.fleets import CONFIG, DEAD_S, Letters, TinyHost, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
-from tlt.cluster import crew as crew_module
+from tlt.cluster import actors as crew_module
 from tlt.cluster import ray_fleet
-from tlt.cluster.crew import Crew
+from tlt.cluster.actors import ActorGroup
 from tlt.cluster.messages import News, RollReport
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.timeline import Span
@@ -102,16 +102,16 @@ class Crowd:
     def tell(self, event: Event) -> None:
         self.story.events.append(event)
         if isinstance(event, WorkerLost):
-            for member in self.fleet._crew.members.values():
+            for member in self.fleet._actors.members.values():
                 member.actor.let_go.remote()
 
     def actor(self, rank: int) -> Any:
-        return self.fleet._crew.members[self.fleet._crew.ranks[rank]].actor
+        return self.fleet._actors.members[self.fleet._actors.ranks[rank]].actor
 
     def begin(self) -> None:
         wait_for_everyone(self.fleet, self.config.cluster.workers)
         self.story = Story()
-        self.fleet._crew.losses = 0
+        self.fleet._actors.losses = 0
         for rank in range(self.config.cluster.workers):
             actor = self.actor(rank)
             ray.get([actor.take.remote(self._first), actor.be_usual.remote()])
@@ -126,7 +126,7 @@ class Crowd:
         return run(self.config, self.fleet, self.story, steps)
 
     def prints(self) -> list[int]:
-        return list(self.fleet._crew.ask_all("fingerprint").answers.values())
+        return list(self.fleet._actors.ask_all("fingerprint").answers.values())
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_replay_is_timed_as_the_rollout_is(crowd: Crowd, alone: Story, monkeyp
 
         monkeypatch.setattr(owner, method, call)
 
-    slower(Crew, "ask_all", 1000.0)
+    slower(ActorGroup, "ask_all", 1000.0)
     slower(RayFleet, "_heal", 1000.0)
     slower(Dispatch, "answered", 1.0)
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
@@ -215,7 +215,7 @@ def test_a_worker_that_is_killed_in_a_replay_is_done_without(crowd: Crowd, alone
 def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
     story = crowd.run(1)
     before = len(story.of(DrafterTrained))
-    actors = [member.actor for member in crowd.fleet._crew.members.values()]
+    actors = [member.actor for member in crowd.fleet._actors.members.values()]
     given_up = time.monotonic() + DEAD_S
 
     def micro_steps() -> int:
@@ -236,7 +236,7 @@ def test_a_writer_takes_the_same_ticks_beside_those_who_train(crowd: Crowd) -> N
     assert (len(found.training), len(found.counting)) == (2, 2)
     assert len({len(run.ticks.wall_s) for run in (*found.training, *found.counting)}) == 1
     for rollout in (*found.training, *found.counting):
-        assert len(rollout.active) == len(crowd.fleet._crew.members) - 1
+        assert len(rollout.active) == len(crowd.fleet._actors.members) - 1
         for spans in rollout.active:
             assert all(began < ended for began, ended in spans)
 
@@ -245,7 +245,7 @@ def test_a_writer_takes_the_same_ticks_beside_those_who_train(crowd: Crowd) -> N
 def test_a_checkpoint_is_gone_on_from(
     crowd: Crowd, alone: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
 ) -> None:
-    monkeypatch.setattr(crowd.fleet._crew, "on_this_machine", lambda seat: same_machine)
+    monkeypatch.setattr(crowd.fleet._actors, "on_this_machine", lambda seat: same_machine)
     crowd.run(1)
     crowd.fleet.snapshot()(tmp_path)
     run(crowd.config, crowd.fleet, Story(), 2, first=1)  # what is to be forgotten
@@ -260,7 +260,7 @@ def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
     crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
 ) -> None:
     """On a clock that goes on by a third of the limit whenever it is asked how far the checkpoint is."""
-    crew, clock, looks = crowd.fleet._crew, Clock(), 12
+    actors, clock, looks = crowd.fleet._actors, Clock(), 12
     wait_while_it_moves = crew_module.wait_while_it_moves
 
     def wait(awaited: Any, ask: Callable[[], Any], limit_s: float) -> None:
@@ -274,15 +274,15 @@ def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
 
     clock.used_by(monkeypatch, crew_module)
     monkeypatch.setattr(ray_fleet, "wait_while_it_moves", wait)
-    monkeypatch.setattr(crew, "on_this_machine", lambda seat: same_machine)
-    ray.get([member.actor.write_slowly.remote(12) for member in crew.members.values()])
+    monkeypatch.setattr(actors, "on_this_machine", lambda seat: same_machine)
+    ray.get([member.actor.write_slowly.remote(12) for member in actors.members.values()])
     write = crowd.fleet.snapshot()
     write(tmp_path)
     assert len(list(tmp_path.glob("*.piece"))) == 12
     assert looks <= 0, "four times the limit has passed"
     crowd.fleet.restore(tmp_path, 1)  # it is whole
     looks = 10**6
-    ray.get([member.actor.write_slowly.remote(1, alone=True) for member in crew.members.values()])
+    ray.get([member.actor.write_slowly.remote(1, alone=True) for member in actors.members.values()])
     (tmp_path / "next").mkdir()
     with pytest.raises(CheckpointError, match="was lost or hung"):
         crowd.fleet.snapshot()(tmp_path / "next")
@@ -338,17 +338,17 @@ class Steady:
 
 
 def test_a_worker_that_hangs_is_lost_too(crowd: Crowd, alone: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, steady = crowd.fleet._crew, Steady(monkeypatch, others=2)
-    hung, heard = crew.ranks[0], crew._heard
+    actors, steady = crowd.fleet._actors, Steady(monkeypatch, others=2)
+    hung, heard = actors.ranks[0], actors._heard
 
     def hearing(seat: int, call: Any) -> Iterator[tuple[int, News]]:
-        before = crew.members[seat].progress
+        before = actors.members[seat].progress
         yield from heard(seat, call)
-        if seat != hung and seat in crew.members and crew.members[seat].progress != before:
+        if seat != hung and seat in actors.members and actors.members[seat].progress != before:
             steady.moved(seat)
 
-    monkeypatch.setattr(crew, "_heard", hearing)
-    monkeypatch.setattr(crew, "_config", with_workers(3, hang_s=3.0))
+    monkeypatch.setattr(actors, "_heard", hearing)
+    monkeypatch.setattr(actors, "_config", with_workers(3, hang_s=3.0))
     crowd.arm(0, "rollout", 5, signal.SIGSTOP)
     story = crowd.run(1)
     assert story.tokens == alone.tokens[:1]
@@ -357,7 +357,7 @@ def test_a_worker_that_hangs_is_lost_too(crowd: Crowd, alone: Story, monkeypatch
 
 def test_what_takes_long_is_waited_for_as_long_as_it_moves(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update may take longer than a worker may hang; whoever stands still for so long is lost, the others not."""
-    crew, steady = crowd.fleet._crew, Steady(monkeypatch, others=2)
+    actors, steady = crowd.fleet._actors, Steady(monkeypatch, others=2)
     still_s, began_s = crew_module._Pulse.still_s, steady.clock.now
 
     def looked(pulse: Any) -> float:
@@ -370,14 +370,14 @@ def test_what_takes_long_is_waited_for_as_long_as_it_moves(crowd: Crowd, monkeyp
     monkeypatch.setattr(crew_module._Pulse, "still_s", looked)
     monkeypatch.setattr(crew_module, "_GRACE_S", 0.0)
     monkeypatch.setattr(crew_module, "_BEAT_S", -1.0)  # it is always time to ask how far they are
-    monkeypatch.setattr(crew, "_config", with_workers(3, hang_s=3.0))
-    seats = list(crew.members)
-    toiling = {seat: crew.members[seat].actor.toil.remote(moving=seat != seats[1]) for seat in seats}
-    found = crew.ask(toiling, "update")
+    monkeypatch.setattr(actors, "_config", with_workers(3, hang_s=3.0))
+    seats = list(actors.members)
+    toiling = {seat: actors.members[seat].actor.toil.remote(moving=seat != seats[1]) for seat in seats}
+    found = actors.ask(toiling, "update")
     assert steady.clock.now > began_s + 3.0
     assert sorted(found.answers) == [seats[0], *seats[2:]]
     assert found.lost == (seats[1],)
-    assert seats[1] not in crew.members
+    assert seats[1] not in actors.members
 
 
 def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyone: Crowd) -> None:
@@ -386,9 +386,9 @@ def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyon
     fleet = RayFleet(config, story.events.append, host=TinyHost)
     try:
         same(run(config, fleet, story), alone)
-        prints = fleet._crew.ask_all("fingerprint").answers.values()
+        prints = fleet._actors.ask_all("fingerprint").answers.values()
         assert len(set(prints)) == 1
-        ray.get(fleet._crew.members[fleet._crew.ranks[1]].actor.arm.remote("publish"))
+        ray.get(fleet._actors.members[fleet._actors.ranks[1]].actor.arm.remote("publish"))
         with pytest.raises(StateLost, match="its part of the policy"):
             run(config, fleet, Story(), steps=1)
     finally:
@@ -398,8 +398,8 @@ def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyon
 def test_reports_of_all_workers_become_one() -> None:
     """What was accepted and what switching cost is told of all; what was saved, of the one that wrote longest."""
     own = [
-        RolloutReport(30, 12, 5.0, ((4, "off", 3),), (("eagle", (0.8, 0.5)),), switches=2, once_s=0.25),
-        RolloutReport(10, 4, 2.0, ((4, "off", 4),), (("eagle", (0.4,)),), switches=1, once_s=0.5),
+        RolloutReport(30, 12, 5.0, ((4, "off", 3),), (("eagle", (0.8, 0.5)),), switches=2, one_off_s=0.25),
+        RolloutReport(10, 4, 2.0, ((4, "off", 4),), (("eagle", (0.4,)),), switches=1, one_off_s=0.5),
     ]
     spans = [(Span("rolling", 0.0, 3.0), Span("idle", 3.0, 6.0)), (Span("rolling", 0.0, 9.0),)]
     fleet = RayFleet.__new__(RayFleet)
@@ -408,4 +408,4 @@ def test_reports_of_all_workers_become_one() -> None:
     assert told.saved_s == 2.0
     assert dict(told.by_depth) == {"eagle": (pytest.approx(0.7), 0.5)}
     assert (told.verifies, told.accepted, told.chosen) == (40, 16, ((4, "off", 7),))
-    assert (told.switches, told.once_s) == (3, 0.75)
+    assert (told.switches, told.one_off_s) == (3, 0.75)

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from tests.fleets import Letters, TinyHost, is_stopped, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
-from tlt.cluster.crew import Member
+from tlt.cluster.actors import Member
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.config import RunConfig
 from tlt.fleet import LocalFleet
@@ -65,7 +65,7 @@ def test_a_run_across_two_nodes_survives_the_loss_of_one(
     def emit(event: Event) -> None:
         events.append(event)
         if event == PhaseStarted(2, "rollout"):
-            (gone,) = [m for m in fleet._crew.members.values() if m.environment.node == second.node_id]
+            (gone,) = [m for m in fleet._actors.members.values() if m.environment.node == second.node_id]
             ray.get(gone.actor.arm.remote("rollout", 5, signal.SIGSTOP))
             threading.Thread(target=lose, args=(gone,)).start()
         if event == PhaseStarted(3, "rollout"):
@@ -74,7 +74,7 @@ def test_a_run_across_two_nodes_survives_the_loss_of_one(
 
     fleet = RayFleet(config, emit, host=TinyHost)
     try:
-        assert len({member.environment.node for member in fleet._crew.members.values()}) == 2  # a worker on each
+        assert len({member.environment.node for member in fleet._actors.members.values()}) == 2  # a worker on each
         assert tokens_of(fleet, config, emit) == expected
     finally:
         fleet.close()

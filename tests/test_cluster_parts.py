@@ -17,7 +17,7 @@ from tlt.cli import main
 from tlt.cluster import transfer
 from tlt.cluster.ring import MeetingPlace, Ring, RingBroken
 from tlt.cluster.timeline import Span, seconds_of
-from tlt.cluster.together import Desk, Mean, Parted, Together
+from tlt.cluster.together import GradientDesk, Mean, Parted, Together
 from tlt.cluster.transfer import fingerprint, on_host, read_files, write_files
 from tlt.dispatch import Dispatch, deal
 from tlt.engine.request import Request
@@ -167,7 +167,7 @@ def test_a_ring_of_one_is_no_ring() -> None:
 # ---- training together
 
 
-def member(desk: Desk, number: int, session: int, together: Together) -> None:
+def member(desk: GradientDesk, number: int, session: int, together: Together) -> None:
     """Gives at the leader's desk, as calls from another process would."""
 
     def exchange(own: np.ndarray) -> Mean:
@@ -180,7 +180,7 @@ def member(desk: Desk, number: int, session: int, together: Together) -> None:
 
 
 def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
-    desk, present = Desk(0), [1, 2]
+    desk, present = GradientDesk(0), [1, 2]
     wishes = [threading.Thread(target=desk.wish, args=(number, DEAD_S)) for number in present]
     for wish in wishes:
         wish.start()
@@ -220,7 +220,7 @@ def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
 
 
 def test_the_leader_waits_for_nobody_who_is_gone() -> None:
-    desk = Desk(0)
+    desk = GradientDesk(0)
     desk.open([1], None)
     mean = desk.mean(np.ones(2), list, lambda: True)
     assert mean.vector.tolist() == [1.0, 1.0]
@@ -228,7 +228,7 @@ def test_the_leader_waits_for_nobody_who_is_gone() -> None:
 
 
 def test_who_asks_again_has_left_the_session() -> None:
-    desk = Desk(0)
+    desk = GradientDesk(0)
     desk.open([1], None)
     again = threading.Thread(target=desk.wish, args=(1, DEAD_S))
     again.start()
@@ -239,7 +239,7 @@ def test_who_asks_again_has_left_the_session() -> None:
 
 
 def test_nobody_is_admitted_in_vain() -> None:
-    assert Desk(0).wish(1, 0.01) is None
+    assert GradientDesk(0).wish(1, 0.01) is None
 
 
 def test_alone_nothing_is_averaged() -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from tests.test_tuner import SHAPES, best_rate
 from tests.tuning import LEARNED, MODEL_FREE, Curve, World, pad, steady, table, tick_s
+from tlt.spec.batch_state import BatchSizeState
+from tlt.spec.budget import Budget
 from tlt.spec.costs import TickCosts
-from tlt.spec.ledger import Ledger
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.stand import Stand
 from tlt.spec.tuner import Tuner, TunerSettings
 
 
@@ -177,28 +177,28 @@ def test_nothing_is_learned_of_a_shape_in_a_bad_moment() -> None:
 
 
 def test_slow_ticks_are_a_reason_if_nearly_all_are() -> None:
-    settings, stand = TunerSettings(), Stand(usual_s=1.0)
+    settings, state = TunerSettings(), BatchSizeState(usual_s=1.0)
     for tick in range(400):
-        stand.took(2.0 if tick % 3 == 0 else 1.05, settings)
-        assert not stand.is_slower(tick, settings)
+        state.took(2.0 if tick % 3 == 0 else 1.05, settings)
+        assert not state.is_slower(tick, settings)
     for _ in range(settings.slower_ticks):
-        stand.took(1.2, settings)
-    assert stand.is_slower(400, settings)
+        state.took(1.2, settings)
+    assert state.is_slower(400, settings)
     for asked in range(5):
-        stand.compare(400, 4, 0.0, True, settings)
-        assert stand.wary == 400 + min(settings.check_pause << asked + 1, settings.slower_pause)
-        assert not stand.is_slower(10**6, settings), "what comes after it is the new measure"
+        state.compare(400, 4, 0.0, True, settings)
+        assert state.wary == 400 + min(settings.check_pause << asked + 1, settings.slower_pause)
+        assert not state.is_slower(10**6, settings), "what comes after it is the new measure"
 
 
 def test_a_comparison_that_has_a_reason_is_lent_if_those_before_lost_little() -> None:
-    ledger = Ledger(0.01, spent=1000.0, lost=10.0)
-    assert ledger.left == 0.0
-    assert ledger.lends(3.0)
-    ledger.book(3.0, True)
-    assert not ledger.lends(3.0)
-    ledger.book(-3.5, True)
-    assert (ledger.compared, ledger.lost) == (0.0, 9.5)
-    assert ledger.lends(3.0)
+    budget = Budget(0.01, spent=1000.0, lost=10.0)
+    assert budget.left == 0.0
+    assert budget.lends(3.0)
+    budget.book(3.0, True)
+    assert not budget.lends(3.0)
+    budget.book(-3.5, True)
+    assert (budget.compared, budget.lost) == (0.0, 9.5)
+    assert budget.lends(3.0)
 
 
 @pytest.mark.parametrize("read_once", [False, True])

@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt.cli import main
 from tlt.config import DraftSettings
 from tlt.draft import _not_held_out, draft_export
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import TltError
 from tlt.kernels import distribution
@@ -315,7 +315,7 @@ def test_a_spoilt_drafter_is_said_to_be_spoilt() -> None:
 def test_accept_lengths_are_those_of_drafting_for_real() -> None:
     """Every start of every answer drafted with `extend` and `step` along the true tokens, candidate by candidate."""
     params = SamplingParams(max_tokens=14)
-    engine = Engine(POLICY, tiny.letters())
+    engine = EngineCore(POLICY, tiny.letters())
     engine.submit([Request(Key(7, number), (5, 9 + number, 3), params) for number in range(3)])
     done = [completion for completion in engine.drain() if len(completion.tokens) > 1]
     given = [Example(c.prompt_tokens + c.tokens, len(c.prompt_tokens)) for c in done]

@@ -26,7 +26,7 @@ from tlt.drafting.states import (
     measure_states,
 )
 from tlt.drafting.trainer import OnlineDrafter, hold_out, load_weights
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.transformer import Transformer
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -63,7 +63,7 @@ def answers(
     policy: Transformer, *, prompts: int = 12, group: int = 2, length: int = 30, start: int = 0
 ) -> list[Completion]:
     """What the policy writes."""
-    engine = Engine(policy, tiny.letters())
+    engine = EngineCore(policy, tiny.letters())
     params = SamplingParams(max_tokens=length, ignore_eos=True)
     engine.submit(
         Request(Key(0, start + number), (5, 2 + number // group, 3 + start % 30), params)
@@ -134,7 +134,7 @@ def test_states_kept_in_rollout_are_those_computed_again() -> None:
     policy = tiny.policy()
     taps = EagleConfig.of_policy(policy.config, window=16).taps
     keeper = StateKeeper(2**30)
-    engine = Engine(policy, tiny.letters(), taps=taps, on_features=keeper)
+    engine = EngineCore(policy, tiny.letters(), taps=taps, on_features=keeper)
     engine.submit(Request(Key(0, n), (5, 2 + n, 9), SamplingParams(max_tokens=20 + n)) for n in range(5))
     done = [one for one in engine.drain() if len(one.tokens) > 1]
     samples = [replace(Sample.of(one.prompt_tokens, one.tokens, "", 0), states=keeper.collect(one)) for one in done]

@@ -17,7 +17,7 @@ from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
 from tlt.spec import candidates as candidates_module
 from tlt.spec.align import UNKNOWN, Aligned, align
-from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, Sharpness, beta_hits, candidates
+from tlt.spec.candidates import BETAS, GREEDY, BetaCalibrator, DrawKeys, beta_hits, candidates
 from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary, taps
 from tlt.types import Key, SamplingParams
 
@@ -428,7 +428,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_sharpness_is_never_worse_than_greedy_or_plain_noise(kind: str) -> None:
-    generator, sharpness = torch.Generator().manual_seed(3), Sharpness()
+    generator, sharpness = torch.Generator().manual_seed(3), BetaCalibrator()
     hits = {"fitted": 0, "greedy": 0, "plain": 0}
     for tick in range(60):
         logits = torch.randn(100, 50, generator=generator) * 2.5
@@ -447,7 +447,7 @@ def test_sharpness_is_never_worse_than_greedy_or_plain_noise(kind: str) -> None:
 
 
 def test_sharpness_follows_a_drafter_that_changes() -> None:
-    sharpness = Sharpness(memory=1000.0)
+    sharpness = BetaCalibrator(memory=1000.0)
     assert sharpness.beta == 1.0
     for best in (GREEDY, 2.0):
         for _ in range(40):
@@ -469,20 +469,20 @@ def test_beta_hits_agree_with_the_candidates() -> None:
 def test_copies_have_no_matrices_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Theirs are others, and they are trained; whoever has such matrices renews them in place, and can leave them."""
     model = drafter(8)
-    model.lighten()
-    assert not model._light, "nobody would read matrices as small as these in 8 bits"
+    model.quantize()
+    assert not model._quantized, "nobody would read matrices as small as these in 8 bits"
     monkeypatch.setattr(linear_table, "LEAST_LIGHT", {16: 0, 32: 0})
-    model.lighten()
-    assert model._light.keys() == {"fc", "qkv", "o", "gate_up", "down"}
-    light = model._light["qkv"]
+    model.quantize()
+    assert model._quantized.keys() == {"fc", "qkv", "o", "gate_up", "down"}
+    quantized = model._quantized["qkv"]
     copied = copy.deepcopy(model)
-    assert not copied._light
+    assert not copied._quantized
     assert copied.state_dict().keys() == model.state_dict().keys()
     with torch.no_grad():
         model.qkv.mul_(3.0)
-    model.lighten()
-    assert model._light["qkv"] is light
-    read = light.light_NK.double() * light.scale_N[:, None]
+    model.quantize()
+    assert model._quantized["qkv"] is quantized
+    read = quantized.light_NK.double() * quantized.scale_N[:, None]
     assert (read - model.qkv.detach()).norm() < 0.04 * model.qkv.norm()
-    model.lighten(False)
+    model.quantize(False)
     assert model._matrix("qkv") is model.qkv

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS, Admission
-from tlt.engine.engine import Engine
-from tlt.engine.pages import PageBook
-from tlt.engine.request import Progress, Request
+from tlt.engine.engine import EngineCore
+from tlt.engine.pages import PageAllocator
+from tlt.engine.request import Request, RequestState
 from tlt.engine.sampler import SamplingRows, sample
 from tlt.engine.scheduler import Scheduler
 from tlt.errors import ConfigError, RequestError
@@ -61,7 +61,7 @@ def one_by_one(request: Request, model: Transformer = MODEL) -> tuple[list[int],
 
 
 def run(batch: Sequence[Request], model: Transformer = MODEL, **knobs: object) -> dict[Key, Completion]:
-    engine = Engine(model, letters(), EngineSettings(**knobs))
+    engine = EngineCore(model, letters(), EngineSettings(**knobs))
     engine.submit(batch)
     completions = engine.drain()
     assert len(completions) == len(batch)
@@ -113,7 +113,7 @@ def test_nothing_about_the_batch_changes_a_token(
 
 
 def test_preemption_really_happens_and_is_told() -> None:
-    engine = Engine(MODEL, letters(), EngineSettings(rows=12, kv_gib=kv_gib(9, 16)))
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=12, kv_gib=kv_gib(9, 16)))
     engine.submit(requests(12, group=3))
     completions = engine.drain()
     assert engine.report().preemptions > 0
@@ -143,7 +143,7 @@ def test_any_arrival_any_pressure_same_tokens(
     knobs = EngineSettings(
         rows=rows, page_size=page_size, kv_gib=kv_gib(pages, page_size), prefill_tokens=prefill, admission=admission
     )
-    engine = Engine(MODEL, letters(), knobs)
+    engine = EngineCore(MODEL, letters(), knobs)
     got: list[Completion] = []
     for request, pause in zip(requests(12, group=3), arrivals, strict=True):
         engine.submit([request])
@@ -151,9 +151,9 @@ def test_any_arrival_any_pressure_same_tokens(
             got += engine.tick() if not engine.idle else []
     got += engine.drain()
     assert {completion.key: list(completion.tokens) for completion in got} == EXPECTED
-    census = engine.report().pages
-    assert census.used == 0
-    assert census.free + census.cached == pages
+    page_stats = engine.report().pages
+    assert page_stats.used == 0
+    assert page_stats.free + page_stats.cached == pages
 
 
 def test_a_group_computes_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +175,11 @@ def test_a_group_computes_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_group_shares_the_pages_of_its_prompt() -> None:
     """All full ones are there once, whoever reads them; of the rest everybody has its own."""
     prompt, params = tuple(range(2, 32)), SamplingParams(max_tokens=9, ignore_eos=True)
-    engine = Engine(MODEL, letters(), EngineSettings(page_size=4))
+    engine = EngineCore(MODEL, letters(), EngineSettings(page_size=4))
     engine.submit([Request(Key(0, i), prompt, params, "p") for i in range(8)])
     while engine.running < 8:
         engine.tick()
-    tables = [stay.pages for stay in engine._scheduler._stays]
+    tables = [req.pages for req in engine._scheduler._reqs]
     full = (len(prompt) - 1) // 4
     assert {tuple(pages[:full]) for pages in tables} == {tuple(tables[0][:full])}
     assert len({page for pages in tables for page in pages[full:]}) == sum(len(pages[full:]) for pages in tables)
@@ -222,7 +222,7 @@ def test_max_tokens_and_ignored_ends() -> None:
     ],
 )
 def test_bad_requests_are_refused_and_others_go_on(change: dict[str, object], message: str) -> None:
-    engine = Engine(MODEL, letters(), EngineSettings(kv_gib=kv_gib(21, 16)))
+    engine = EngineCore(MODEL, letters(), EngineSettings(kv_gib=kv_gib(21, 16)))
     good = requests(3)
     engine.submit(good)
     engine.tick()
@@ -255,7 +255,7 @@ def test_nan_logits_fail_their_request_alone() -> None:
     clean = [r for r in requests(8) if poisoned not in r.prompt]
     fine = [r for r in clean if poisoned not in one_by_one(r, model)[0][:-1]]
     sick = Request(Key(5, 1000), (3, poisoned, 4), MIXED[0])
-    engine = Engine(model, letters())
+    engine = EngineCore(model, letters())
     engine.submit([*fine[:3], sick])
     answered: list[Completion] = []
     while not engine.idle:
@@ -268,7 +268,7 @@ def test_nan_logits_fail_their_request_alone() -> None:
 def test_a_new_policy_version_reuses_nothing_of_the_old() -> None:
     """Same tensors, new values, mid-rollout: what comes after is what the new policy says of the text so far."""
     model, other = policy(seed=0), policy(seed=1)
-    engine = Engine(model, letters(), version=3)
+    engine = EngineCore(model, letters(), version=3)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     batch = requests(3, params=[params])
     engine.submit(batch)
@@ -303,11 +303,11 @@ def test_features_are_the_hidden_states_of_generated_positions() -> None:
     seen: dict[Key, list[tuple[torch.Tensor, ...]]] = {}
 
     def keep(features: object) -> None:
-        for row, stay in enumerate(features.stays):  # type: ignore[attr-defined]
+        for row, req in enumerate(features.reqs):  # type: ignore[attr-defined]
             states = (*(tap[row].clone() for tap in features.taps), features.hidden[row].clone())  # type: ignore[attr-defined]
-            seen.setdefault(stay.progress.request.key, []).append(states)
+            seen.setdefault(req.state.request.key, []).append(states)
 
-    engine = Engine(MODEL, letters(), taps=(1, 2), on_features=keep)
+    engine = EngineCore(MODEL, letters(), taps=(1, 2), on_features=keep)
     batch = requests(4)
     engine.submit(batch)
     for completion in engine.drain():
@@ -355,15 +355,15 @@ def test_longest_first_ends_a_rollout_sooner(seed: int) -> None:
     """The scheduler alone, with lengths made up: a second epoch over prompts whose answers are known to differ."""
     dice = random.Random(seed)
     typical = [dice.lognormvariate(3.5, 1.0) for _ in range(32)]
-    answers = [(prompt, max(1, int(typical[prompt] * dice.lognormvariate(0, 0.3)))) for prompt in [*range(32)] * 8]
+    completions = [(prompt, max(1, int(typical[prompt] * dice.lognormvariate(0, 0.3)))) for prompt in [*range(32)] * 8]
     ticks = {}
     for name, admission in ADMISSIONS.items():
         order = admission()
-        for prompt, length in reversed(answers):  # another epoch's, not the very same
+        for prompt, length in reversed(completions):  # another epoch's, not the very same
             order.finished(numbered(prompt, prompt), int(length * dice.uniform(0.7, 1.4)))
-        ticks[name] = ticks_of_a_rollout(order, answers, rows=48)
-    longest = max(length for _, length in answers)
-    least = max(longest, sum(length for _, length in answers) / 48)
+        ticks[name] = ticks_of_a_rollout(order, completions, rows=48)
+    longest = max(length for _, length in completions)
+    least = max(longest, sum(length for _, length in completions) / 48)
     assert ticks["longest"] < 1.1 * least
     assert ticks["longest"] < 0.95 * ticks["fifo"]
 
@@ -372,19 +372,19 @@ def numbered(number: int, prompt: int) -> Request:
     return Request(Key(0, number), (2 + prompt, 3, 4), SamplingParams(max_tokens=5000), f"prompt {prompt}")
 
 
-def ticks_of_a_rollout(admission: Admission, answers: Sequence[tuple[int, int]], rows: int) -> int:
-    scheduler = Scheduler(PageBook(10**5), 16, rows, 10**5, admission)
+def ticks_of_a_rollout(admission: Admission, completions: Sequence[tuple[int, int]], rows: int) -> int:
+    scheduler = Scheduler(PageAllocator(10**5), 16, rows, 10**5, admission)
     lengths = {}
-    for number, (prompt, length) in enumerate(answers):
-        progress = Progress(numbered(number, prompt), number, 0.0)
-        lengths[progress.request.key] = length
-        scheduler.submit(progress)
-    ticks, left = 0, len(answers)
+    for number, (prompt, length) in enumerate(completions):
+        state = RequestState(numbered(number, prompt), number, 0.0)
+        lengths[state.request.key] = length
+        scheduler.submit(state)
+    ticks, left = 0, len(completions)
     while left:
         ticks += 1
-        for stay in scheduler.plan().stays:
-            stay.progress.tokens.append(5)
-            if len(stay.progress.tokens) == lengths[stay.progress.request.key]:
-                scheduler.finish(stay)
+        for req in scheduler.plan().reqs:
+            req.state.tokens.append(5)
+            if len(req.state.tokens) == lengths[req.state.request.key]:
+                scheduler.finish(req)
                 left -= 1
     return ticks

@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny import letters
 from tlt.config import EngineSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.kernels import linear_table
 from tlt.model.attention import PackedLayout
@@ -62,8 +62,8 @@ def batch(count: int) -> list[Request]:
     return made
 
 
-def answers(model: Transformer, **knobs: object) -> dict[Key, Completion]:
-    engine = Engine(model, letters(), EngineSettings(**knobs))
+def completions(model: Transformer, **knobs: object) -> dict[Key, Completion]:
+    engine = EngineCore(model, letters(), EngineSettings(**knobs))
     engine.submit(batch(24))
     done = {completion.key: completion for completion in engine.drain()}
     assert len(done) == 24
@@ -72,8 +72,8 @@ def answers(model: Transformer, **knobs: object) -> dict[Key, Completion]:
 
 def test_graphs_change_no_token() -> None:
     model = gpu_policy()
-    plain = answers(model, rows=24, graphs=False)
-    captured = answers(model, rows=24, graphs=True)
+    plain = completions(model, rows=24, graphs=False)
+    captured = completions(model, rows=24, graphs=True)
     assert {k: c.tokens for k, c in plain.items()} == {k: c.tokens for k, c in captured.items()}
 
 
@@ -93,7 +93,7 @@ def assert_log_probs_of_the_packed_forward(model: Transformer, completions: Iter
 
 def test_log_probs_are_those_of_the_packed_forward() -> None:
     model = gpu_policy()
-    assert_log_probs_of_the_packed_forward(model, answers(model, rows=24).values())
+    assert_log_probs_of_the_packed_forward(model, completions(model, rows=24).values())
 
 
 @pytest.mark.parametrize("share", [0.0, 2.5])
@@ -120,9 +120,9 @@ def with_an_oracle(model: Transformer) -> tuple[dict[Key, list[int]], list[Compl
     """What plain decoding writes, and what is written with drafts that mostly say just that."""
     from tests.test_speculation import Scripted, changing, oracle
 
-    plain = {key: list(completion.tokens) for key, completion in answers(model, rows=24).items()}
+    plain = {key: list(completion.tokens) for key, completion in completions(model, rows=24).items()}
     speculation = Scripted(oracle(plain, miss=0.2), changing(4))
-    engine = Engine(model, letters(), EngineSettings(rows=24), speculation=speculation)
+    engine = EngineCore(model, letters(), EngineSettings(rows=24), speculation=speculation)
     engine.submit(batch(24))
     done = engine.drain()
     assert speculation.accept_length > 1.3
@@ -135,14 +135,14 @@ def test_preempted_requests_are_answered() -> None:
     from tlt.model.kv import KVCache
 
     gib = 60.5 * KVCache.page_bytes(model.config, 16, torch.bfloat16) / 1024**3
-    engine = Engine(model, letters(), EngineSettings(rows=24, kv_gib=gib))
+    engine = EngineCore(model, letters(), EngineSettings(rows=24, kv_gib=gib))
     engine.submit(batch(24))
     done = engine.drain()
     assert len(done) == 24
     assert engine.report().preemptions > 0
 
 
-def assert_waits_once(engine: Engine, max_tokens: int) -> None:
+def assert_waits_once(engine: EngineCore, max_tokens: int) -> None:
     """Once graphs are captured, no tick waits for the device but to read its tokens."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     engine.submit([Request(Key(0, i), (5 + i, 6, 7), params, str(i)) for i in range(8)])
@@ -183,14 +183,14 @@ def test_who_comes_in_makes_nobody_wait(shape: Shape) -> None:
 
 
 def test_a_steady_tick_waits_for_nothing_but_its_tokens() -> None:
-    engine = Engine(gpu_policy(), letters(), EngineSettings(rows=8))
+    engine = EngineCore(gpu_policy(), letters(), EngineSettings(rows=8))
     assert_waits_once(engine, max_tokens=120)
 
 
 def test_features_cost_no_token() -> None:
     model = gpu_policy()
     seen = []
-    engine = Engine(
+    engine = EngineCore(
         model,
         letters(),
         EngineSettings(rows=24),
@@ -199,7 +199,7 @@ def test_features_cost_no_token() -> None:
     )
     engine.submit(batch(24))
     with_features = {completion.key: completion.tokens for completion in engine.drain()}
-    assert with_features == {key: completion.tokens for key, completion in answers(model, rows=24).items()}
+    assert with_features == {key: completion.tokens for key, completion in completions(model, rows=24).items()}
     assert sum(seen) >= sum(len(tokens) for tokens in with_features.values())
 
 
@@ -232,30 +232,30 @@ def test_speculation_keeps_the_tokens_up_to_rounding() -> None:
 
 
 def learned_engine(
-    model: Transformer, shapes: Callable[[], Shape], graphs: bool, light: bool = False
-) -> tuple[Engine, LearnedDrafting]:
+    model: Transformer, shapes: Callable[[], Shape], graphs: bool, quantized: bool = False
+) -> tuple[EngineCore, LearnedDrafting]:
     from tests.test_learned import Always
     from tlt.spec.speculation import Speculating
 
     drafter = Eagle(EagleConfig.of_policy(model.config, window=64), dtype=torch.bfloat16, device="cuda")
     drafter.init_weights(3)
-    learned = LearnedDrafting(drafter, model, rows=24, light=light)
+    learned = LearnedDrafting(drafter, model, rows=24, quantized=quantized)
     always = Always(lambda running: shapes() if running else Shape())
     speculation = Speculating([learned, SuffixDrafting(10_000)], always, learned=learned, deepest=8)
-    return Engine(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
+    return EngineCore(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
 
 
 Guesses = dict[tuple[Key, int], tuple[int, ...]]  # by request and tokens written
 
 
-def guesses(engine: Engine, learned: LearnedDrafting, most: int) -> Guesses:
+def guesses(engine: EngineCore, learned: LearnedDrafting, most: int) -> Guesses:
     """What will be drafted from now on, so many tokens of each tree."""
     propose, seen = engine._speculation.propose, Guesses()
 
-    def spy(keys, answers, shape):  # type: ignore[no-untyped-def]
-        drafts = propose(keys, answers, shape)
-        for key, answer in zip(keys, answers, strict=True):
-            seen[key, len(answer)] = learned.plant(keys, shape).draft(key).tokens[:most]
+    def spy(keys, completions, shape):  # type: ignore[no-untyped-def]
+        drafts = propose(keys, completions, shape)
+        for key, completion in zip(keys, completions, strict=True):
+            seen[key, len(completion)] = learned.start_trees(keys, shape).draft(key).tokens[:most]
         return drafts
 
     engine._speculation.propose = spy  # type: ignore[method-assign]
@@ -266,7 +266,7 @@ def guesses(engine: Engine, learned: LearnedDrafting, most: int) -> Guesses:
 def test_trees_grown_in_graphs_are_those_grown_without(share: float) -> None:
     """And whatever is grown, the tokens stay, up to rounding."""
     model = gpu_policy()
-    grown: list[Guesses] = []
+    new_pages: list[Guesses] = []
     done: list[dict[Key, tuple[int, ...]]] = []
     for graphs in (False, True):
         ticks = iter(range(10**6))
@@ -275,13 +275,13 @@ def test_trees_grown_in_graphs_are_those_grown_without(share: float) -> None:
             lambda: Shape() if next(ticks) % 9 < 3 else Shape(("eagle",), 4, 2, 7, share),  # noqa: B023
             graphs,
         )
-        grown.append(guesses(engine, learned, 2))
+        new_pages.append(guesses(engine, learned, 2))
         engine.submit(batch(24))
         done.append({completion.key: completion.tokens for completion in engine.drain()})
-    common = [place for place in grown[0] if place in grown[1]]
+    common = [place for place in new_pages[0] if place in new_pages[1]]
     assert len(common) > 100
-    assert sum(grown[0][place] == grown[1][place] for place in common) > 0.9 * len(common)
-    plain = {key: completion.tokens for key, completion in answers(model, rows=24).items()}
+    assert sum(new_pages[0][place] == new_pages[1][place] for place in common) > 0.9 * len(common)
+    plain = {key: completion.tokens for key, completion in completions(model, rows=24).items()}
     for tokens in done:
         assert sum(tokens[key] == expected for key, expected in plain.items()) > 12
 
@@ -299,11 +299,11 @@ def test_drafts_in_8_bits_are_nearly_those_in_16(monkeypatch: pytest.MonkeyPatch
     """And follow the drafter's tensors when these change; tokens stay, up to rounding."""
     monkeypatch.setattr(linear_table, "LEAST_LIGHT", {16: 0, 32: 0})  # a tiny drafter's matrices are small
     model = gpu_policy()
-    plain = {key: completion.tokens for key, completion in answers(model, rows=24).items()}
-    grown: list[Guesses] = []
-    for light, loaded in ((False, True), (True, True), (False, False)):
-        engine, learned = learned_engine(model, lambda: Shape(("eagle",), 4, 1, 5), graphs=True, light=light)
-        assert bool(learned.drafter._light) == light
+    plain = {key: completion.tokens for key, completion in completions(model, rows=24).items()}
+    new_pages: list[Guesses] = []
+    for quantized, loaded in ((False, True), (True, True), (False, False)):
+        engine, learned = learned_engine(model, lambda: Shape(("eagle",), 4, 1, 5), graphs=True, quantized=quantized)
+        assert bool(learned.drafter._quantized) == quantized
         if loaded:
             other = Eagle(learned.drafter.config, dtype=torch.bfloat16, device="cuda")
             other.init_weights(4)
@@ -311,13 +311,13 @@ def test_drafts_in_8_bits_are_nearly_those_in_16(monkeypatch: pytest.MonkeyPatch
                 for weight in other.parameters():
                     weight.mul_(2.0)
             learned.load(dict(other.named_parameters()), version=1)
-        grown.append(guesses(engine, learned, 1))
+        new_pages.append(guesses(engine, learned, 1))
         engine.submit(batch(24))
         done = {completion.key: completion.tokens for completion in engine.drain()}
         assert sum(done[key] == expected for key, expected in plain.items()) > 12
-    common = [place for place in grown[0] if place in grown[1] and place in grown[2]]
+    common = [place for place in new_pages[0] if place in new_pages[1] and place in new_pages[2]]
     assert len(common) > 100
-    alike, others = (sum(grown[0][at] == guessed[at] for at in common) / len(common) for guessed in grown[1:])
+    alike, others = (sum(new_pages[0][at] == guessed[at] for at in common) / len(common) for guessed in new_pages[1:])
     assert alike > 0.6, f"{alike:.2f} of the guesses in 8 bits are those in 16"
     assert alike - others > 0.1, f"{others:.2f} are those of the drafter before it changed"
 
@@ -327,7 +327,7 @@ def test_what_is_compiled_beforehand_changes_nothing(monkeypatch: pytest.MonkeyP
     from triton.compiler import CompiledKernel
 
     model, shape = gpu_policy(), Shape(("eagle",), 4, 2, 7, 2.5)
-    grown: list[Guesses] = []
+    new_pages: list[Guesses] = []
     for compiled in (False, True):
         engine, learned = learned_engine(model, lambda: shape, graphs=True)
         if compiled:
@@ -339,12 +339,12 @@ def test_what_is_compiled_beforehand_changes_nothing(monkeypatch: pytest.MonkeyP
                 engine._runner.compile(8, 5)
             torch.cuda.synchronize()
             assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
-        grown.append(guesses(engine, learned, 2))
+        new_pages.append(guesses(engine, learned, 2))
         engine.submit(batch(24))
         assert len(engine.drain()) == 24
-    common = [place for place in grown[0] if place in grown[1]]
+    common = [place for place in new_pages[0] if place in new_pages[1]]
     assert len(common) > 100
-    assert sum(grown[0][place] == grown[1][place] for place in common) > 0.9 * len(common)
+    assert sum(new_pages[0][place] == new_pages[1][place] for place in common) > 0.9 * len(common)
 
 
 def _not_now(*launch: object) -> None:

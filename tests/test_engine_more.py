@@ -19,9 +19,9 @@ from tests.test_speculation import Scripted, at_random, changing, fixed, oracle,
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.config import EngineSettings, RunConfig, RunSettings, TaskSettings
 from tlt.engine.admission import FirstComeFirst
-from tlt.engine.engine import Engine
-from tlt.engine.pages import PageBook
-from tlt.engine.request import Progress, Request
+from tlt.engine.engine import EngineCore
+from tlt.engine.pages import PageAllocator
+from tlt.engine.request import Request, RequestState
 from tlt.engine.scheduler import Scheduler
 from tlt.errors import RequestError
 from tlt.model.config import ModelConfig
@@ -36,13 +36,13 @@ CONTEXT = 64
 CHAIN = Shape(("x",), 4, 1, 5)
 
 
-def engine_of(*, ahead: bool = True, speculation: Scripted | None = None, **knobs: object) -> Engine:
-    engine = Engine(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
+def engine_of(*, ahead: bool = True, speculation: Scripted | None = None, **knobs: object) -> EngineCore:
+    engine = EngineCore(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
     engine._ahead = ahead
     return engine
 
 
-def answers(completions: Sequence[Completion]) -> dict[Key, list[int]]:
+def completions(completions: Sequence[Completion]) -> dict[Key, list[int]]:
     return tokens_of({completion.key: completion for completion in completions})
 
 
@@ -63,14 +63,14 @@ def test_a_tick_in_flight_changes_no_token(rows: int, page_size: int, pages: int
         prefill_tokens=prefill,
     )
     engine.submit(requests(12, group=3))
-    assert answers(engine.drain()) == EXPECTED
+    assert completions(engine.drain()) == EXPECTED
     assert engine.report().pages.used == 0
 
 
 def test_what_is_computed_beyond_an_end_is_dropped() -> None:
     engine = engine_of(rows=12)
     engine.submit(requests(12, group=3))
-    assert answers(engine.drain()) == EXPECTED
+    assert completions(engine.drain()) == EXPECTED
     ended_early = sum(tokens[-1] == EOS for tokens in EXPECTED.values())
     assert engine.report().dropped == ended_early > 0
 
@@ -81,29 +81,29 @@ def test_a_failure_in_flight_ends_its_request_alone() -> None:
         model.embed[7] = float("nan")
     fine = [r for r in requests(8) if 7 not in r.prompt and 7 not in one_by_one(r, model)[0][:-1]]
     sick = [Request(Key(5, 1000 + i), (3, 7, 4), SamplingParams(max_tokens=9)) for i in range(2)]
-    engine = Engine(model, letters())
+    engine = EngineCore(model, letters())
     engine._ahead = True
     engine.submit([sick[0], *fine[:3], sick[1]])
     done: list[Completion] = []
     while not engine.idle:
         done += engine.tick()
-    assert answers(done) == {r.key: one_by_one(r, model)[0] for r in fine[:3]}
+    assert completions(done) == {r.key: one_by_one(r, model)[0] for r in fine[:3]}
     with pytest.raises(RequestError, match=r"request 1000: .* request 1001: "):
         engine.drain()
     engine.submit(fine[:1])
-    assert answers(engine.drain()) == {fine[0].key: one_by_one(fine[0], model)[0]}
+    assert completions(engine.drain()) == {fine[0].key: one_by_one(fine[0], model)[0]}
 
 
 def test_a_last_token_in_flight_is_written_again_by_a_new_policy() -> None:
     """Whatever a completion says of its policy version holds for its last token."""
     model, other = policy(seed=0), policy(seed=1)
-    engine = Engine(model, letters())
+    engine = EngineCore(model, letters())
     engine._ahead = True
     request = replace(requests(1)[0], params=SamplingParams(max_tokens=3, ignore_eos=True))
     engine.submit([request])
     while len(engine.written(request.key)) < 2:
         engine.tick()
-    assert engine._flight is not None, "the third token has been launched"
+    assert engine._unread_tick is not None, "the third token has been launched"
     before = engine.written(request.key)
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -121,7 +121,7 @@ def test_nobody_drafts_for_a_batch_that_has_just_ended() -> None:
 
     class Watching(Scripted):
         def verified(
-            self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+            self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
         ) -> None:
             batches.append(len(emitted))
 
@@ -130,7 +130,7 @@ def test_nobody_drafts_for_a_batch_that_has_just_ended() -> None:
     engine = engine_of(speculation=speculation, rows=1, prefill_tokens=2)
     batch = [replace(r, params=replace(r.params, max_tokens=2 + 7 * (i % 2))) for i, r in enumerate(requests(6))]
     engine.submit(batch)
-    assert answers(engine.drain()) == {r.key: one_by_one(r)[0] for r in batch}
+    assert completions(engine.drain()) == {r.key: one_by_one(r)[0] for r in batch}
     assert batches
     assert 0 not in batches
 
@@ -167,7 +167,7 @@ CROWD = crowd()
 
 
 def plainly(request: Request) -> tuple[int, ...]:
-    engine = Engine(SHORT, letters(), EngineSettings(rows=1))
+    engine = EngineCore(SHORT, letters(), EngineSettings(rows=1))
     engine.submit([request])
     return engine.drain()[0].tokens
 
@@ -198,16 +198,16 @@ def test_any_history_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
         prefill_tokens=dice.choice((1, 7, 512)),
         admission=dice.choice(("fifo", "longest")),
     )
-    engine = Engine(SHORT, letters(), knobs, speculation=Scripted(guess, changing(seed)) if speculates else None)
+    engine = EngineCore(SHORT, letters(), knobs, speculation=Scripted(guess, changing(seed)) if speculates else None)
     engine._ahead = ahead
-    cache, take = engine._runner._cache, PageBook.take
+    cache, take = engine._runner._cache, PageAllocator.take
 
-    def take_garbage(self: PageBook, count: int) -> list[int]:
+    def take_garbage(self: PageAllocator, count: int) -> list[int]:
         pages = take(self, count)
         cache.k[:, pages] = cache.v[:, pages] = float("nan")
         return pages
 
-    monkeypatch.setattr(PageBook, "take", take_garbage)
+    monkeypatch.setattr(PageAllocator, "take", take_garbage)
     coming = dice.sample(CROWD, 12)
     coming += coming[:4]  # their keys come again
     asked, done = Counter(request.key for request in coming), []
@@ -221,20 +221,20 @@ def test_any_history_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     for completion in done:
         assert list(completion.tokens) == crowd_expected()[completion.key]
     scheduler = engine._scheduler
-    assert not scheduler._awaited
+    assert not scheduler._awaited_prefixes
     assert not scheduler._filtered
     assert engine.report().pages.used == 0
 
 
 def test_a_resumed_request_shares_its_prompt_only_once_that_is_computed() -> None:
     """The prompt may be on the shelf half-way: dropped under pressure, and begun again for another of the group."""
-    scheduler = Scheduler(PageBook(20), page_size=2, max_rows=2, prefill_tokens=5, admission=FirstComeFirst())
+    scheduler = Scheduler(PageAllocator(20), page_size=2, max_rows=2, prefill_tokens=5, admission=FirstComeFirst())
     first, second = (Request(Key(0, i), tuple(range(10)), SamplingParams(max_tokens=9)) for i in range(2))
-    scheduler.submit(Progress(first, order=0, submitted_s=0.0))
-    resumed = Progress(second, order=1, submitted_s=0.0, tokens=[5, 6, 7])
-    assert not scheduler.plan().stays
+    scheduler.submit(RequestState(first, order=0, submitted_s=0.0))
+    resumed = RequestState(second, order=1, submitted_s=0.0, tokens=[5, 6, 7])
+    assert not scheduler.plan().reqs
     assert scheduler._shared_start(resumed) == []
-    assert len(scheduler.plan().stays) == 1
+    assert len(scheduler.plan().reqs) == 1
     assert len(scheduler._shared_start(resumed)) == 4  # full pages of the nine tokens before the prompt's last
 
 
@@ -246,10 +246,10 @@ def test_rotary_tables_reach_as_far_as_trees_do() -> None:
 def test_speculation_leaves_a_single_row_its_whole_context(ahead: bool) -> None:
     request = next(r for r in CROWD if len(r.prompt) == 15 and r.params.ignore_eos)
     speculation = Scripted(oracle(crowd_expected()), fixed(Shape(("x",), 20, 4, MOST_NODES)))
-    engine = Engine(SHORT, letters(), EngineSettings(rows=1), speculation=speculation)
+    engine = EngineCore(SHORT, letters(), EngineSettings(rows=1), speculation=speculation)
     engine._ahead = ahead
     engine.submit([request])
-    assert answers(engine.drain()) == {request.key: crowd_expected()[request.key]}
+    assert completions(engine.drain()) == {request.key: crowd_expected()[request.key]}
 
 
 # ---- callers' mistakes and other people's exceptions
@@ -263,7 +263,7 @@ def test_a_prompt_that_is_no_tuple_of_tokens_is_refused_whole(prompt: object) ->
         engine.submit([good, Request(Key(5, 9), prompt, good.params)])  # type: ignore[arg-type]
     assert engine.idle
     engine.submit([good])
-    assert answers(engine.drain()) == {good.key: one_by_one(good)[0]}
+    assert completions(engine.drain()) == {good.key: one_by_one(good)[0]}
 
 
 def test_an_engine_whose_tick_was_cut_short_says_so() -> None:
@@ -305,7 +305,7 @@ def test_finished_answers_that_nobody_asks_about_are_forgotten() -> None:
         key = Key(0, number)
         drafting.begin(key, f"p{number // 20}" if number < 40 else f"p{number}", (3, 4), SamplingParams())
         drafting.end(key, tuple(range(8)))
-        held = sum(len(prompt) + len(answer) for kept in drafting._finished.values() for prompt, answer in kept)
+        held = sum(len(prompt) + len(completion) for kept in drafting._finished.values() for prompt, completion in kept)
         assert held == drafting._kept_tokens <= memory
     assert "p59" in drafting._finished
     assert "p0" not in drafting._finished
@@ -355,7 +355,7 @@ def test_what_the_others_were_answered_rides_on_the_error() -> None:
     model = policy()
     with torch.no_grad():
         model.embed[7] = float("nan")
-    engine = Engine(model, letters())
+    engine = EngineCore(model, letters())
     params = SamplingParams(temperature=0.0, max_tokens=1)
     engine.submit([Request(Key(1, 0), (3, 4), params), Request(Key(1, 1), (3, 7), params)])
     with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were answered") as caught:

@@ -43,7 +43,7 @@ def newcomers(
     return entered, prompts, states
 
 
-def enter_by_triton(memory: Memory, new: entering.Newcomers) -> None:
+def enter_by_triton(memory: Memory, new: entering.NewRows) -> None:
     pytest.importorskip("tlt.kernels.entering_triton").enter_rows(memory, new)
 
 

@@ -20,12 +20,12 @@ from tests.tiny import VOCAB, letters, policy
 from tlt.config import EngineSettings, SpecSettings
 from tlt.engine import engine as engine_module
 from tlt.engine.build import shapes_of
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.exact import head_chain
 from tlt.engine.sampler import Sampled
 from tlt.errors import ConfigError
 from tlt.kernels import attention_triton, elementwise_triton, exact_attention_triton, linear_triton, sampling_triton
-from tlt.kernels.linear import Weighed
+from tlt.kernels.linear import PreNormed
 from tlt.kernels.linear_table import TABLE, Config, choose_exact
 from tlt.kernels.workspace import Workspace
 from tlt.model import attention as model_attention
@@ -189,7 +189,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(name: str) -> None:
     norm = random(n, seed=3)
     small = Workspace.on(torch.device(DEVICE), floats=config.split_k * 2 * 3 * (2 * 16 * 64 + 16) + 64, tiles=64)
 
-    def compute(rows: slice, workspace: Workspace | None = None) -> tuple[Tensor, Weighed]:
+    def compute(rows: slice, workspace: Workspace | None = None) -> tuple[Tensor, PreNormed]:
         gated = linear_triton.exact_linear(x[rows], weight, config, gated=True, workspace=workspace)
         summed = up[rows].clone()
         left = linear_triton.room_for(summed, norm, config.block_n)
@@ -315,9 +315,9 @@ def test_log_probabilities_do_not_depend_on_the_company(monkeypatch: pytest.Monk
         alone = draw(row, row + 1, True)
         for name in ("token_R", "logprob_R", "policy_logprob_R"):
             assert torch.equal(getattr(alone, name), getattr(together, name)[row : row + 1])
-    usual = draw(0, 2, False)
-    assert torch.equal(together.token_R[:2], usual.token_R)
-    torch.testing.assert_close(together.policy_logprob_R[:2], usual.policy_logprob_R)
+    baseline = draw(0, 2, False)
+    assert torch.equal(together.token_R[:2], baseline.token_R)
+    torch.testing.assert_close(together.policy_logprob_R[:2], baseline.policy_logprob_R)
     assert sampling_triton._tiles(3) != sampling_triton._tiles(6), "here the usual sampler cuts by the company"
 
 
@@ -338,7 +338,7 @@ def test_speculation_changes_no_token(guesser: str, shapes: str, monkeypatch: py
     monkeypatch.setattr(engine_module, "check_policy", lambda model: None)
     choose = {"chain": fixed(Shape(("x",), 4, 1, 5)), "tree": fixed(Shape(("x",), 5, 3, 16)), "changing": changing(3)}
     speculation = Scripted(GUESSERS[guesser], choose[shapes])
-    engine = Engine(MODEL, letters(), EngineSettings(exact=True), speculation=speculation)
+    engine = EngineCore(MODEL, letters(), EngineSettings(exact=True), speculation=speculation)
     engine.submit(requests(12, group=3))
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == EXPECTED
     if (guesser, shapes) == ("oracle", "chain"):
@@ -359,7 +359,7 @@ def test_a_branch_beside_the_chain_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     accepted = {}
     for exact in (False, True):
         speculation = Scripted(beside, fixed(Shape(("x",), 1, 2, 3)))
-        engine = Engine(MODEL, letters(), EngineSettings(exact=exact), speculation=speculation)
+        engine = EngineCore(MODEL, letters(), EngineSettings(exact=exact), speculation=speculation)
         engine.submit(requests(6, group=3))
         for completion in engine.drain():
             assert list(completion.tokens) == EXPECTED[completion.key]
@@ -370,7 +370,7 @@ def test_a_branch_beside_the_chain_is_not_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_policy_elsewhere_is_refused() -> None:
     with pytest.raises(ConfigError, match="the policy is float64 on cpu; expected bfloat16 on a GPU"):
-        Engine(MODEL, letters(), EngineSettings(exact=True))
+        EngineCore(MODEL, letters(), EngineSettings(exact=True))
 
 
 def test_only_chains_are_chosen_from() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.test_engine_gpu import batch, gpu_policy
 from tests.tiny import letters
 from tlt.config import EngineSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.kernels import linear_triton
-from tlt.kernels.linear import Weighed, weigh
+from tlt.kernels.linear import PreNormed, weigh
 from tlt.kernels.linear_table import TABLE, choose_exact
 from tlt.model.config import ModelConfig
 from tlt.model.kv import KVCache
@@ -60,7 +60,7 @@ def bits_of(completions: Sequence[Completion]) -> Bits:
 
 def answers(model: Transformer, speculation: object = None, **knobs: object) -> Bits:
     settings = EngineSettings(**{"rows": 24, "exact": True, **knobs})  # type: ignore[arg-type]
-    engine = Engine(model, letters(), settings, speculation=speculation)  # type: ignore[arg-type]
+    engine = EngineCore(model, letters(), settings, speculation=speculation)  # type: ignore[arg-type]
     engine.submit(batch(24))
     return bits_of(engine.drain())
 
@@ -79,7 +79,7 @@ def test_batches_graphs_pieces_and_preemption_change_no_bit(name: str) -> None:
     ):
         assert answers(model, **knobs) == expected, f"other bits with {knobs}"
     gib = 60.5 * KVCache.page_bytes(model.config, 16, torch.bfloat16) / 1024**3
-    engine = Engine(model, letters(), EngineSettings(rows=24, kv_gib=gib, exact=True))
+    engine = EngineCore(model, letters(), EngineSettings(rows=24, kv_gib=gib, exact=True))
     engine.submit(batch(24))
     assert bits_of(engine.drain()) == expected
     assert engine.report().preemptions > 0
@@ -93,12 +93,14 @@ def test_without_it_bits_do_change() -> None:
 
 def test_it_says_what_the_usual_engine_says_up_to_rounding() -> None:
     model = gpu_policy()
-    exact, usual = answers(model), answers(model, exact=False)
+    exact, baseline = answers(model), answers(model, exact=False)
     gaps = []
     for key, (tokens, _, policy_logprobs) in exact.items():
-        common = next((i for i, (a, b) in enumerate(zip(tokens, usual[key][0], strict=False)) if a != b), len(tokens))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(tokens, baseline[key][0], strict=False)) if a != b), len(tokens)
+        )
         assert common > 0
-        gaps += [abs(a - b) for a, b in zip(policy_logprobs[:common], usual[key][2][:common], strict=True)]
+        gaps += [abs(a - b) for a, b in zip(policy_logprobs[:common], baseline[key][2][:common], strict=True)]
     assert sum(gaps) / len(gaps) < 0.02
     assert max(gaps) < 0.25
 
@@ -179,7 +181,7 @@ def test_rows_of_the_measured_layers_do_not_depend_on_their_number(n: int, k: in
             left = linear_triton.add_linear(
                 x[rows].clone(), weight, residual=summed, next_norm=norm_out, pdl=True, exact=True
             )
-            assert isinstance(left, Weighed)
+            assert isinstance(left, PreNormed)
             found += [left.x_MD, left.weighed_MD, left.squares_MP]
         return found
 

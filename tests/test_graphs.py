@@ -18,17 +18,17 @@ from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine import engine as engine_module
 from tlt.engine import graphs
 from tlt.engine import runner as runner_module
-from tlt.engine.build import build_engine, chooser_of, make_ready, open_drafter
-from tlt.engine.engine import Engine
+from tlt.engine.build import build_engine, make_ready, open_drafter, shape_policy_of
+from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import GraphPool, Key, buckets
 from tlt.engine.request import Request
 from tlt.engine.runner import Runner
-from tlt.engine.thrift import Thrift, Waste
+from tlt.engine.thrift import CapturePolicy, Waste
 from tlt.model.transformer import Transformer
 from tlt.policy import open_policy
 from tlt.spec import speculation as speculation_module
 from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
-from tlt.spec.drafter import Part
+from tlt.spec.drafter import Segment
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin, save_drafter
 from tlt.spec.record import DraftRecord, write_record
@@ -40,7 +40,7 @@ from tlt.types import SamplingParams
 CAPTURE_S = 0.04
 
 
-def serves(thrift: Thrift, size: int, runs: int, waste: Waste | None = None) -> list[int]:
+def serves(thrift: CapturePolicy, size: int, runs: int, waste: Waste | None = None) -> list[int]:
     return [thrift.serve("verify", size, CAPTURE_S, waste) for _ in range(runs)]
 
 
@@ -50,7 +50,7 @@ def by_row(size: int) -> Waste:
 
 
 def test_the_first_runs_do_without_a_graph_and_then_one_is_captured() -> None:
-    thrift = Thrift()
+    thrift = CapturePolicy()
     first = serves(thrift, 8, 6, by_row(8))
     assert first == [0, 0, 8, 8, 8, 8], "it asks for the capture until there is one"
     thrift.captured("verify", 8)
@@ -58,31 +58,31 @@ def test_the_first_runs_do_without_a_graph_and_then_one_is_captured() -> None:
 
 
 def test_a_larger_graph_serves_until_what_it_wastes_is_worth_a_capture() -> None:
-    thrift = Thrift()
+    thrift = CapturePolicy()
     thrift.captured("verify", 64)
     served = serves(thrift, 48, 200, by_row(48))
     at = served.index(48)
     assert set(served[:at]) == {64}
     assert set(served[at:]) == {48}
     assert at * 1e-4 * (64 - 48) == pytest.approx(CAPTURE_S, rel=0.1)
-    assert serves(Thrift(), 48, 3, by_row(48))[0] == 0, "there is none to serve"
+    assert serves(CapturePolicy(), 48, 3, by_row(48))[0] == 0, "there is none to serve"
 
 
 def test_where_nothing_is_wasted_no_graph_is_captured() -> None:
     """Reading the weights takes as long as ever: so few rows more cost nothing."""
-    thrift = Thrift()
+    thrift = CapturePolicy()
     thrift.captured("verify", 16)
     assert serves(thrift, 9, 10_000, lambda larger: 0.0) == [16] * 10_000
 
 
 def test_the_smallest_that_holds_it_serves_unless_none_at_all_wastes_less() -> None:
     """Without a graph the host launches kernel after kernel: 16 ms of a capture's 40."""
-    thrift = Thrift()
+    thrift = CapturePolicy()
     for size in (512, 256, 64, 128):
         thrift.captured("verify", size)
     asked = (100, 60, 65, 33, 5, 257, 513)
     assert [serves(thrift, size, 1, by_row(size))[0] for size in asked] == [128, 64, 128, 64, 64, 0, 0]
-    few = Thrift()
+    few = CapturePolicy()
     few.captured("verify", 256)
     asked = (97, 95, 5)
     assert [serves(few, size, 1, by_row(size))[0] for size in asked] == [256, 0, 0]
@@ -90,7 +90,7 @@ def test_the_smallest_that_holds_it_serves_unless_none_at_all_wastes_less() -> N
 
 
 def test_what_must_be_exactly_its_size_waits_for_its_own() -> None:
-    thrift = Thrift()
+    thrift = CapturePolicy()
     thrift.captured("verify", 64)
     assert serves(thrift, 48, 3) == [0, 0, 48]
 
@@ -111,7 +111,7 @@ class HostPool(GraphPool[Any]):
         assert self._live() == 0, "a capture may run the work: no row must be live"
         function()
         self.functions[key] = function
-        self._thrift.captured(*key)
+        self._capture_policy.captured(*key)
         self.how["captured"] += 1
 
     def serve(self, key: Key, waste: Waste | None) -> Key | None:
@@ -211,10 +211,10 @@ def test_what_is_made_ready_fits_the_engine(rows: int) -> None:
     engine: Any = engine_with(drafting(rows=rows), lambda running: shape if running else Shape(), True, rows=rows)
     held = engine._runner._rows
     engine._runner._pool = pool = HostPool(lambda: held._known_count)
-    tuner = chooser_of(SpecSettings(drafter="eagle", path="new", depths=(1, 3, 7)), rows, on_gpu=True)
-    tuner.know([Measured(POLICY, 1, 0.004), Measured(POLICY, 4096, 0.04)])
-    tuner.know([Measured(EXTEND, 4096, 0.0002), Measured(DRAFT, 4096, 0.0002)])
-    tuner.recall("eagle", [[0.9]] * 8)
+    tuner = shape_policy_of(SpecSettings(drafter="eagle", path="new", depths=(1, 3, 7)), rows, on_gpu=True)
+    tuner.load_costs([Measured(POLICY, 1, 0.004), Measured(POLICY, 4096, 0.04)])
+    tuner.load_costs([Measured(EXTEND, 4096, 0.0002), Measured(DRAFT, 4096, 0.0002)])
+    tuner.load_prior("eagle", [[0.9]] * 8)
     make_ready(engine, tuner, RunConfig(engine=EngineSettings(rows=rows)))
     assert max(size for _, size in pool.functions) == rows
     assert {size for (name, *_), size in pool.functions if name == "verify"} == set(buckets(rows))  # type: ignore[misc]
@@ -235,10 +235,10 @@ def test_a_drafters_work_is_not_done_in_a_graph_far_too_large() -> None:
     rows = engine._runner._rows
     engine._runner._pool = HostPool(lambda: rows._known_count)
     done: list[int] = []
-    engine._runner.ready([Part("level", 16, done.append)])
+    engine._runner.ready([Segment("level", 16, done.append)])
     done.clear()
     for asked in (8, 4):
-        engine._runner.play([Part("level", asked, done.append)])
+        engine._runner.run_segments([Segment("level", asked, done.append)])
     assert done == [16, 4]
 
 
@@ -257,8 +257,8 @@ def test_many_small_graphs_do_not_make_a_large_one_seem_cheap() -> None:
     pool: GraphPool[None] = GraphPool(torch.device("cpu"))
     pool._captures_s = {"verify": [0.03, 0.04, 0.05, 0.9], "roots": [0.002] * 50}
     assert pool.report().usual_capture_s == 0.04, "and whoever waited for a compiler does not count"
-    pool._thrift.captured(("verify", 8), 64)
-    pool._thrift.captured(("roots", 1), 64)
+    pool._capture_policy.captured(("verify", 8), 64)
+    pool._capture_policy.captured(("roots", 1), 64)
     for role, runs in ((("verify", 8), 40), (("roots", 1), 2)):
         served = [pool.serve((role, 48), lambda larger: 0.001 * (larger > 48)) for _ in range(60)]
         assert served.index((role, 48)) == pytest.approx(runs, abs=1)
@@ -296,9 +296,9 @@ def test_an_engine_is_built_made_ready_and_writes_what_plain_decoding_writes(
     save_drafter(open_drafter(policy, config), tmp_path, policy.model.head_weight, Origin("tiny", ()))
     write_record(DraftRecord(((0.97, 0.01),) * 8, 1000, 1.0), tmp_path)
     config = replace(config, spec=replace(new, path=str(tmp_path)))
-    plainly = Engine(policy.model, policy.tokenizer, config.engine)
+    plainly = EngineCore(policy.model, policy.tokenizer, config.engine)
     monkeypatch.setattr(Runner, "__init__", with_pool)
-    tuner = chooser_of(config.spec, config.engine.rows, on_gpu=True)
+    tuner = shape_policy_of(config.spec, config.engine.rows, on_gpu=True)
     engine: Any = build_engine(policy, config, tuner)
     pool = engine._runner._pool
     assert {"verify", "extend", "roots", "prune"} <= {role[0] for role, _ in pool.functions}

@@ -7,7 +7,7 @@ import torch
 
 from tlt.kernels import moving, pruning
 from tlt.kernels.pruning import Pruned, Shared
-from tlt.kernels.states import Kept, keep_states
+from tlt.kernels.states import StatePlaces, keep_states
 from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import Draft, merge, share_out
 from tlt.spec.tree import Trees, own_bits
@@ -43,8 +43,8 @@ def pruned(  # type: ignore[no-untyped-def]
     return trees
 
 
-def share(nodes: int, left: list[int], favour: float = 0.0, most: float = 99.0) -> Shared:
-    return Shared(nodes, torch.tensor(left, device=DEVICE), torch.tensor(favour, device=DEVICE), most)
+def share(nodes: int, left: list[int], remaining_bias: float = 0.0, most: float = 99.0) -> Shared:
+    return Shared(nodes, torch.tensor(left, device=DEVICE), torch.tensor(remaining_bias, device=DEVICE), most)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_of_equals_the_first_rows_stay_and_numbers_that_are_none_go() -> None:
 
 
 def test_who_has_more_left_comes_first() -> None:
-    """As far as `favour` goes: a row with half as much left as the first has to be so much more predictable."""
+    """As far as `remaining_bias` goes: a row with half as much left as the first has to be so much more predictable."""
     token, parent, score = growth(3, 1, 2, seed=1)
     score[:] = torch.tensor([[-0.5, -1.0]])
     everybody = torch.ones(3, dtype=torch.bool)
@@ -124,10 +124,10 @@ def test_who_has_more_left_comes_first() -> None:
         (16.0, [0, 0, 0], "111"),
     ]
     for prune in (pruning.prune, pruning_triton.prune):
-        for favour, left, expected in cases:
+        for remaining_bias, left, expected in cases:
             nodes = sum(map(int, expected))
-            trees = pruned(prune, (token, parent, score), everybody, 1, 2, 3, share(nodes, left, favour))
-            assert trees.size_R.tolist() == [*map(int, expected)], (favour, left)
+            trees = pruned(prune, (token, parent, score), everybody, 1, 2, 3, share(nodes, left, remaining_bias))
+            assert trees.size_R.tolist() == [*map(int, expected)], (remaining_bias, left)
         shared = share(3, [100, 50, 0], 16.0, most=0.4)  # no more than that: first nodes come first again
         assert pruned(prune, (token, parent, score), everybody, 1, 2, 3, shared).size_R.tolist() == [1, 1, 1]
     late = torch.tensor([False, True, True])  # who is not ready holds nobody back
@@ -135,18 +135,22 @@ def test_who_has_more_left_comes_first() -> None:
     assert trees.size_R.tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("favour", [0.0, 16.0])
+@pytest.mark.parametrize("remaining_bias", [0.0, 16.0])
 @pytest.mark.parametrize("budget", [None, 0, 5, 12, 1000])
 @pytest.mark.parametrize(("width", "depth", "nodes"), [(1, 3, 4), (4, 8, 16), (3, 5, 9), (8, 8, 40), (2, 2, 9)])
-def test_the_fused_pruner_prunes_alike(width: int, depth: int, nodes: int, budget: int | None, favour: float) -> None:
+def test_the_fused_pruner_prunes_alike(
+    width: int, depth: int, nodes: int, budget: int | None, remaining_bias: float
+) -> None:
     grown, ready = growth(4, width, depth, seed=width), torch.tensor([True, False, True, True])
     grown[2][0] = 0.0  # all equal: parents first
     grown[2][3, -1] = float("nan")
-    shared = None if budget is None else share(budget, [90, 500, 101, 97], favour, most=1.0)
+    shared = None if budget is None else share(budget, [90, 500, 101, 97], remaining_bias, most=1.0)
     one = pruned(lambda *given: pruning_triton.prune(*given), grown, ready, width, depth, nodes, shared)
     cpu = [part.cpu() for part in grown]
     trees = Trees.empty(4, nodes, "cpu")
-    here = None if shared is None else Shared(shared.nodes, shared.left_R.cpu(), shared.favour.cpu(), shared.most)
+    here = (
+        None if shared is None else Shared(shared.nodes, shared.left_R.cpu(), shared.remaining_bias.cpu(), shared.most)
+    )
     pruning.prune(*cpu, ready, width, depth, Pruned(*trees.parts), here)
     assert budget is None or int(trees.size_R.sum()) <= budget
     for name in ("parent_RQ", "depth_RQ", "mask_RQW", "size_R"):
@@ -172,13 +176,13 @@ def test_cleared_trees_are_empty_ones() -> None:
 NODES, WIDTH = 5, 20
 
 
-def plain_tick() -> Kept:
+def plain_tick() -> StatePlaces:
     """One state a row, at the ring's ends and far beyond; the third is idle, the fourth drew from no distribution."""
     position, slot = torch.tensor([0, 7, 8, 15, 1_000_003]), torch.tensor([4, 0, -1, 9, 2], dtype=torch.int32)
-    return Kept(position, slot, torch.tensor([[11], [12], [13], [-1], [15]]))
+    return StatePlaces(position, slot, torch.tensor([[11], [12], [13], [-1], [15]]))
 
 
-def walks() -> Kept:
+def results() -> StatePlaces:
     """Given as the engine has them: columns of wider tables. The second row is idle, the third stays at its root."""
     root, slot = torch.tensor([6, 3, 50, 7, 0])[:, None], torch.tensor([4, -1, 3, 0, 8])[:, None]
     depth_Q = torch.tensor([0, 1, 1, 1, 2])
@@ -187,10 +191,10 @@ def walks() -> Kept:
     packed[3, 1] = packed[4, 2] = -1
     node = torch.tensor([[0, 2, 4], [0, 1, 2], [0, 0, 0], [0, 3, 3], [0, 1, 4]])
     at = node + torch.arange(5)[:, None] * NODES
-    return Kept(position_RQ.flatten(), slot_RQ.flatten(), packed[:, :3], at, torch.tensor([3, 3, 1, 2, 3]))
+    return StatePlaces(position_RQ.flatten(), slot_RQ.flatten(), packed[:, :3], at, torch.tensor([3, 3, 1, 2, 3]))
 
 
-def by_hand(states: torch.Tensor, tokens: torch.Tensor, taps: list[torch.Tensor], kept: Kept) -> None:
+def by_hand(states: torch.Tensor, tokens: torch.Tensor, taps: list[torch.Tensor], kept: StatePlaces) -> None:
     rows, steps = kept.token_RS.shape
     for row in range(rows):
         for step in range(steps if kept.steps_R is None else int(kept.steps_R[row])):
@@ -203,7 +207,7 @@ def by_hand(states: torch.Tensor, tokens: torch.Tensor, taps: list[torch.Tensor]
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [8, 2, 1])  # the last two are shorter than a walk: the newest states stay
-@pytest.mark.parametrize("tick", [plain_tick, walks])
+@pytest.mark.parametrize("tick", [plain_tick, results])
 def test_states_are_kept_where_they_belong(tick, window: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(states_triton, "_BLOCK", 16)  # columns in two parts
     device = DEVICE if fused else "cpu"
@@ -227,7 +231,7 @@ def test_states_are_kept_behind_the_kernel_that_makes_them() -> None:
     states = torch.zeros((4, 8, 3 * 4096), dtype=torch.bfloat16, device=DEVICE)
     tokens = torch.zeros((4, 8), dtype=torch.int64, device=DEVICE)
     position, token = (torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2))
-    kept = Kept(position, torch.zeros(4, dtype=torch.int32, device=DEVICE), token[:, None])
+    kept = StatePlaces(position, torch.zeros(4, dtype=torch.int32, device=DEVICE), token[:, None])
 
     def tick() -> None:
         for written in (*taps, token):

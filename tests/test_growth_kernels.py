@@ -25,9 +25,9 @@ def grow(module: object, device: str, rows: int, width: int, levels: int, hidden
     trees = whole.first(rows)
     token, score, state = (x.to(device) for x in named(rows, width, hidden, 0))
     position = torch.arange(rows * 3).view(rows, 3)[:, 1].to(device)
-    module.plant(trees, token[:rows].contiguous(), score[:rows].contiguous(), state[:, 0], position)
+    module.start_trees(trees, token[:rows].contiguous(), score[:rows].contiguous(), state[:, 0], position)
     for level in range(1, deepened + 1):
-        module.deepen(trees, *(x.to(device) for x in named(rows, width, hidden, level)))
+        module.expand(trees, *(x.to(device) for x in named(rows, width, hidden, level)))
     return whole
 
 
@@ -80,6 +80,6 @@ def test_what_does_not_fit_is_refused() -> None:
     trees = Growing.empty(2, 2, 3, 8, torch.float32, torch.device(DEVICE))
     token, score, state = (x.to(DEVICE) for x in named(2, 2, 8, 0))
     with pytest.raises(ValueError, match="contiguous"):
-        growth_triton.deepen(trees, token.t(), score, state)
+        growth_triton.expand(trees, token.t(), score, state)
     with pytest.raises(ValueError, match="contiguous"):
-        growth_triton.deepen(trees, token, score, state.transpose(0, 1).contiguous().transpose(0, 1))
+        growth_triton.expand(trees, token, score, state.transpose(0, 1).contiguous().transpose(0, 1))

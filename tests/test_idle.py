@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tlt.config import DraftingSettings
 from tlt.drafting.cadence import Cadence
-from tlt.drafting.idle import Coordinator, HandOut, Order, Report, Rounds, Seat, State, without_rest
+from tlt.drafting.idle import Coordinator, HandOut, Order, Report, Rounds, State, WorkerStatus, without_rest
 from tlt.errors import TltError
 
 LEGAL = {
@@ -27,7 +27,7 @@ class World:
     def __init__(self, workers: int, rng: random.Random) -> None:
         self.rng = rng
         self.coordinator = Coordinator(range(workers))
-        self.seats = {worker: Seat(worker) for worker in range(workers)}
+        self.seats = {worker: WorkerStatus(worker) for worker in range(workers)}
         self.next_worker = workers
         self.open: dict[int, set[int]] = {worker: set() for worker in range(workers)}  # requests at each worker
         self.done: dict[int, set[int]] = {worker: set() for worker in range(workers)}  # answered by it this epoch
@@ -102,7 +102,7 @@ class World:
     def come(self) -> None:
         if not self.coordinator.stopped and len(self.seats) < 4:
             worker, self.next_worker = self.next_worker, self.next_worker + 1
-            self.seats[worker], self.states[worker] = Seat(worker), State.READY
+            self.seats[worker], self.states[worker] = WorkerStatus(worker), State.READY
             self.open[worker], self.done[worker], self.handed[worker] = set(), set(), {}
             self.coordinator.came(worker)
 
@@ -197,7 +197,7 @@ def test_what_was_said_before_changes_nothing(seed: int) -> None:
 # ---- the story, told once
 
 
-def settled(coordinator: Coordinator, seats: list[Seat]) -> list[State]:
+def settled(coordinator: Coordinator, seats: list[WorkerStatus]) -> list[State]:
     for _ in range(4):
         for seat in seats:
             coordinator.hear(seat.report())
@@ -207,7 +207,7 @@ def settled(coordinator: Coordinator, seats: list[Seat]) -> list[State]:
 
 
 def test_dry_workers_draft_until_the_last_answer() -> None:
-    coordinator, seats = Coordinator(range(3)), [Seat(worker) for worker in range(3)]
+    coordinator, seats = Coordinator(range(3)), [WorkerStatus(worker) for worker in range(3)]
     coordinator.begin(drafting=True)
     for seat in seats[1:]:
         assert seat.take(coordinator.hand(seat.worker, 1))
@@ -229,7 +229,7 @@ def test_dry_workers_draft_until_the_last_answer() -> None:
 
 
 def test_a_late_stop_of_an_old_epoch_is_ignored() -> None:
-    coordinator, seats = Coordinator(range(1)), [Seat(0)]
+    coordinator, seats = Coordinator(range(1)), [WorkerStatus(0)]
     coordinator.begin(drafting=True)
     coordinator.close()
     settled(coordinator, seats)
@@ -242,13 +242,13 @@ def test_a_late_stop_of_an_old_epoch_is_ignored() -> None:
 
 
 def test_nobody_drafts_where_it_is_not_wanted() -> None:
-    coordinator, seats = Coordinator(range(2)), [Seat(0), Seat(1)]
+    coordinator, seats = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
     coordinator.begin(drafting=False)
     assert settled(coordinator, seats) == [State.IDLE, State.IDLE]
 
 
 def test_drafting_can_be_held() -> None:
-    coordinator, seats = Coordinator(range(2)), [Seat(0), Seat(1)]
+    coordinator, seats = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
     coordinator.begin(drafting=True)
     assert settled(coordinator, seats) == [State.DRAFTING, State.DRAFTING]
     coordinator.hold()

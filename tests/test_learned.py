@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import tlt.spec.sharpening as sharpening_module
+import tlt.spec.beta as sharpening_module
 from tests.launches import Launches
 from tests.test_engine import MODEL, kv_gib, requests
 from tests.test_speculation import tokens_of
 from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine import runner
-from tlt.engine.engine import Engine
-from tlt.engine.landing import Pending
+from tlt.engine.engine import EngineCore
+from tlt.engine.output import PendingOutput
 from tlt.engine.request import Request
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Chunk, Plan
@@ -35,13 +35,13 @@ from tlt.spec import backlog
 from tlt.spec import learned as learned_module
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
-from tlt.spec.candidates import Sharpness, beta_hits, candidates
-from tlt.spec.chooser import Outcome
-from tlt.spec.drafter import Part, Planted, SuffixDrafting
+from tlt.spec.beta import Roots
+from tlt.spec.candidates import BetaCalibrator, beta_hits, candidates
+from tlt.spec.drafter import Segment, StartedTrees, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
-from tlt.spec.sharpening import Roots
+from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import Speculating
 from tlt.spec.tree import Trees
 from tlt.types import Completion, Key, SamplingParams
@@ -62,13 +62,13 @@ class Always:
     def __init__(self, choose) -> None:  # type: ignore[no-untyped-def]
         self._choose = choose
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
+    def choose(self, batch: int, lag: int = 0) -> Shape:
         return self._choose(batch)
 
     def observe(self, outcome: Outcome) -> tuple[()]:
         return ()
 
-    def expect(self, ticks: int) -> None: ...
+    def set_max_len(self, ticks: int) -> None: ...
     def drafter_changed(self, drafter: str) -> None: ...
 
     def report(self) -> None: ...
@@ -79,10 +79,10 @@ AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["read at once", "re
 
 def engine_with(  # type: ignore[no-untyped-def]
     learned: LearnedDrafting, choose, ahead: bool = False, suffix: bool = False, **knobs: object
-) -> Engine:
+) -> EngineCore:
     drafters = [learned, SuffixDrafting(10_000)] if suffix else [learned]
     speculation = Speculating(drafters, Always(choose), learned=learned)
-    engine = Engine(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
+    engine = EngineCore(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
     engine._ahead = ahead
     return engine
 
@@ -92,7 +92,7 @@ def shape_of(depth: int, width: int, verify: int) -> Shape:
 
 
 def plain(batch: Sequence[Request]) -> dict[Key, list[int]]:
-    engine = Engine(MODEL, letters(), EngineSettings(rows=16))
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=16))
     engine.submit(batch)
     return tokens_of({completion.key: completion for completion in engine.drain()})
 
@@ -128,14 +128,14 @@ def test_tokens_stay_under_preemption(ahead: bool) -> None:
 def test_sharpness_is_fitted_to_what_roots_were_named_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits, keys and noise that it looks at name the very tokens that were drafted, and the tokens it is told of
     are those that were drawn there."""
-    monkeypatch.setattr(Sharpness, "observe", lambda *_: None)  # the same β throughout
+    monkeypatch.setattr(BetaCalibrator, "observe", lambda *_: None)  # the same β throughout
     learned = drafting(window=64)
     engine = engine_with(learned, lambda batch: shape_of(2, 1, 3) if batch else Shape(), rows=4)
-    sharpening, drafted, seen = learned._sharpening, list[list[int]](), list[tuple[Roots, list[int], list[int]]]()
+    sharpening, drafted, seen = learned._beta_probe, list[list[int]](), list[tuple[Roots, list[int], list[int]]]()
     root, look = sharpening.root, sharpening.look
 
     def note_root(*given: Any) -> None:
-        drafted.append(learned._groves[1].grown.token_RL[:4, 0].tolist())
+        drafted.append(learned._builders[1].grown.token_RL[:4, 0].tolist())
         root(*given)
 
     def note_look(token_N: Tensor, token_of_draft_v: Tensor | None) -> None:
@@ -162,7 +162,7 @@ def test_sharpness_is_fitted_to_what_roots_were_named_from(monkeypatch: pytest.M
 @torch.no_grad()
 def test_drafts_come_from_the_right_states_after_any_history(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it names in the engine equals what the packed form of the drafter names from the whole text."""
-    monkeypatch.setattr(Sharpness, "observe", lambda *_: None)  # the same β throughout
+    monkeypatch.setattr(BetaCalibrator, "observe", lambda *_: None)  # the same β throughout
     learned = drafting(window=64)
     batch = requests(4, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
     ticks = iter(range(10**6))
@@ -170,41 +170,41 @@ def test_drafts_come_from_the_right_states_after_any_history(monkeypatch: pytest
         learned, lambda batch: shape_of(2, 2, 5) if batch and next(ticks) % 7 in (3, 4, 5) else Shape(), rows=4
     )
     seen: list[tuple[Key, tuple[int, ...], Draft]] = []
-    original = learned.plant
+    original = learned.start_trees
 
-    def spy(keys: Sequence[Key], shape: Shape) -> Planted:
-        planted = original(keys, shape)
+    def spy(keys: Sequence[Key], shape: Shape) -> StartedTrees:
+        started_trees = original(keys, shape)
         if shape_now:  # the trees of this tick, not those of the next
-            seen.extend((key, engine.written(key), planted.draft(key)) for key in keys)
+            seen.extend((key, engine.written(key), started_trees.draft(key)) for key in keys)
             shape_now.clear()
-        return planted
+        return started_trees
 
     shape_now: list[bool] = []
     proposing = engine._speculation.propose
 
-    def propose(keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
+    def propose(keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
         shape_now.append(True)
-        return proposing(keys, answers, shape)
+        return proposing(keys, completions, shape)
 
-    learned.plant = spy  # type: ignore[method-assign]
+    learned.start_trees = spy  # type: ignore[method-assign]
     engine._speculation.propose = propose  # type: ignore[method-assign]
     engine.submit(batch)
     engine.drain()
     prompts = {request.key: request.prompt for request in batch}
     checked = 0
-    for key, answer, draft in seen:
+    for key, completion, draft in seen:
         if not len(draft):
             continue
-        assert draft.tokens[0] == first_named(learned, key, prompts[key], answer)
+        assert draft.tokens[0] == first_named(learned, key, prompts[key], completion)
         checked += 1
     assert checked > 10
 
 
-def first_named(learned: LearnedDrafting, key: Key, prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
+def first_named(learned: LearnedDrafting, key: Key, prompt: tuple[int, ...], completion: tuple[int, ...]) -> int:
     from tlt.spec.candidates import DrawKeys, candidates
 
     drafter = learned.drafter
-    text = torch.tensor([*prompt, *answer])
+    text = torch.tensor([*prompt, *completion])
     states = gather_taps(MODEL(text, PackedLayout.from_lengths([len(text)]), taps=drafter.config.taps).taps)
     first = 0  # the prompt's states are kept too
     aligned = align(text[first:], torch.ones(len(text) - first, dtype=torch.bool), [len(text) - first])
@@ -256,7 +256,7 @@ def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool, monkey
 def test_lookups_are_made_while_the_device_grows_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is grown is launched first and read last; what is looked up comes in between."""
     learned, calls = drafting(), list[str]()
-    for owner, name in ((LearnedDrafting, "plant"), (LearnedDrafting, "propose"), (SuffixDrafting, "propose")):
+    for owner, name in ((LearnedDrafting, "start_trees"), (LearnedDrafting, "propose"), (SuffixDrafting, "propose")):
         work, called = getattr(owner, name), f"{owner.name} {name}"
 
         def noted(self: Any, *given: Any, work: Any = work, called: str = called) -> Any:
@@ -411,10 +411,10 @@ def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.Monke
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal left
         grown = grow(learned, keys, shape)
-        behind = learned._memory.taken_R[: len(keys)] < learned._rows.position_R[: len(keys)]
-        assert not (learned._memory.ready_R[: len(keys)] & behind).any()
+        lag = learned._memory.taken_R[: len(keys)] < learned._rows.position_R[: len(keys)]
+        assert not (learned._memory.ready_R[: len(keys)] & lag).any()
         assert [not grown.draft(key).tokens for key in keys] == (~learned._memory.ready_R[: len(keys)]).tolist()
-        left += int(behind.sum())
+        left += int(lag.sum())
         return grown
 
     monkeypatch.setattr(LearnedDrafting, "_taking_in", half)
@@ -433,7 +433,7 @@ def test_idle_rows_take_nothing_of_what_the_others_share(monkeypatch: pytest.Mon
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal idle
         grown = grow(learned, keys, shape)
-        sizes = learned._staged().trees(shape.verify).size_R[:16].tolist()
+        sizes = learned._attached_runner().trees(shape.verify).size_R[:16].tolist()
         assert sum(sizes[: len(keys)]) <= shape.tokens(16) - 16
         assert not any(sizes[len(keys) :])
         idle += int(learned._memory.ready_R[len(keys) : 16].sum())
@@ -452,10 +452,10 @@ def test_trees_grown_ahead_move_with_their_rows(monkeypatch: pytest.MonkeyPatch)
 
     def look(learned: LearnedDrafting, moves: Sequence[tuple[int, int]]) -> None:
         nonlocal moved
-        planted = learned._planted
-        if planted is None or planted.tick != learned._ticks:
+        started_trees = learned._started_trees
+        if started_trees is None or started_trees.tick != learned._ticks:
             return move(learned, moves)
-        trees = learned._staged().trees(planted.shape.verify)
+        trees = learned._attached_runner().trees(started_trees.shape.verify)
         expected = [part.clone() for part in trees.parts]
         for source, target in moves:
             for part in expected:
@@ -516,18 +516,20 @@ def test_a_request_without_a_distribution_fails_alone(poisoned: int, depth: int,
         healthy = MODEL.embed[poisoned].clone()
         MODEL.embed[poisoned] = float("nan")
     try:
-        plainly = answers_and_failures(Engine(MODEL, letters(), EngineSettings(rows=4)), batch)
+        plainly = answers_and_failures(EngineCore(MODEL, letters(), EngineSettings(rows=4)), batch)
         drafted = engine_with(drafting(), lambda batch: shape if batch else Shape(), ahead, rows=4)
         assert answers_and_failures(drafted, batch) == plainly
     finally:
         with torch.no_grad():
             MODEL.embed[poisoned] = healthy
-    answers, failures = plainly
+    completions, failures = plainly
     assert failures, "nobody drew the token: this shows nothing"
-    assert len(answers) + len(failures) == len(batch)
+    assert len(completions) + len(failures) == len(batch)
 
 
-def answers_and_failures(engine: Engine, batch: Sequence[Request]) -> tuple[dict[Key, list[int]], set[tuple[str, ...]]]:
+def answers_and_failures(
+    engine: EngineCore, batch: Sequence[Request]
+) -> tuple[dict[Key, list[int]], set[tuple[str, ...]]]:
     """What was answered, and (request, position) of what failed."""
     engine.submit(batch)
     done: dict[Key, list[int]] = {}
@@ -573,7 +575,7 @@ def test_reading_late_changes_no_token_whatever_happens_meanwhile(seed: int) -> 
         if dice.random() < 0.02:
             engine.load_policy(engine.version + 1)
         done.update((one.key, one) for one in engine.tick())
-        late += engine._flight is not None and not engine._flight.shape.off
+        late += engine._unread_tick is not None and not engine._unread_tick.shape.off
     assert tokens_of(done) == plain(batch)
     assert late > 5, "hardly any tick was read late: this shows nothing"
     assert engine.report().pages.used == 0
@@ -604,15 +606,13 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
     )
     launch = Runner.launch
 
-    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> Pending:
+    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> PendingOutput:
         nonlocal back
         if plan.nodes > 1:
             proposed = engine._speculation._proposed[-1]
-            trees = [bool(depth_Q.any()) for depth_Q in runner.trees(plan.nodes).depth_RQ[: len(plan.stays)]]
-            assert [bool(proposed.of(row)[0].tokens) for row in range(len(plan.stays))] == trees
-            back += sum(
-                plan.stays[entry.row].progress.preemptions > 0 and not trees[entry.row] for entry in plan.entries
-            )
+            trees = [bool(depth_Q.any()) for depth_Q in runner.trees(plan.nodes).depth_RQ[: len(plan.reqs)]]
+            assert [bool(proposed.of(row)[0].tokens) for row in range(len(plan.reqs))] == trees
+            back += sum(plan.reqs[entry.row].state.preemptions > 0 and not trees[entry.row] for entry in plan.entries)
         return launch(runner, plan, drafts, *how)
 
     monkeypatch.setattr(Runner, "launch", look)
@@ -623,9 +623,11 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
     assert back, "nobody came back at once: this shows nothing"
 
 
-def told_engine(learned: LearnedDrafting) -> tuple[Engine, Told]:
+def told_engine(learned: LearnedDrafting) -> tuple[EngineCore, Told]:
     told = Told(lambda running: shape_of(3, 2, 5) if running else Shape())
-    engine = Engine(MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned))
+    engine = EngineCore(
+        MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned)
+    )
     engine._ahead = True
     return engine, told
 
@@ -665,12 +667,12 @@ def test_who_caught_up_says_how_many_positions(ahead: bool) -> None:
     for _ in range(6):
         engine.tick()
     learned._backlog.wrote(30, 30.0)  # as in so many plain ticks
-    behind = learned.behind(2)
+    lag = learned.lag(2)
     for _ in range(4):
         engine.tick()
-    assert behind > 0
-    assert [outcome.behind for outcome in told.outcomes if outcome.behind][-1] == behind
-    assert all(outcome.behind == 0 or outcome.caught_up_s > 0 for outcome in told.outcomes)
+    assert lag > 0
+    assert [outcome.lag for outcome in told.outcomes if outcome.lag][-1] == lag
+    assert all(outcome.lag == 0 or outcome.caught_up_s > 0 for outcome in told.outcomes)
 
 
 def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
@@ -684,8 +686,8 @@ def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
     for _ in range(6):
         engine.tick()
     fresh = told.outcomes[before:]
-    assert fresh[0].walks, "what was learned before the change is told in time"
-    assert [bool(outcome.walks) for outcome in fresh[1:]] == [False, *[True] * (len(fresh) - 2)]
+    assert fresh[0].results, "what was learned before the change is told in time"
+    assert [bool(outcome.results) for outcome in fresh[1:]] == [False, *[True] * (len(fresh) - 2)]
 
 
 def test_every_state_of_a_prompt_stands_beside_the_token_drawn_from_it() -> None:
@@ -710,8 +712,8 @@ def test_keeping_states_is_one_launch_in_any_tick(monkeypatch: pytest.MonkeyPatc
     """Nothing is computed around it: those who stay off pay for it in every tick."""
     kept: list[object] = []
     monkeypatch.setattr(state_kernels, "keep_states", lambda *given, pdl: kept.append(given))  # one launch on a GPU
-    found, keeper = [], engine_with(drafting(), lambda _: Shape(), rows=4)
-    for engine in (Engine(MODEL, letters(), EngineSettings(rows=4)), keeper):
+    found, state_sink = [], engine_with(drafting(), lambda _: Shape(), rows=4)
+    for engine in (EngineCore(MODEL, letters(), EngineSettings(rows=4)), state_sink):
         runner = engine._runner
         kept.clear()
         with torch.no_grad(), Launches() as launches:
@@ -740,7 +742,9 @@ def test_a_tuner_is_told_who_came_and_how_much_may_come() -> None:
     ticks = iter(range(10**6))
     told = Told(lambda running: shape_of(3, 2, 5) if running and next(ticks) % 3 else Shape())
     learned = drafting(window=64)
-    engine = Engine(MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned))
+    engine = EngineCore(
+        MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned)
+    )
     batch = requests(8, params=[SamplingParams(max_tokens=30, ignore_eos=True)], seed=1)
     engine.submit(batch)
     left = []
@@ -771,12 +775,12 @@ def test_compiling_leaves_nothing_behind() -> None:
                 ("prune", 2, 4, 8, 2.0, rows) for rows in (16, 8, 4, 2, 1)
             }
             assert gone_through - pruned >= {
-                (role, width, rows) for role in ("roots", "deepen") for width in (1, 2, 3) for rows in range(1, 17)
+                (role, width, rows) for role in ("roots", "expand") for width in (1, 2, 3) for rows in range(1, 17)
             }
             assert {part[-1] for part in gone_through if part[0] == "extend"} == set(range(1, 17))
             assert ("look", 1) in gone_through
-            assert learned._sharpening.roots is None, "and nothing comes of it"
-            assert learned._sharpening._coming is None
+            assert learned._beta_probe.roots is None, "and nothing comes of it"
+            assert learned._beta_probe._coming is None
         engine.submit(batch)
         tokens = tokens_of({one.key: one for one in engine.drain()})
         report = engine.report().speculation
@@ -790,15 +794,15 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
     """Role and rows of all that `compile` ran."""
     ran: set[tuple[Any, ...]] = set()
 
-    def noted(role: Any, rows: int, work: Any, exactly: bool = False) -> Part:
-        return Part(role, rows, lambda rows: (ran.add((*role, rows)), work(rows))[1], exactly)
+    def noted(role: Any, rows: int, work: Any, exactly: bool = False) -> Segment:
+        return Segment(role, rows, lambda rows: (ran.add((*role, rows)), work(rows))[1], exactly)
 
     def looked(logits_Nv: Tensor, *given: Any, **more: Any) -> Tensor:
         ran.add(("look", len(logits_Nv)))
         return beta_hits(logits_Nv, *given, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learned_module, "Part", noted)
+        patch.setattr(learned_module, "Segment", noted)
         patch.setattr(sharpening_module, "beta_hits", looked)
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         learned.compile(shapes)
@@ -807,7 +811,7 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
 
 def test_what_a_shape_needs_once_is_not_charged_to_the_one_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its graphs are captured when it is launched, behind a verification that nobody has read by then."""
-    usual, other = shape_of(3, 1, 4), shape_of(2, 1, 3)
+    baseline, other = shape_of(3, 1, 4), shape_of(2, 1, 3)
     launch, told = Runner.launch, list[tuple[Shape, float]]()
     captured, chosen = [0.0], iter(range(10**6))
 
@@ -815,18 +819,18 @@ def test_what_a_shape_needs_once_is_not_charged_to_the_one_it_follows(monkeypatc
         captured[0] += shape == other
         return launch(one, plan, drafts, shape, *rest)
 
-    def verified(one: Speculating, shape: Shape, emitted: Any, seconds: float | None, once_s: float = 0.0) -> None:
-        told.append((shape, once_s))
-        verifying(one, shape, emitted, seconds, once_s)
+    def verified(one: Speculating, shape: Shape, emitted: Any, seconds: float | None, one_off_s: float = 0.0) -> None:
+        told.append((shape, one_off_s))
+        verifying(one, shape, emitted, seconds, one_off_s)
 
     verifying = Speculating.verified
     monkeypatch.setattr(Runner, "launch", launching)
     monkeypatch.setattr(Runner, "capture_s", property(lambda one: captured[0]))
     monkeypatch.setattr(Speculating, "verified", verified)
     engine = engine_with(
-        drafting(), lambda batch: (other if next(chosen) % 6 == 5 else usual) if batch else OFF, True, rows=6
+        drafting(), lambda batch: (other if next(chosen) % 6 == 5 else baseline) if batch else OFF, True, rows=6
     )
     engine.submit(requests(6, params=(SamplingParams(max_tokens=40, ignore_eos=True),)))
     engine.drain()
-    assert {shape for shape, _ in told} == {usual, other}
-    assert {(shape, once_s) for shape, once_s in told} == {(usual, 0.0), (other, 1.0)}
+    assert {shape for shape, _ in told} == {baseline, other}
+    assert {(shape, one_off_s) for shape, one_off_s in told} == {(baseline, 0.0), (other, 1.0)}

@@ -11,9 +11,9 @@ from tiny import policy
 from torch import Tensor
 
 from tlt.kernels import elementwise_triton, linear_table, linear_triton
-from tlt.kernels.linear import Light, Weighed, weigh, weighed_linear
+from tlt.kernels.linear import PreNormed, QuantizedMatrix, weigh, weighed_linear
 from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import BUCKETS, LIGHT, TABLE, Config, bucket_of, choose, choose_light, ever_light
+from tlt.kernels.linear_table import BUCKETS, LIGHT, TABLE, Config, bucket_of, choose, choose_quantized, ever_quantized
 from tlt.kernels.linear_triton import room_for, skinny_linear
 from tlt.kernels.workspace import Workspace
 from tlt.model import linear as model_linear
@@ -124,7 +124,7 @@ def test_a_matrix_in_8_bits_is_multiplied_as_it_is(config: Config, fusion: tuple
     norm, bias, residual, gated = fusion
     x, weight, extras = layer(5, 72, 192, norm=norm, bias=bias, residual=residual, gated=gated)
     weight[3] *= 1000.0  # each row has a scale of its own
-    light = Light.of(weight)
+    light = QuantizedMatrix.of(weight)
     out = skinny_linear(x, light, config, norm_eps=EPS, **extras)
     read = light.light_NK.double() * light.scale_N.double()[:, None]
     assert error(out, fp64_linear(x, read, **extras)) < TOLERANCE
@@ -134,7 +134,7 @@ def test_a_matrix_in_8_bits_is_multiplied_as_it_is(config: Config, fusion: tuple
 def test_8_bits_are_near_and_renewed_in_place() -> None:
     weight = tensor(24, 64)
     weight[5] = 0.0
-    light = Light.of(weight)
+    light = QuantizedMatrix.of(weight)
     places = light.light_NK.data_ptr(), light.scale_N.data_ptr()
     for _ in range(2):
         read = light.light_NK.float() * light.scale_N[:, None]
@@ -148,7 +148,7 @@ def test_8_bits_are_near_and_renewed_in_place() -> None:
 
 def test_few_rows_read_a_large_matrix_in_8_bits_and_all_others_the_fine_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, extras = layer(300, 32, 64, residual=True)
-    light, residual = Light.of(weight), extras["residual"]
+    light, residual = QuantizedMatrix.of(weight), extras["residual"]
     read = light.light_NK.double() * light.scale_N.double()[:, None]
     for rows in (3, 40, 300):
         assert torch.equal(linear_triton.linear(x[:rows], light), linear_triton.linear(x[:rows], weight)), "small"
@@ -208,7 +208,7 @@ def test_the_fused_norm_is_no_worse_than_rounding_after_the_norm() -> None:
 # The norm between two layers: its weight and squares left by the first, its scale put on by the second.
 
 
-def assert_weighed(found: Weighed, x: Tensor, norm: Tensor, part: int) -> None:
+def assert_weighed(found: PreNormed, x: Tensor, norm: Tensor, part: int) -> None:
     """Of the rows as they were stored, so that only the sums' order differs."""
     expected = weigh(x, norm, part)
     assert torch.equal(found.x_MD, x)
@@ -251,7 +251,7 @@ def test_two_layers_and_the_norm_between_them(bucket: int, carried: bool) -> Non
     norm, eps = after.pop("norm_weight"), {"norm_eps": EPS}
     between = fp64_linear(x, weight, **extras)
     stream = linear_triton.add_linear(x, weight, residual=extras["residual"], next_norm=norm)
-    assert isinstance(stream, Weighed) == carried
+    assert isinstance(stream, PreNormed) == carried
     out = linear_triton.linear(stream, head, norm_weight=norm, **eps, **after)
     assert error(out, fp64_linear(between, head, norm_weight=norm, **after)) < 2 * TOLERANCE
     assert linear_triton.add_linear(x, weight, residual=extras["residual"], next_norm=None) is extras["residual"]
@@ -262,7 +262,7 @@ def test_rows_of_a_table_come_weighed(width: int) -> None:
     table, norm = tensor(9, width), 1 + 0.3 * tensor(width, seed=9)
     index = torch.tensor([3, 8, 0, 3, -1], device=DEVICE)
     taken = linear_triton.take_rows(table, index, norm)
-    assert isinstance(taken, Weighed)
+    assert isinstance(taken, PreNormed)
     assert_weighed(taken, table[index], norm, 64)
 
 
@@ -289,7 +289,7 @@ def test_a_model_in_rollout_computes_what_it_computes_elsewhere(family: str, mon
         streams = []
         model.blocks[1].register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
         found = model(tokens, layout, taps=(0, 1, 2))
-        assert isinstance(streams[0], Weighed)
+        assert isinstance(streams[0], PreNormed)
         logits = model.logits(found.hidden_TD), model.logits(expected.hidden_TD)
         for ours, theirs in (
             (found.hidden_TD, expected.hidden_TD),
@@ -318,10 +318,10 @@ def test_a_residual_can_be_kept(route: str, bias: bool, exact: bool, monkeypatch
     kept = linear_triton.add_linear(x, weight, residual=extras["residual"], keep_residual=True, **how)
     assert torch.equal(extras["residual"], before)
     over = linear_triton.add_linear(x, weight, residual=extras["residual"], **how)
-    assert isinstance(kept, Weighed) == isinstance(over, Weighed) == (config is not None)
+    assert isinstance(kept, PreNormed) == isinstance(over, PreNormed) == (config is not None)
     assert torch.equal(model_linear.rows_of(kept), model_linear.rows_of(over))
     assert model_linear.rows_of(over) is extras["residual"]
-    if isinstance(kept, Weighed) and isinstance(over, Weighed):
+    if isinstance(kept, PreNormed) and isinstance(over, PreNormed):
         assert torch.equal(kept.weighed_MD, over.weighed_MD)
         assert torch.equal(kept.squares_MP, over.squares_MP)
 
@@ -382,11 +382,13 @@ def test_torch_version_keeps_float64() -> None:
 
 def test_large_matrices_are_read_in_8_bits_by_few_rows() -> None:
     """What was measured goes before what is guessed, and nobody keeps in 8 bits what nobody reads so."""
-    assert choose_light(8, 3840, 3072, False) == LIGHT[3840, 3072, False, 16] != choose_light(8, 3840, 3088, False)
-    assert choose_light(17, 3840, 3072, False) is LIGHT[3840, 3072, False, 32] is None
-    assert choose_light(8, 18944, 3584, True) is not None
-    assert choose_light(33, 18944, 3584, True) is None
-    assert [ever_light(n, k, False) for n, k in ((3840, 3072), (1024, 3840), (960, 576))] == [True, False, False]
+    assert (
+        choose_quantized(8, 3840, 3072, False) == LIGHT[3840, 3072, False, 16] != choose_quantized(8, 3840, 3088, False)
+    )
+    assert choose_quantized(17, 3840, 3072, False) is LIGHT[3840, 3072, False, 32] is None
+    assert choose_quantized(8, 18944, 3584, True) is not None
+    assert choose_quantized(33, 18944, 3584, True) is None
+    assert [ever_quantized(n, k, False) for n, k in ((3840, 3072), (1024, 3840), (960, 576))] == [True, False, False]
 
 
 def test_all_rows_of_a_bucket_share_a_configuration() -> None:
@@ -405,7 +407,7 @@ def test_every_choice_is_one_a_kernel_can_run() -> None:
         (3584, 18944, False),
     ]
     for (n, k, gated), bucket in itertools.product(shapes, BUCKETS):
-        for config in filter(None, (choose(bucket, n, k, gated), choose_light(bucket, n, k, gated))):
+        for config in filter(None, (choose(bucket, n, k, gated), choose_quantized(bucket, n, k, gated))):
             sizes = (config.block_m, config.block_n, config.block_k, config.warps, config.prefetch, config.ahead)
             assert all(size & (size - 1) == 0 for size in sizes), config
             assert 1 <= config.split_k <= -(-k // config.block_k), config

@@ -13,7 +13,7 @@ import torch
 import tlt
 from tests.training import LEARNED, numbers, small
 from tlt.drafting.states import Recompute
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet, Worker
 from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences, is_replayed
@@ -181,7 +181,7 @@ def test_off_against_off_takes_the_same_time(tmp_path: Path, monkeypatch: pytest
 
         monkeypatch.setattr(owner, method, call)
 
-    slower(Engine, "tick", 1.0)
+    slower(EngineCore, "tick", 1.0)
     slower(Worker, "plain_engine", 1000.0)
     slower(ToyTask, "sample", 1000.0)
     for module in ("tlt.loop", "tlt.fleet"):

@@ -18,7 +18,7 @@ from tests.clocks import Clock
 from tlt.cli import main
 from tlt.config import DraftSettings, RunConfig
 from tlt.draft import Trained, draft_train
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
@@ -146,7 +146,7 @@ OPENING_S, TICK_S, STATES_S, MEASURED_S, STEP_S, SAVING_S = 2.0, 0.1, 0.05, 0.2,
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Moved on by what takes time: opening, ticks, states, measuring, steps by what they unroll, saving."""
     clock = Clock()
-    clock.passes_in(monkeypatch, Engine, "tick", TICK_S)
+    clock.passes_in(monkeypatch, EngineCore, "tick", TICK_S)
     clock.passes_in(monkeypatch, draft, "open_policy", OPENING_S)
     clock.passes_in(monkeypatch, draft, "policy_states", STATES_S)
     clock.passes_in(monkeypatch, draft, "accept_length", MEASURED_S)
@@ -201,7 +201,7 @@ def test_answers_end_where_half_of_the_time_behind_opening_is_over(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those to learn from and those to measure on are cut alike; of the latter there are some."""
-    clock.passes_in(monkeypatch, Engine, "tick", 1.0)
+    clock.passes_in(monkeypatch, EngineCore, "tick", 1.0)
     trained, took, _ = train(clock, tmp_path / "drafter", 20.0)
     assert trained.after.tokens > 0
     assert took <= 20.0

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tests.tiny import VOCAB, Seen, letters, policy
 from tlt.config import GrpoSettings, TrainSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TltError
 from tlt.model.attention import PackedLayout
@@ -332,7 +332,7 @@ def test_two_minibatches_are_two_updates() -> None:
 
 def test_the_engines_answers_are_the_trainers_and_good_ones_become_likelier() -> None:
     model = policy(torch.float32)
-    engine = Engine(model, letters())
+    engine = EngineCore(model, letters())
     engine.submit(Request(Key(0, i), (5, 6, 7 + i % 2), SamplingParams(max_tokens=12)) for i in range(8))
     answers = sorted(engine.drain(), key=lambda completion: completion.key.request)
     rewards = [1.0 if i % 4 < 2 else -1.0 for i in range(8)]

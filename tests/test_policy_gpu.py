@@ -7,7 +7,7 @@ import torch
 
 from tests.test_policy import FREE, ONE_STEP, experiences, gradients_of
 from tests.tiny import VOCAB, letters, policy
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
@@ -55,7 +55,7 @@ def test_gradients_point_where_those_of_float32_do(family: str, checkpointed: bo
 
 def test_the_engine_reads_the_weights_that_were_trained() -> None:
     model = policy(torch.bfloat16, sharpness=5.0).to("cuda")
-    engine = Engine(model, letters())
+    engine = EngineCore(model, letters())
     trainer = PolicyTrainer(model, replace(ONE_STEP, learning_rate=1e-3), FREE)
     for step in range(3):
         keys = [Key(step, index) for index in range(16)]

@@ -10,7 +10,7 @@ import tiny
 
 from tests.tuning import Curve
 from tlt.errors import ModelError
-from tlt.spec.acceptance import Acceptance, Track, Walked, likeliest_nodes
+from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits, likeliest_nodes
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, save_drafter
 from tlt.spec.record import FILE, DraftRecord, keep_better, parse_record, read_record, record_text, write_record
@@ -146,7 +146,7 @@ def by_the_rule(rows: list[tuple[float, ...]], shape: Shape) -> float:
 def test_lengths_follow_what_was_recalled(curve: Curve, worth: float) -> None:
     acceptance = Acceptance([*SHAPES, BOTH], horizon=1000.0)
     stranger = [acceptance.length(shape) for shape in SHAPES]
-    acceptance.recall("eagle", table(curve), worth)
+    acceptance.load_prior("eagle", table(curve), worth)
     acceptance.refresh()
     assert acceptance.evidence(("eagle",)) == pytest.approx(worth)
     assert acceptance.known(("eagle",)) == pytest.approx(worth)
@@ -158,7 +158,7 @@ def test_lengths_follow_what_was_recalled(curve: Curve, worth: float) -> None:
 
 def test_a_drafter_that_is_always_right_is_expected_to_be() -> None:
     acceptance = Acceptance(SHAPES, horizon=1000.0)
-    acceptance.recall("eagle", [(1.0, 0.0)], 8.0)
+    acceptance.load_prior("eagle", [(1.0, 0.0)], 8.0)
     acceptance.refresh()
     assert [acceptance.length(shape) for shape in SHAPES[:4]] == pytest.approx([2, 4, 8, 16])
 
@@ -166,10 +166,10 @@ def test_a_drafter_that_is_always_right_is_expected_to_be() -> None:
 def test_ranks_nobody_measured_are_those_of_a_drafter_nobody_tried_there() -> None:
     """Narrower than the shapes: half the chance of the rank before. Wider: what no shape names counts as missed."""
     narrow = Acceptance([Shape(("eagle",), 1, 3, 4)], horizon=1000.0)
-    narrow.recall("eagle", [(0.6,)], 1e6)
+    narrow.load_prior("eagle", [(0.6,)], 1e6)
     assert narrow._survival["eagle",].ranks()[0] == pytest.approx([0.6, 0.4 * 0.3, 0.4 * 0.7 * 0.15], rel=1e-3)
     wide = Acceptance([Shape(("eagle",), 1, 1, 2)], horizon=1000.0)
-    wide.recall("eagle", [(0.6, 0.4)], 32.0)
+    wide.load_prior("eagle", [(0.6, 0.4)], 32.0)
     assert wide.evidence(("eagle",)) == pytest.approx(32.0)
     assert wide.by_depth("eagle") == pytest.approx((0.6,))
 
@@ -177,27 +177,27 @@ def test_ranks_nobody_measured_are_those_of_a_drafter_nobody_tried_there() -> No
 @pytest.mark.parametrize("worth", [8.0, 32.0])
 def test_a_drafter_that_turns_out_useless_is_soon_known_to_be(worth: float) -> None:
     acceptance, wide = Acceptance(SHAPES, horizon=1000.0), SHAPES[-1]
-    acceptance.recall("eagle", table(Curve(0.6, 0.9)), worth)
+    acceptance.load_prior("eagle", table(Curve(0.6, 0.9)), worth)
     acceptance.refresh()
     assert acceptance.length(SHAPES[2]) > 2
     for _ in range(int(10 * worth)):
-        acceptance.see(wide, [Walked(0, (Track((), wide.width),))])
+        acceptance.see(wide, [AcceptResult(0, (RankHits((), wide.width),))])
     acceptance.refresh()
     assert all(acceptance.length(shape) < 1.2 for shape in SHAPES[:4])
 
 
 def test_a_drafter_that_turns_out_better_is_soon_known_to_be() -> None:
     acceptance, chain = Acceptance(SHAPES, horizon=1000.0), SHAPES[1]
-    acceptance.recall("eagle", table(Curve(0.1)), 16.0)
+    acceptance.load_prior("eagle", table(Curve(0.1)), 16.0)
     for _ in range(160):
-        acceptance.see(chain, [Walked(3, (Track((1, 1, 1)),))])
+        acceptance.see(chain, [AcceptResult(3, (RankHits((1, 1, 1)),))])
     acceptance.refresh()
     assert acceptance.length(chain) > 3.5
 
 
 def test_what_was_recalled_is_forgotten_and_fades_like_what_was_seen() -> None:
     acceptance = Acceptance(SHAPES, horizon=1000.0)
-    acceptance.recall("eagle", table(Curve(0.9)), 32.0)
+    acceptance.load_prior("eagle", table(Curve(0.9)), 32.0)
     acceptance.changed("eagle", 3.0)
     assert acceptance.evidence(("eagle",)) == pytest.approx(3.0)
     acceptance.forget("eagle")
@@ -206,4 +206,4 @@ def test_what_was_recalled_is_forgotten_and_fades_like_what_was_seen() -> None:
 
 def test_a_drafter_that_no_shape_uses_cannot_be_recalled() -> None:
     with pytest.raises(ValueError, match=r"no shape uses drafter 'suffix'; expected one of \['eagle'\]"):
-        Acceptance(SHAPES, horizon=1000.0).recall("suffix", [(0.5,)], 8.0)
+        Acceptance(SHAPES, horizon=1000.0).load_prior("suffix", [(0.5,)], 8.0)

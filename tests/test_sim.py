@@ -15,8 +15,8 @@ from tests.test_engine import MODEL, kv_gib
 from tests.tiny import letters
 from tlt.cli import main
 from tlt.config import EngineSettings, RunConfig, SamplingParams, SpecSettings
-from tlt.engine.build import chooser_of, shapes_of
-from tlt.engine.engine import Engine
+from tlt.engine.build import shape_policy_of, shapes_of
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.sim.book import CostBook, read_book, write_book
@@ -24,10 +24,10 @@ from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Asked, Trace, draw_trace, trace_of
 from tlt.sim.world import World, grown
 from tlt.spec.acceptance import Acceptance
-from tlt.spec.chooser import TunerPolicy
 from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, Measured
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
+from tlt.spec.shape_policy import ShapePolicy
 from tlt.types import Key
 
 PAGE = 16
@@ -64,12 +64,12 @@ def fleet(
     trace: Trace,
     costs: CostBook,
     workers: int = 1,
-    chooser: Callable[[], TunerPolicy | None] = lambda: None,
+    shape_policy: Callable[[], ShapePolicy | None] = lambda: None,
     shapes: tuple[Shape, ...] = (CHAIN,),
     **engine: Any,
 ) -> SimFleet:
     settings = EngineSettings(rows=costs.rows, page_size=costs.page_size, **engine)
-    return SimFleet(trace, workers, lambda number: World(costs, shapes, int, number), settings, chooser, 15)
+    return SimFleet(trace, workers, lambda number: World(costs, shapes, int, number), settings, shape_policy, 15)
 
 
 def check_answers(found: Simulated, trace: Trace) -> None:
@@ -88,13 +88,13 @@ def check_answers(found: Simulated, trace: Trace) -> None:
 def test_plain_ticks_are_the_engines(admission: str, rows: int, pages: int) -> None:
     """The same scheduler: requests that wait, that enter together, and that lose their pages take as many ticks."""
     knobs = {"rows": rows, "page_size": PAGE, "prefill_tokens": 16, "admission": admission}
-    engine = Engine(MODEL, letters(), EngineSettings(kv_gib=kv_gib(pages, PAGE), **knobs))
+    engine = EngineCore(MODEL, letters(), EngineSettings(kv_gib=kv_gib(pages, PAGE), **knobs))
     prompts = [tuple(2 + (number + place) % 20 for place in range(5 + number)) for number in range(6)]
     asked = [Request(Key(3, n), prompts[n // 4], SamplingParams(max_tokens=90), f"p{n // 4}") for n in range(24)]
     engine.submit(asked)
     lengths = {done.key.request: len(done.tokens) for done in engine.drain()}
     report = engine.report()
-    groups = [tuple(lengths[4 * number + answer] for answer in range(4)) for number in range(6)]
+    groups = [tuple(lengths[4 * number + completion] for completion in range(4)) for number in range(6)]
     trace = Trace(tuple(Asked(group, 5 + number) for number, group in enumerate(groups)), 90, "a test")
     found = fleet(
         trace, book(rows=rows, pages=report.pages.free + report.pages.cached), admission=admission, prefill_tokens=16
@@ -108,8 +108,8 @@ def test_plain_ticks_are_the_engines(admission: str, rows: int, pages: int) -> N
 @pytest.mark.parametrize("depth", [1, 3, 7])
 def test_drafts_that_are_always_right_take_a_tick_for_depth_plus_one_tokens(depth: int) -> None:
     trace, shape = long_tail(), Shape(("eagle",), depth, 1, depth + 1)
-    sure = fleet(trace, book(ranks=((1.0,),)), chooser=lambda: Fixed(shape), shapes=(shape,)).rollout()
-    wrong = fleet(trace, book(ranks=((0.0,),)), chooser=lambda: Fixed(shape), shapes=(shape,)).rollout()
+    sure = fleet(trace, book(ranks=((1.0,),)), shape_policy=lambda: Fixed(shape), shapes=(shape,)).rollout()
+    wrong = fleet(trace, book(ranks=((0.0,),)), shape_policy=lambda: Fixed(shape), shapes=(shape,)).rollout()
     plain = fleet(trace, book()).rollout()
     longest = max(trace.lengths)
     assert plain.ticks == wrong.ticks == longest
@@ -124,12 +124,12 @@ def test_drafts_that_are_always_right_take_a_tick_for_depth_plus_one_tokens(dept
 )
 def test_as_much_is_accepted_as_the_table_says(shape: Shape) -> None:
     world, rule = World(book(), (shape,), int, seed=1), Acceptance((shape,), horizon=1e9)
-    rule.recall("eagle", RANKS, 1e9)
-    walks = world.walks(shape, range(20000))
-    assert 1 + sum(walked.accepted for walked in walks) / len(walks) == pytest.approx(rule.length(shape), abs=0.03)
+    rule.load_prior("eagle", RANKS, 1e9)
+    results = world.results(shape, range(20000))
+    assert 1 + sum(walked.accepted for walked in results) / len(results) == pytest.approx(rule.length(shape), abs=0.03)
     told = Acceptance((shape,), horizon=1e9)
     for _ in range(40):
-        told.see(shape, world.walks(shape, range(32)))
+        told.see(shape, world.results(shape, range(32)))
     assert told.length(shape) == pytest.approx(rule.length(shape), rel=0.06), "a tuner learns it from the walks"
 
 
@@ -157,7 +157,7 @@ def test_a_drafter_catches_up_once() -> None:
     late = tuple(Measured(cost.role, cost.size, 1e-3) if cost.role == CATCH_UP else cost for cost in book().measured)
     ranks = ((1.0,),)
     dear, free = (
-        fleet(trace, book(measured=measured, ranks=ranks), chooser=lambda: Fixed(CHAIN)).rollout().seconds
+        fleet(trace, book(measured=measured, ranks=ranks), shape_policy=lambda: Fixed(CHAIN)).rollout().seconds
         for measured in (late, tuple(cost for cost in late if cost.role != CATCH_UP))
     )
     assert 59 * 1e-3 * 0.9 < dear - free < 9 * 64 * 1e-3, "of one window at most, by its safe guess of live rows"
@@ -182,8 +182,8 @@ def test_a_tree_reads_its_context_once_on_a_gpu_and_by_every_node_on_a_cpu() -> 
 def test_more_workers_are_never_slower_and_train_while_they_wait(drafts: bool) -> None:
     trace, before = long_tail(prompts=16), math.inf
     for workers in (1, 2, 4, 8):
-        chooser = (lambda: Fixed(CHAIN)) if drafts else (lambda: None)
-        found = fleet(trace, book(rows=8), workers, chooser).rollout()
+        shape_policy = (lambda: Fixed(CHAIN)) if drafts else (lambda: None)
+        found = fleet(trace, book(rows=8), workers, shape_policy).rollout()
         check_answers(found, trace)
         assert found.seconds <= before * (1.15 if drafts else 1.0)  # guesses are a matter of luck
         before = found.seconds
@@ -204,9 +204,9 @@ def test_a_tuner_in_the_simulator_pays_where_drafts_are_good_and_costs_nothing_w
     for name, ranks in (("good", ((0.95, 0.02, 0.01),)), ("useless", ((0.02, 0.01, 0.01),))):
         costs = book(ranks=ranks)
 
-        def tuner(costs: CostBook = costs) -> TunerPolicy:
-            chosen = chooser_of(spec, costs.rows, costs.measured, on_gpu=True)
-            chosen.recall("eagle", costs.ranks)
+        def tuner(costs: CostBook = costs) -> ShapePolicy:
+            chosen = shape_policy_of(spec, costs.rows, costs.measured, on_gpu=True)
+            chosen.load_prior("eagle", costs.ranks)
             return chosen
 
         run = fleet(trace, costs, 1, tuner, shapes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.config import EngineSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
@@ -97,7 +97,7 @@ def test_a_chat_is_answered_and_ends(policy: Transformer, tokenizer: Tokenizer, 
     assert tokenizer.eos_ids == {2}
     assert tokenizer.has_chat_template
     assert chat[0] == 1
-    engine = Engine(policy, tokenizer, EngineSettings(rows=2))
+    engine = EngineCore(policy, tokenizer, EngineSettings(rows=2))
     engine.submit([Request(Key(0, 0), tuple(chat), SamplingParams(temperature=0.0, max_tokens=24))])
     [answer] = engine.drain()
     reference = theirs.generate(torch.tensor([chat]), do_sample=False, max_new_tokens=24)  # type: ignore[operator]

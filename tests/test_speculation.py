@@ -10,7 +10,7 @@ from tests.test_engine import EXPECTED, MIXED, MODEL, kv_gib, one_by_one, reques
 from tests.test_sampler import score_features, score_test
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.config import EngineSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
 from tlt.spec.drafter import SuffixDrafting
@@ -32,14 +32,14 @@ class Scripted(NoSpeculation):
     def choose(self, running: int) -> Shape:
         return self._shapes(running)
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         return [
-            merge([self._guess(key, answer, shape)], shape.verify - 1)
-            for key, answer in zip(keys, answers, strict=True)
+            merge([self._guess(key, completion, shape)], shape.verify - 1)
+            for key, completion in zip(keys, completions, strict=True)
         ]
 
     def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
     ) -> None:
         self.verifies += len(emitted)
         self.emitted += sum(map(len, emitted))
@@ -53,12 +53,12 @@ def chain(tokens: Sequence[int]) -> Draft:
     return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(0.9**i for i in range(len(tokens))))
 
 
-def oracle(answers: dict[Key, list[int]], miss: float = 0.0, seed: int = 0) -> Guess:
+def oracle(completions: dict[Key, list[int]], miss: float = 0.0, seed: int = 0) -> Guess:
     """Knows the answers; errs now and then, and hangs wrong branches beside the right one."""
     dice = random.Random(seed)
 
     def guess(key: Key, written: Sequence[int], shape: Shape) -> Draft:
-        future = answers[key][len(written) : len(written) + shape.depth]
+        future = completions[key][len(written) : len(written) + shape.depth]
         future = [token if dice.random() >= miss else dice.randrange(VOCAB) for token in future]
         wrong = [chain([dice.randrange(VOCAB) for _ in range(shape.depth)]) for _ in range(shape.width - 1)]
         return merge([*wrong[:1], chain(future), *wrong[1:]], shape.verify - 1)
@@ -88,11 +88,11 @@ def always_ends(key: Key, written: Sequence[int], shape: Shape) -> Draft:
     return chain([EOS] * shape.depth)
 
 
-def stale(answers: dict[Key, list[int]]) -> Guess:
+def stale(completions: dict[Key, list[int]]) -> Guess:
     """Right, but one token behind."""
 
     def guess(key: Key, written: Sequence[int], shape: Shape) -> Draft:
-        return chain(answers[key][max(0, len(written) - 1) : len(written) - 1 + shape.depth])
+        return chain(completions[key][max(0, len(written) - 1) : len(written) - 1 + shape.depth])
 
     return guess
 
@@ -118,12 +118,12 @@ def changing(seed: int) -> Callable[[int], Shape]:
 
 
 def run(speculation: Scripted | Speculating, batch: Sequence[Request], **knobs: object) -> dict[Key, Completion]:
-    engine = Engine(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
+    engine = EngineCore(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
     engine.submit(batch)
     done = engine.drain()
     assert len(done) == len(batch)
-    census = engine.report().pages
-    assert census.used == 0
+    page_stats = engine.report().pages
+    assert page_stats.used == 0
     return {completion.key: completion for completion in done}
 
 
@@ -171,7 +171,7 @@ def test_nor_do_pages_rows_and_preemption(rows: int, page_size: int, pages: int)
 @pytest.mark.parametrize("count", range(1, 34))
 def test_batches_of_any_size(count: int) -> None:
     batch = requests(count, params=[SamplingParams(max_tokens=24), *MIXED[1:]], seed=8)
-    plain = Engine(MODEL, letters(), EngineSettings(rows=40))
+    plain = EngineCore(MODEL, letters(), EngineSettings(rows=40))
     plain.submit(batch)
     expected = {completion.key: list(completion.tokens) for completion in plain.drain()}
     speculation = Scripted(oracle(expected, miss=0.2), changing(count))
@@ -221,7 +221,7 @@ def test_a_rollout_is_drawn_from_the_policy() -> None:
     """
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     batch = [Request(Key(3, number), (2 + number % 30, 5, 9), params, f"p{number}") for number in range(64)]
-    plain = Engine(MODEL, letters(), EngineSettings(rows=64))
+    plain = EngineCore(MODEL, letters(), EngineSettings(rows=64))
     plain.submit(batch)
     speculation = Scripted(oracle({c.key: list(c.tokens) for c in plain.drain()}, miss=0.3), changing(2))
     probs, tokens = [], []
@@ -250,28 +250,28 @@ def test_rejected_branches_leave_no_trace_in_the_cache() -> None:
     shape = fixed(Shape(("x",), 4, 2, 9))
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     batch = [Request(Key(5, number), tuple(range(2, 30 - 5 * number)), params) for number in range(4)]
-    answers = {request.key: one_by_one_free(request) for request in batch}
+    completions = {request.key: one_by_one_free(request) for request in batch}
     caches: list[dict[Key, list[torch.Tensor]]] = []
-    for speculation in (None, Scripted(oracle(answers, miss=0.5, seed=2), shape)):
-        engine = Engine(MODEL, letters(), EngineSettings(rows=4, page_size=4), speculation=speculation)
+    for speculation in (None, Scripted(oracle(completions, miss=0.5, seed=2), shape)):
+        engine = EngineCore(MODEL, letters(), EngineSettings(rows=4, page_size=4), speculation=speculation)
         engine.submit(batch)
         while min(len(engine.written(request.key)) for request in batch) < 30:
             engine.tick()
         cache, held = engine._runner._cache, {}
-        for stay in engine._scheduler._stays:
-            request = stay.progress.request
-            slots = torch.tensor([stay.pages[p // 4] * 4 + p % 4 for p in range(len(request.prompt) + 29)])
+        for req in engine._scheduler._reqs:
+            request = req.state.request
+            slots = torch.tensor([req.pages[p // 4] * 4 + p % 4 for p in range(len(request.prompt) + 29)])
             held[request.key] = [part.flatten(1, 2)[:, slots] for part in (cache.k, cache.v)]
         caches.append(held)
     plain, speculated = caches
-    assert plain.keys() == speculated.keys() == answers.keys()
+    assert plain.keys() == speculated.keys() == completions.keys()
     for key, parts in plain.items():
         for ours, theirs in zip(parts, speculated[key], strict=True):
             assert torch.allclose(ours, theirs, atol=1e-9)
 
 
 def one_by_one_free(request: Request) -> list[int]:
-    engine = Engine(MODEL, letters(), EngineSettings(rows=1))
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=1))
     engine.submit([request])
     return list(engine.drain()[0].tokens)
 
@@ -281,12 +281,12 @@ def test_features_follow_the_walk() -> None:
     seen: dict[Key, list[torch.Tensor]] = {}
 
     def keep(features: object) -> None:
-        for row, stay in enumerate(features.stays):  # type: ignore[attr-defined]
+        for row, req in enumerate(features.reqs):  # type: ignore[attr-defined]
             steps = 1 if features.steps is None else int(features.steps[row])  # type: ignore[attr-defined]
-            seen.setdefault(stay.progress.request.key, []).extend(features.hidden[row, :steps].clone())  # type: ignore[attr-defined]
+            seen.setdefault(req.state.request.key, []).extend(features.hidden[row, :steps].clone())  # type: ignore[attr-defined]
 
     speculation = Scripted(oracle(EXPECTED, miss=0.3), changing(9))
-    engine = Engine(MODEL, letters(), taps=(1,), on_features=keep, speculation=speculation)
+    engine = EngineCore(MODEL, letters(), taps=(1,), on_features=keep, speculation=speculation)
     engine.submit(requests(12, group=3))
     for completion in engine.drain():
         text = torch.tensor([*completion.prompt_tokens, *completion.tokens])
@@ -301,24 +301,24 @@ def test_the_suffix_drafter_speculates_in_the_engine() -> None:
     model = policy(sharpness=400.0)  # near-deterministic: it falls into loops
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     batch = [Request(Key(1, i), (3 + i, 4, 5), params, f"p{i // 2}") for i in range(4)]
-    plain = Engine(model, letters(), EngineSettings(rows=4))
+    plain = EngineCore(model, letters(), EngineSettings(rows=4))
     plain.submit(batch)
     expected = {completion.key: completion.tokens for completion in plain.drain()}
 
     class Always:
         verifies = 0
 
-        def choose(self, batch: int, behind: int = 0) -> Shape:
+        def choose(self, batch: int, lag: int = 0) -> Shape:
             return Shape(("suffix",), 6, 1, 7)
 
         def observe(self, outcome: object) -> tuple[()]:
-            Always.verifies += len(outcome.walks)  # type: ignore[attr-defined]
+            Always.verifies += len(outcome.results)  # type: ignore[attr-defined]
             return ()
 
-        def expect(self, ticks: int) -> None: ...
+        def set_max_len(self, ticks: int) -> None: ...
         def drafter_changed(self, drafter: str) -> None: ...
 
-    engine = Engine(
+    engine = EngineCore(
         model, letters(), EngineSettings(rows=4), speculation=Speculating([SuffixDrafting(10_000)], Always())
     )
     engine.submit(batch)

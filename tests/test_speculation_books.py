@@ -10,22 +10,22 @@ from typing import Any, cast
 import pytest
 
 import tlt.rollout
-import tlt.spec.roll as roll_module
+import tlt.spec.lifecycle as roll_module
 import tlt.spec.speculation as speculation_module
 from tests.test_engine import MODEL, requests
 from tests.test_learned import drafting
 from tests.tiny import letters
 from tlt.config import EngineSettings, RunConfig
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
-from tlt.spec.acceptance import Track, Walked, track
+from tlt.spec.acceptance import AcceptResult, RankHits, rank_hits_of
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.chooser import Outcome
 from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.drafter import NoDrafter, SuffixDrafting
 from tlt.spec.fixed import Fixed
-from tlt.spec.roll import Roll
+from tlt.spec.lifecycle import LifecycleQueue
 from tlt.spec.shape import OFF, Draft, Shape
+from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import NoSpeculation, Speculating
 from tlt.spec.suffix import SuffixDrafter
 from tlt.spec.tuner import Tuner
@@ -57,10 +57,10 @@ class Slow(NoDrafter):
     def __init__(self) -> None:
         self.now = 0.0
 
-    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         self.now += 5.0
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         self.now += 2.0
         return [Draft((7, 8), (-1, 0), (0.5, 0.5))] * len(keys)
 
@@ -80,17 +80,17 @@ def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
     tuner = Recording(CHAIN)
     speculating = Speculating([slow], tuner)
     speculating.propose([Key(0, 0), Key(0, 1)], [[1], [2]], CHAIN)
-    speculating.verified(CHAIN, [[7, 8, 9], [4]], seconds=10.0, once_s=3.0)  # a capture took 3 seconds more
+    speculating.verified(CHAIN, [[7, 8, 9], [4]], seconds=10.0, one_off_s=3.0)  # a capture took 3 seconds more
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
     speculating.verified(CHAIN, [[7, 5]], seconds=None)
     assert len(tuner.outcomes) == 1  # the newest is looked into when somebody asks
-    assert speculating.foresee(1) == CHAIN
+    assert speculating.choose_next(1) == CHAIN
     first, second = tuner.outcomes
-    assert (first.seconds, first.once_s, list(first.drafts_s)) == (5.0, 8.0, [2.0])
+    assert (first.seconds, first.one_off_s, list(first.drafts_s)) == (5.0, 8.0, [2.0])
     assert (first.caught_up_s, first.indexed_s) == (5.0, 5.0), "nobody took part but on the host"
     assert second.seconds is None
     report = speculating.report()
-    assert (report.drafting_s, report.once_s) == (4.0, 13.0)
+    assert (report.drafting_s, report.one_off_s) == (4.0, 13.0)
     assert (report.verifies, report.accepted, report.accept_length) == (3, 3, 2.0)
     assert len(report.alarms) == 1
     assert report.tuner is None
@@ -106,15 +106,15 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
         def late(self, rows: int) -> bool:
             return self.left_out
 
-        def behind(self, rows: int) -> int:
+        def lag(self, rows: int) -> int:
             return 64 * self.left_out
 
-        def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+        def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
             slow.now += 5.0
             self.capture_s += 4.0
             self.left_out = False
 
-        def plant(self, keys: Sequence[Key], shape: Shape) -> None:
+        def start_trees(self, keys: Sequence[Key], shape: Shape) -> None:
             self.planted += 1
 
         def took_in(self) -> float | None:
@@ -130,10 +130,10 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
     assert learned.planted == 0
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
     assert learned.waited, "the device may still be at something else"
-    speculating.verified(CHAIN, [[7, 8, 9]], seconds=6.0, once_s=4.0)
+    speculating.verified(CHAIN, [[7, 8, 9]], seconds=6.0, one_off_s=4.0)
     speculating.report()
     (outcome,) = tuner.outcomes
-    assert (outcome.seconds, outcome.once_s, outcome.caught_up_s) == (5.0, 5.0, 1.0)
+    assert (outcome.seconds, outcome.one_off_s, outcome.caught_up_s) == (5.0, 5.0, 1.0)
     planted = learned.planted
     speculating.prepare([Key(0, 0)], CHAIN)
     assert learned.planted == planted + 1
@@ -148,7 +148,7 @@ def test_what_newcomers_brought_is_in_the_time_of_the_tick_that_took_it_in(async
         capture_s, version, arrived, left_out, took_in_early = 0.0, 0, 0, 0, False
         taken: float | None = None
 
-        def behind(self, rows: int) -> int:
+        def lag(self, rows: int) -> int:
             return self.left_out
 
         def late(self, rows: int) -> bool:
@@ -188,7 +188,7 @@ def test_ticks_are_counted_by_batch_and_shape() -> None:
     tuner = Fixed(CHAIN)
     speculating = Speculating([NoDrafter()], tuner)
     shapes = iter([CHAIN, CHAIN, OFF, CHAIN])
-    tuner.choose = lambda batch, behind=0: next(shapes)  # type: ignore[method-assign]
+    tuner.choose = lambda batch, lag=0: next(shapes)  # type: ignore[method-assign]
     assert speculating.choose(0) == OFF  # nobody runs: no tick of anyone's choosing
     speculating.choose(4)
     before = speculating.report()
@@ -205,7 +205,7 @@ def test_ticks_are_counted_by_batch_and_shape() -> None:
 def test_a_tuners_books_can_be_read_from_any_point() -> None:
     tuner = Tuner([CHAIN], costs(CostTable()))
     speculating = Speculating([NoDrafter()], tuner)
-    walked = [Walked(1, (Track((1,), 1),)), Walked(2, (Track((1, 1)),))]
+    walked = [AcceptResult(1, (RankHits((1,), 1),)), AcceptResult(2, (RankHits((1, 1)),))]
     tuner.observe(Outcome(CHAIN, 2, walked, 2.0))
     before = speculating.report()
     tuner.observe(Outcome(OFF, 4, (), 1.0))
@@ -217,7 +217,7 @@ def test_a_tuners_books_can_be_read_from_any_point() -> None:
 
 
 def test_an_engine_tells_what_its_speculation_did() -> None:
-    engine = Engine(
+    engine = EngineCore(
         MODEL, letters(), EngineSettings(rows=8), speculation=Speculating([SuffixDrafting(10_000)], Fixed(SUFFIX))
     )
     engine.submit(requests(6, group=3))
@@ -226,12 +226,14 @@ def test_an_engine_tells_what_its_speculation_did() -> None:
     assert report is not None
     assert report.verifies == sum(batch * ticks for (batch, _), ticks in report.ticks.items())
     assert report.verifies + report.accepted >= tokens - 6  # the first tick is plain: nobody ran when it was chosen
-    assert Engine(MODEL, letters()).report().speculation is None
+    assert EngineCore(MODEL, letters()).report().speculation is None
 
 
 def test_a_tick_with_prefill_in_it_tells_no_time() -> None:
     tuner = Recording(SUFFIX)
-    engine = Engine(MODEL, letters(), EngineSettings(rows=8), speculation=Speculating([SuffixDrafting(10_000)], tuner))
+    engine = EngineCore(
+        MODEL, letters(), EngineSettings(rows=8), speculation=Speculating([SuffixDrafting(10_000)], tuner)
+    )
     engine.submit(requests(2, seed=1))
     engine.tick()
     engine.tick()
@@ -248,18 +250,18 @@ def test_the_suffix_drafter_catches_up_before_it_drafts() -> None:
     """Long texts are indexed in `catch_up`; what one tick can have added is left to `propose`."""
     drafter, key = SuffixDrafting(10_000), Key(0, 0)
     drafter.begin(key, "p", (5, 6, 7, 8), PARAMS)
-    answer = [5, 6, 7, 8] * 4
-    drafter.catch_up([key], [answer], SUFFIX)
+    completion = [5, 6, 7, 8] * 4
+    drafter.catch_up([key], [completion], SUFFIX)
     assert drafter._indexed[key] == 16
-    drafter.catch_up([key], [[*answer, 5, 6]], SUFFIX)
+    drafter.catch_up([key], [[*completion, 5, 6]], SUFFIX)
     assert drafter._indexed[key] == 16
-    (draft,) = drafter.propose([key], [[*answer, 5, 6]], SUFFIX)
+    (draft,) = drafter.propose([key], [[*completion, 5, 6]], SUFFIX)
     assert drafter._indexed[key] == 18
     assert draft.tokens == (7, 8, 5, 6)
 
 
 def test_a_policy_run_of_every_size_is_timed_on_request() -> None:
-    engine = Engine(MODEL, letters(), EngineSettings(rows=8))
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=8))
     seconds = engine.warm_up([1, 4, 8])
     assert set(seconds) == {1, 4, 8}
     assert all(value > 0 for value in seconds.values())
@@ -310,14 +312,14 @@ class Told(Fixed):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.walks: list[list[Walked]] = []
+        self.results: list[list[AcceptResult]] = []
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
+    def choose(self, batch: int, lag: int = 0) -> Shape:
         return super().choose(batch) if batch else OFF
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         if not outcome.shape.off:
-            self.walks.append(list(outcome.walks))
+            self.results.append(list(outcome.results))
         return ()
 
 
@@ -333,24 +335,26 @@ def test_what_a_drafter_on_the_host_has_yet_to_index_is_known(monkeypatch: pytes
     keys = [Key(0, number) for number in range(7)]
     for key in keys:  # two prompts, of 5 and 6 tokens
         drafting.begin(key, f"{key.request % 2}", list(range(5 + key.request % 2)), SamplingParams())
-    answers = [list(range(10 * number, 10 * number + 4 + number)) for number in range(7)]
-    for key, answer in zip(keys[:3], answers[:3], strict=True):
-        drafting.end(key, answer)
-    left = list(zip(keys[3:5], answers[3:5], strict=True))
-    finished = sum(map(len, answers[:3]))
+    completions = [list(range(10 * number, 10 * number + 4 + number)) for number in range(7)]
+    for key, completion in zip(keys[:3], completions[:3], strict=True):
+        drafting.end(key, completion)
+    left = list(zip(keys[3:5], completions[3:5], strict=True))
+    finished = sum(map(len, completions[:3]))
     shape, prompts = Shape(("suffix",), 2, 1, 3), 5 + 6
-    assert drafting._due(left) == len(answers[3]) + len(answers[4]) + finished + prompts
+    assert drafting._due(left) == len(completions[3]) + len(completions[4]) + finished + prompts
     assert drafting.due_s(left) == pytest.approx(4e-6 * drafting._due(left))
     due = drafting._due(left)
     drafting.catch_up(*zip(*left, strict=True), shape)
     assert seen["tokens"] == due - prompts, "prompts are indexed too, when they begin"
     assert drafting._due(left) == 0.0
-    answers[3] += [1] * 300
+    completions[3] += [1] * 300
     assert drafting._due(left) == 300
     drafting.catch_up(*zip(*left, strict=True), shape)
     assert drafting._due(left) == 0
     assert len(drafting._token_s) == 2, "so many were timed"
-    assert drafting._due([(keys[5], answers[5])]) == len(answers[5]), "prompt and answers there are indexed already"
+    assert drafting._due([(keys[5], completions[5])]) == len(completions[5]), (
+        "prompt and answers there are indexed already"
+    )
 
 
 def test_no_single_moment_tells_what_indexing_takes() -> None:
@@ -370,7 +374,7 @@ def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> Non
             return ()
 
     speculation = Speculating([SuffixDrafting(10_000)], Asking(OFF))
-    engine = Engine(MODEL, letters(), EngineSettings(rows=8), speculation=speculation)
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=8), speculation=speculation)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     engine.submit([Request(Key(0, number), (3, 4, 5), params, "one") for number in range(4)])
     engine.drain()
@@ -382,15 +386,15 @@ def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> Non
 
 def test_a_verified_tick_tells_what_is_due() -> None:
     """What the one before wrote: each tick indexes that first."""
-    chooser = Recording(SUFFIX)
-    speculation = Speculating([SuffixDrafting(10_000)], chooser)
-    engine = Engine(MODEL, letters(), EngineSettings(rows=8), speculation=speculation)
+    shape_policy = Recording(SUFFIX)
+    speculation = Speculating([SuffixDrafting(10_000)], shape_policy)
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=8), speculation=speculation)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     engine.submit([Request(Key(0, number), (3, 4), params, f"{number}") for number in range(4)])
     engine.tick()
     engine.tick()
-    speculation.foresee(4)
-    last = chooser.outcomes[-1]
+    speculation.choose_next(4)
+    last = shape_policy.outcomes[-1]
     assert last.shape == SUFFIX
     written = sum(len(engine.written(Key(0, number))) for number in range(4))
     indexed = sum(speculation._looking_up[0]._indexed.values())  # type: ignore[attr-defined]
@@ -399,7 +403,7 @@ def test_a_verified_tick_tells_what_is_due() -> None:
 
 def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are read late, when the next have grown already; rows end meanwhile. Reckoned here at once, row by row."""
-    tree, drafts, expected = Shape(("eagle",), 3, 4, 9), list[list[tuple[Draft, ...]]](), list[list[Walked]]()
+    tree, drafts, expected = Shape(("eagle",), 3, 4, 9), list[list[tuple[Draft, ...]]](), list[list[AcceptResult]]()
     told, learned, propose, verified = Told(tree), drafting(rows=12), Speculating.propose, Speculating.verified
 
     def proposing(spec: Speculating, keys: Sequence[Key], *rest: Any) -> Any:
@@ -408,28 +412,30 @@ def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.Monkey
         return proposed
 
     def verifying(spec: Speculating, shape: Shape, emitted: Sequence[Sequence[int]], *rest: Any) -> None:
-        spec._roll.hear()
-        numbers = [spec._roll.number(key) for key in spec._proposed[0].keys]
+        spec._lifecycle.flush()
+        numbers = [spec._lifecycle.number(key) for key in spec._proposed[0].keys]
         verified(spec, shape, emitted, *rest)
-        stride, walks = -(-len(emitted) // 8), list[Walked]()
+        stride, results = -(-len(emitted) // 8), list[AcceptResult]()
         for row, (tokens, drafted) in enumerate(zip(emitted, drafts.pop(0), strict=True)):
             looked = row % stride == spec._verifies % stride
-            tracks = tuple(track(draft, tokens, shape) for draft in drafted)
-            whole = Walked(len(tokens) - 1, tracks, numbers[row])
-            walks += [whole if looked else Walked(len(tokens) - 1, ())] if tokens else []
-        expected.append(walks)
+            rank_hits = tuple(rank_hits_of(draft, tokens, shape) for draft in drafted)
+            whole = AcceptResult(len(tokens) - 1, rank_hits, numbers[row])
+            results += [whole if looked else AcceptResult(len(tokens) - 1, ())] if tokens else []
+        expected.append(results)
 
     monkeypatch.setattr(Speculating, "propose", proposing)
     monkeypatch.setattr(Speculating, "verified", verifying)
     speculation = Speculating([learned], told, learned=learned)
-    engine = Engine(MODEL, letters(), EngineSettings(rows=12), speculation=speculation)
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=12), speculation=speculation)
     engine._ahead = True
     engine.submit(requests(20, params=[SamplingParams(max_tokens=n) for n in (5, 12, 30)]))
     engine.drain()
     engine.report()  # whatever was not asked for yet
-    assert told.walks == expected
-    found = [walked for walks in told.walks for walked in walks]
-    assert any(track.ranks for walked in found for track in walked.tracks), "no draft was ever right: this shows little"
+    assert told.results == expected
+    found = [walked for results in told.results for walked in results]
+    assert any(rank_hits_of.ranks for walked in found for rank_hits_of in walked.rank_hits), (
+        "no draft was ever right: this shows little"
+    )
     assert len(found) == engine.report().speculation.verifies  # type: ignore[union-attr]
 
 
@@ -437,11 +443,11 @@ def test_drafts_of_the_host_are_shared_out_among_requests() -> None:
     """The likeliest of all: here the second request repeats itself, the third has nothing to go by."""
     drafting, shape = SuffixDrafting(1000), Shape(("suffix",), 4, 1, 5, 2.0)
     speculation = Speculating([drafting], Fixed(shape))
-    answers = [[5, 6, 7, 5, 9, 7, 5], [3, 4] * 8, [1]]
+    completions = [[5, 6, 7, 5, 9, 7, 5], [3, 4] * 8, [1]]
     keys = [Key(0, number) for number in range(3)]
     for key in keys:
         speculation.begin(key, f"p{key.request}", (30, 31), SamplingParams(max_tokens=50))
-    drafts = speculation.propose(keys, answers, shape)
+    drafts = speculation.propose(keys, completions, shape)
     assert drafts is not None
     whole = [len(speculation._proposed[-1].of(row)[0]) for row in range(3)]
     assert sum(whole) > 3 == sum(map(len, drafts)), "two tokens for each of three, the newest ones included"
@@ -460,7 +466,7 @@ class Listening(Fixed):
         self._watch = CollapseWatch("x")
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
-        alarm = self._watch.see(outcome.shape, outcome.walks)
+        alarm = self._watch.see(outcome.shape, outcome.results)
         return (alarm,) if alarm else ()
 
 
@@ -476,8 +482,8 @@ def test_a_key_that_comes_again_is_heard_again(slow: Slow) -> None:
                 speculating.verified(CHAIN, [emitted], seconds=1.0)
             speculating.end(key, emitted)
         assert bool(speculating.alarms) == collapsed
-    speculating._roll.hear()
-    assert not speculating._roll._answers
+    speculating._lifecycle.flush()
+    assert not speculating._lifecycle._completions
 
 
 class Hearing(NoDrafter):
@@ -489,8 +495,8 @@ class Hearing(NoDrafter):
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self.heard.append(key)
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
-        self.heard.append((key, tuple(answer)))
+    def end(self, key: Key, completion: Sequence[int]) -> None:
+        self.heard.append((key, tuple(completion)))
 
 
 def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
@@ -509,34 +515,34 @@ def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
     speculating.propose([one, other], [[], []], CHAIN)
     assert drafter.heard[1:] == [(one, (5, 6)), one, other], "in the order it happened"
     speculating.end(other, [7])
-    assert speculating._roll.number(other) is not None
+    assert speculating._lifecycle.number(other) is not None
     speculating.verified(CHAIN, [[5], []], seconds=1.0)
-    assert (speculating._roll.number(one), speculating._roll.number(other)) == (1, None)
+    assert (speculating._lifecycle.number(one), speculating._lifecycle.number(other)) == (1, None)
     assert drafter.heard[4:] == [(other, (7,))]
 
 
 def test_answers_that_end_before_anybody_asks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_module, "_MOST_NEWS", 10)
+    monkeypatch.setattr(roll_module, "_MAX_DEFERRED", 10)
     drafter, expected = Hearing(), list[int]()
-    roll = Roll([drafter], expected.append)
+    roll = LifecycleQueue([drafter], expected.append)
     for number in range(100):
         roll.begin(Key(0, number), "p", (1,), PARAMS)
         roll.end(Key(0, number), [5])
-        assert len(roll._news) <= 10
+        assert len(roll._deferred) <= 10
     assert len(drafter.heard) > 180
     assert set(expected) == {PARAMS.max_tokens}, "of ticks"
 
 
 def test_whoever_cannot_hear_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Hearing()
-    roll = Roll([drafter], lambda ticks: None)
+    roll = LifecycleQueue([drafter], lambda ticks: None)
     for number in range(3):
         roll.begin(Key(0, number), "p", (1,), PARAMS)
     monkeypatch.setattr(Hearing, "begin", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        roll.hear()
+        roll.flush()
     monkeypatch.undo()
-    roll.hear()
+    roll.flush()
     assert drafter.heard == [Key(0, 1), Key(0, 2)]
 
 
@@ -547,8 +553,8 @@ class Alarming(NoSpeculation):
 
 
 def test_alarms_become_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def build(policy: Any, config: RunConfig) -> Engine:
-        return Engine(policy.model, policy.tokenizer, config.engine, speculation=Alarming())
+    def build(policy: Any, config: RunConfig) -> EngineCore:
+        return EngineCore(policy.model, policy.tokenizer, config.engine, speculation=Alarming())
 
     monkeypatch.setattr(tlt.rollout, "build_engine", build)
     config = RunConfig(sampling=SamplingParams(max_tokens=4))

@@ -43,9 +43,9 @@ class Naive:
             self.prompts[prompt_id] = known = Text([], list(prompt))
             shelf.append(known)
         self.history = [(owner, text) for owner, text in self.history if text is not known]
-        answer = Text(prompt[-self.longest :], [])
-        shelf.append(answer)
-        self.running[key] = prompt_id, answer
+        completion = Text(prompt[-self.longest :], [])
+        shelf.append(completion)
+        self.running[key] = prompt_id, completion
         self.evict()
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
@@ -53,8 +53,8 @@ class Naive:
         self.evict()
 
     def end(self, key: Key) -> None:
-        prompt_id, answer = self.running.pop(key)
-        self.history.append((prompt_id, answer))
+        prompt_id, completion = self.running.pop(key)
+        self.history.append((prompt_id, completion))
         if all(owner != prompt_id for owner, _ in self.running.values()):
             self.history.append((prompt_id, self.prompts[prompt_id]))
         self.evict()
@@ -236,9 +236,9 @@ def test_earlier_answers_are_remembered_until_forgotten() -> None:
 
 def test_branches_where_the_answers_disagree() -> None:
     drafter = SuffixDrafter(LARGE)
-    for request, answer in enumerate(([4, 5, 6], [4, 5, 7], [4, 8, 9], [4, 5, 6])):
+    for request, completion in enumerate(([4, 5, 6], [4, 5, 7], [4, 8, 9], [4, 5, 6])):
         drafter.begin(Key(0, request), "p", [1, 2, 3])
-        drafter.extend(Key(0, request), answer)
+        drafter.extend(Key(0, request), completion)
     drafter.begin(Key(0, 9), "p", [1, 2, 3])
     draft = drafter.propose(Key(0, 9), 3, 2, 8)
     assert sorted(branches(draft)) == [[4], [4, 5], [4, 5, 6], [4, 5, 7], [4, 8], [4, 8, 9]]
@@ -342,15 +342,15 @@ def test_scores_are_hit_rates(sharpness: float) -> None:
     drafter = SuffixDrafter(LARGE)
     seen: list[tuple[float, bool]] = []
     for request in range(60):
-        answer = markov(source, 100, sharpness)
+        completion = markov(source, 100, sharpness)
         drafter.begin(Key(0, request), "p", [60])
         at = 0
-        while at < len(answer) - 4:
+        while at < len(completion) - 4:
             draft = drafter.propose(Key(0, request), 3, 3, 10)
-            truth = [answer[at : at + len(branch)] == branch for branch in branches(draft)]
+            truth = [completion[at : at + len(branch)] == branch for branch in branches(draft)]
             if request >= 20:
                 seen += zip(draft.scores, truth, strict=True)
-            drafter.extend(Key(0, request), answer[at : at + 1 + sum(truth)])  # what was accepted, and one more
+            drafter.extend(Key(0, request), completion[at : at + 1 + sum(truth)])  # what was accepted, and one more
             at += 1 + sum(truth)
         drafter.end(Key(0, request))
     spread = 0
@@ -400,12 +400,12 @@ def test_the_same_calls_give_the_same_drafts() -> None:
 
 
 def test_tokens_may_come_one_by_one_or_together() -> None:
-    answer = markov(random.Random(4), 200, 0.8)
+    completion = markov(random.Random(4), 200, 0.8)
     drafters = SuffixDrafter(LARGE), SuffixDrafter(LARGE)
     for drafter in drafters:
         drafter.begin(Key(0, 0), "p", [60])
-    drafters[0].extend(Key(0, 0), answer)
-    for token in answer:
+    drafters[0].extend(Key(0, 0), completion)
+    for token in completion:
         drafters[1].extend(Key(0, 0), [token])
     assert drafters[0].propose(Key(0, 0), 6, 3, 12) == drafters[1].propose(Key(0, 0), 6, 3, 12)
 

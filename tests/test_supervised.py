@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from tlt.config import ModelSettings, RunConfig, RunSettings, WarmupSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import TaskError, TltError
 from tlt.model.attention import PackedLayout
@@ -343,7 +343,7 @@ def test_it_half_knows_the_task_and_its_answers_have_a_long_tail() -> None:
     tokenizer = Tokenizer.load(TINY_POLICY)
     task = ToyTask()
     prompts = task.sample(0, 128)
-    engine = Engine(load_policy(TINY_POLICY), tokenizer)
+    engine = EngineCore(load_policy(TINY_POLICY), tokenizer)
     params = SamplingParams(temperature=1.0, max_tokens=400)  # the 99th percentile is 333
     engine.submit(
         Request(Key(0, index), tuple(tokenizer.encode_prompt(prompt.content)), params)

@@ -13,14 +13,14 @@ from statistics import mean
 import pytest
 
 from tests.tuning import LEARNED, MODEL_FREE, Curve, Fixed, World, costs, pad, policy_s, rollout, steady, table, tick_s
-from tlt.spec.acceptance import Acceptance, Survival, Track, Walked, likeliest_nodes, together, track
+from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits, Survival, likeliest_nodes, rank_hits_of, together
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
+from tlt.spec.budget import Budget
 from tlt.spec.choices import candidates
-from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, LOOKUP, POLICY, CostTable, Measured, TickCosts, never_falling
-from tlt.spec.ledger import Ledger
 from tlt.spec.shape import OFF, Draft, Shape
+from tlt.spec.shape_policy import Outcome, ShapePolicy
 from tlt.spec.tuner import Tuner, TunerSettings
 
 SETS = [(LEARNED,), (MODEL_FREE,), (LEARNED, MODEL_FREE)]
@@ -55,7 +55,7 @@ def best_rate(here: World, batch: int) -> float:
     return max(here.rate(shape, batch) for shape in SHAPES)
 
 
-def against_plain(policy: TunerPolicy, here: World, batch: int, ticks: int) -> float:
+def against_plain(policy: ShapePolicy, here: World, batch: int, ticks: int) -> float:
     """Time over that of plain decoding for the same number of (expected) tokens."""
     steady(policy, here, batch, ticks)
     tokens = sum(here.length(shape) * count for shape, count in here.ticks.items())
@@ -181,22 +181,24 @@ def test_a_shape_that_never_ran_is_as_dear_beyond_the_table_as_its_like() -> Non
 def test_a_track_follows_a_drafters_own_branches() -> None:
     draft = Draft(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 1, 1, 2), scores=(0.6, 0.3, 0.1, 0.2, 0.05))
     shape = Shape(("a",), depth=3, width=2, verify=6)
-    assert track(draft, [6, 7, 9, 1], shape) == Track((2, 2, 1))
-    assert track(draft, [6, 8, 1], shape) == Track((2, 1), missed_among=2)
-    assert track(draft, [4], shape) == Track((), missed_among=2)
-    assert track(draft, [5], shape) == Track((1,))  # the policy's next token is not known
+    assert rank_hits_of(draft, [6, 7, 9, 1], shape) == RankHits((2, 2, 1))
+    assert rank_hits_of(draft, [6, 8, 1], shape) == RankHits((2, 1), missed_among=2)
+    assert rank_hits_of(draft, [4], shape) == RankHits((), missed_among=2)
+    assert rank_hits_of(draft, [5], shape) == RankHits((1,))  # the policy's next token is not known
 
 
 def test_drafters_together_are_as_good_as_the_better_at_each_depth() -> None:
-    assert together([Track((2, 1), 4), Track((1,), 4)]) == Track((1, 1), 4)
-    assert together([Track((), 4), Track((3, 1, 1))]) == Track((3, 1, 1), 0)
-    assert together([Track((), 4), Track((), 2)]) == Track((), 2)
+    assert together([RankHits((2, 1), 4), RankHits((1,), 4)]) == RankHits((1, 1), 4)
+    assert together([RankHits((), 4), RankHits((3, 1, 1))]) == RankHits((3, 1, 1), 0)
+    assert together([RankHits((), 4), RankHits((), 2)]) == RankHits((), 2)
 
 
 def test_survival_counts_what_looked() -> None:
     """Ranks beyond what a verify looked at are not held against the drafter."""
     survival = Survival(depth=2, width=4, horizon=1e9)
-    survival.see([Track((1,), 0)] * 300 + [Track((), 1)] * 300 + [Track((2,), 0)] * 200 + [Track((), 4)] * 200)
+    survival.see(
+        [RankHits((1,), 0)] * 300 + [RankHits((), 1)] * 300 + [RankHits((2,), 0)] * 200 + [RankHits((), 4)] * 200
+    )
     first = survival.ranks()[0]
     assert first[0] == pytest.approx(300 / 1000, abs=0.01)
     assert first[1] == pytest.approx(0.7 * 200 / 400, abs=0.01)  # of the 400 that looked at a second candidate
@@ -207,26 +209,26 @@ def test_survival_counts_what_looked() -> None:
 
 def test_unmeasured_depths_follow_the_last_measured() -> None:
     survival = Survival(depth=4, width=1, horizon=1e9)
-    survival.see([Track((1,))] * 400 + [Track((), 1)] * 100)
+    survival.see([RankHits((1,))] * 400 + [RankHits((), 1)] * 100)
     assert [row[0] for row in survival.ranks()] == pytest.approx([0.8] * 4, abs=0.01)
 
 
 def test_survival_forgets() -> None:
     survival = Survival(depth=1, width=1, horizon=100)
-    survival.see([Track((1,))] * 10_000)
+    survival.see([RankHits((1,))] * 10_000)
     assert survival.evidence == pytest.approx(101, rel=0.01)
-    survival.see([Track((), 1)] * 300)
+    survival.see([RankHits((), 1)] * 300)
     assert survival.ranks()[0][0] < 0.1
 
 
 def test_a_new_version_is_taken_to_be_as_good_as_the_old() -> None:
     survival = Survival(depth=3, width=2, horizon=1000)
-    survival.see([Track((1, 1), 2)] * 300 + [Track((1,), 2)] * 100 + [Track((), 2)] * 100)
+    survival.see([RankHits((1, 1), 2)] * 300 + [RankHits((1,), 2)] * 100 + [RankHits((), 2)] * 100)
     before = survival.ranks()
     survival.fade(3)
     assert survival.evidence == pytest.approx(3)
     assert survival.ranks()[0][0] == pytest.approx(before[0][0], abs=0.02)
-    survival.see([Track((), 2)] * 100)
+    survival.see([RankHits((), 2)] * 100)
     assert survival.ranks()[0][0] < 0.1
 
 
@@ -276,7 +278,7 @@ def test_a_verification_measured_far_too_dear_is_found_out() -> None:
     """A machine that was busy for a moment when it was timed must not keep a shape out for ever."""
     here, shape = TickCosts(CostTable(), pad, learned=(LEARNED,)), Shape((MODEL_FREE,), 4, 1, 8)
     for cost in (Measured(POLICY, 8, 0.010), Measured(POLICY, 64, 0.100)):
-        here.know(cost)
+        here.load_costs(cost)
     before = here.seconds(shape, 8)
     for _ in range(3):
         here.observe(shape, 8, 0.020, [1e-5])
@@ -291,23 +293,23 @@ def test_a_verification_measured_far_too_dear_is_found_out() -> None:
 # ---- the alarm
 
 
-def walks(count: int, accepted: int) -> list[Walked]:
-    return [Walked(accepted, (Track((1,) * accepted, 1),))] * count
+def results(count: int, accepted: int) -> list[AcceptResult]:
+    return [AcceptResult(accepted, (RankHits((1,) * accepted, 1),))] * count
 
 
-@pytest.mark.parametrize(("usual", "then", "fires"), [(4, 1, True), (1, 0, True), (4, 2, False), (2, 1, False)])
-def test_the_alarm_fires_on_a_collapse_only(usual: int, then: int, fires: bool) -> None:
+@pytest.mark.parametrize(("baseline", "then", "fires"), [(4, 1, True), (1, 0, True), (4, 2, False), (2, 1, False)])
+def test_the_alarm_fires_on_a_collapse_only(baseline: int, then: int, fires: bool) -> None:
     watch, shape = CollapseWatch(LEARNED), learned(4, 1, 5)
-    assert [watch.see(shape, walks(8, usual)) for _ in range(40)] == [None] * 40
-    alarms = [alarm for _ in range(20) if (alarm := watch.see(shape, walks(8, then)))]
+    assert [watch.see(shape, results(8, baseline)) for _ in range(40)] == [None] * 40
+    alarms = [alarm for _ in range(20) if (alarm := watch.see(shape, results(8, then)))]
     assert bool(alarms) == fires
     if fires:
         assert (alarms[0].drafter, alarms[0].shape) == (LEARNED, shape)
         assert alarms[0].verifies >= 64
-        assert alarms[0].recent < alarms[0].usual <= 1 + usual
+        assert alarms[0].recent < alarms[0].baseline <= 1 + baseline
 
 
-def answers(chance: random.Random, rows: int, count: int, kept: float = 1.0) -> Iterator[list[Walked]]:
+def completions(chance: random.Random, rows: int, count: int, kept: float = 1.0) -> Iterator[list[AcceptResult]]:
     """Ticks of `rows` answers at a time. Answers differ: some repeat themselves, and are foreseen, some are all new;
     and there are stretches with more of these, or of those. `kept`: share of what is accepted that still is."""
     running: list[tuple[int, float, int]] = []  # number, chance of each token, verifies left
@@ -318,7 +320,7 @@ def answers(chance: random.Random, rows: int, count: int, kept: float = 1.0) -> 
         running.append((number, known * kept, chance.choice((3, 10, 60))))
         while len(running) == rows:
             yield [
-                Walked(accepted, (Track((1,) * accepted, 1),), request=("answer", kept, number))
+                AcceptResult(accepted, (RankHits((1,) * accepted, 1),), request=("answer", kept, number))
                 for number, known, _ in running
                 for accepted in [next((n for n in range(15) if chance.random() > known), 15)]
             ]
@@ -330,10 +332,10 @@ def test_answers_that_differ_are_no_collapse_and_a_collapse_among_them_is(rows: 
     shape = learned(15, 1, 16)
     for seed in range(10):
         chance, watch = random.Random(seed), CollapseWatch(LEARNED)
-        assert all(watch.see(shape, walks) is None for walks in answers(chance, rows, 400))
-        told = [alarm for walks in answers(chance, rows, 100, kept=0.05) if (alarm := watch.see(shape, walks))]
+        assert all(watch.see(shape, results) is None for results in completions(chance, rows, 400))
+        told = [alarm for results in completions(chance, rows, 100, kept=0.05) if (alarm := watch.see(shape, results))]
         assert told
-        assert told[0].recent < 0.5 * told[0].usual
+        assert told[0].recent < 0.5 * told[0].baseline
         assert told[0].verifies >= 64
 
 
@@ -341,18 +343,18 @@ def test_one_odd_answer_is_no_collapse() -> None:
     """However long it is: its verifies say all the same thing."""
     watch, shape = CollapseWatch(LEARNED), learned(4, 1, 5)
     for number in range(100):
-        assert watch.see(shape, [Walked(4, (Track((1,) * 4, 1),), request=number)] * 4) is None
-    assert all(watch.see(shape, [Walked(0, (Track((), 1),), request="odd")]) is None for _ in range(500))
-    refused = [[Walked(0, (Track((), 1),), request=f"refused {number}")] * 4 for number in range(40)]
-    assert any(watch.see(shape, walks) for walks in refused)
+        assert watch.see(shape, [AcceptResult(4, (RankHits((1,) * 4, 1),), request=number)] * 4) is None
+    assert all(watch.see(shape, [AcceptResult(0, (RankHits((), 1),), request="odd")]) is None for _ in range(500))
+    refused = [[AcceptResult(0, (RankHits((), 1),), request=f"refused {number}")] * 4 for number in range(40)]
+    assert any(watch.see(shape, results) for results in refused)
 
 
 def test_another_shape_is_no_collapse() -> None:
     watch = CollapseWatch(LEARNED)
     for _ in range(40):
-        assert watch.see(learned(8, 1, 9), walks(8, 6)) is None
+        assert watch.see(learned(8, 1, 9), results(8, 6)) is None
     for _ in range(40):
-        assert watch.see(learned(1, 1, 2), walks(8, 1)) is None
+        assert watch.see(learned(1, 1, 2), results(8, 1)) is None
 
 
 # ---- the tuner in the world
@@ -504,10 +506,10 @@ def test_a_large_promise_is_compared_too(batch: int, read_once: bool) -> None:
 def test_no_tick_is_ever_free() -> None:
     """Ticks that seem to take no time at all, plain ones or others: the machine's clock, not the machine."""
     shape, least = learned(2, 1, 3), 0.1
-    for odd in (OFF, shape):
+    for ingest_tokens in (OFF, shape):
         found = TickCosts(table(), pad, [LEARNED], context_read_once=True)
         for _ in range(300):
-            found.observe(odd, 8, 0.0)
+            found.observe(ingest_tokens, 8, 0.0)
         for one in (OFF, shape):
             assert (found.seconds(one, 8) or 0.0) >= 0.99 * least * tick_s(one, 8)
         assert (found.seconds(OFF, 8) or 0.0) >= 0.7 * tick_s(OFF, 8)
@@ -551,8 +553,8 @@ def test_whatever_happens_costs_stay_costs(seed: int, read_once: bool) -> None:
         shape = policy.choose(batch, chance.choice([0, 64]))
         true = here.true_s(shape, batch) + (3e-3 * (tick % 1000) / 1000 if read_once else 0.0)
         told = None if chance.random() < 0.05 else here.measured(shape, batch, true * (4.0 if spell else 1.0))
-        walks = [] if shape.off else [here.walk(shape, here.kept_cached(shape)) for _ in range(batch)]
-        pending.append(Outcome(shape, batch, walks, told))
+        results = [] if shape.off else [here.walk(shape, here.kept_cached(shape)) for _ in range(batch)]
+        pending.append(Outcome(shape, batch, results, told))
         here.seconds += true
         plain_s += here.length(shape) * (here.true_s(OFF, batch) + true - here.true_s(shape, batch))
         if len(pending) > 1:
@@ -567,7 +569,7 @@ def test_long_answers_are_worth_a_try_at_once_short_ones_not() -> None:
     tried = {}
     for most in (0, 32, 256, 4096):
         here, policy = world(0.8, noise=0.0), tuner()
-        policy.expect(most)
+        policy.set_max_len(most)
         tried[most] = next(tick for tick in range(10_000) if (here.tick(policy, 256), here.ticks[OFF] <= tick)[1])
         report = policy.report()
         assert report.explored_s <= 0.005 * report.seconds + min(2.0, 0.005 * most) * tick_s(OFF, 256) + 1e-9
@@ -580,7 +582,7 @@ def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
     policy = tuner()
     while (shape := policy.choose(16)).off:
         policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16)))
-    policy.observe(Outcome(shape, 8, [Walked(0, ())] * 8, tick_s(shape, 8)))
+    policy.observe(Outcome(shape, 8, [AcceptResult(0, ())] * 8, tick_s(shape, 8)))
     assert policy.report().explored_ticks == 1
     assert policy.report().explored_s > 0
 
@@ -588,27 +590,31 @@ def test_a_try_is_booked_at_whatever_size_it_ran() -> None:
 def test_graphs_are_part_of_what_a_further_try_costs() -> None:
     """Of useless drafters, over batch sizes that all have graphs of their own: each is tried once, come what may, and
     again only where its graphs are there, or when their capture has been earned."""
-    policy, ran, once_s, spent_s = tuner(), set[tuple[Shape, int]](), 0.0, 0.0
+    policy, ran, one_off_s, spent_s = tuner(), set[tuple[Shape, int]](), 0.0, 0.0
     for _ in range(12):
         for batch in range(96, 0, -1):
             for _ in range(3):
                 shape = policy.choose(batch)
                 captured_s = 0.2 if not shape.off and (shape, pad(batch)) not in ran else 0.0
                 ran.add((shape, pad(batch)))
-                walks = [Walked(0, (Track((), shape.width),) * len(shape.drafters))] * batch if not shape.off else []
-                policy.observe(Outcome(shape, batch, walks, tick_s(shape, batch), once_s=captured_s))
-                once_s, spent_s = once_s + captured_s, spent_s + tick_s(shape, batch)
+                results = (
+                    [AcceptResult(0, (RankHits((), shape.width),) * len(shape.drafters))] * batch
+                    if not shape.off
+                    else []
+                )
+                policy.observe(Outcome(shape, batch, results, tick_s(shape, batch), one_off_s=captured_s))
+                one_off_s, spent_s = one_off_s + captured_s, spent_s + tick_s(shape, batch)
     assert policy.report().explored_ticks > 5
-    assert once_s <= 0.2 * 4 + 0.005 * spent_s
+    assert one_off_s <= 0.2 * 4 + 0.005 * spent_s
 
 
 def test_what_was_lent_is_paid_back_before_more_is_tried() -> None:
-    ledger = Ledger(0.01, loan_ticks=2.0, tick_s=1.0)
-    assert ledger.left == 2.0
-    ledger.lost, ledger.spent = 2.0, 150.0
-    assert ledger.left == 0.0
-    ledger.spent = 300.0
-    assert ledger.left == pytest.approx(1.0)
+    budget = Budget(0.01, loan_ticks=2.0, tick_s=1.0)
+    assert budget.left == 2.0
+    budget.lost, budget.spent = 2.0, 150.0
+    assert budget.left == 0.0
+    budget.spent = 300.0
+    assert budget.left == pytest.approx(1.0)
 
 
 def test_requests_share_the_trees_of_one_drafter_that_hold_all_that_grows() -> None:
@@ -621,7 +627,7 @@ def test_requests_share_the_trees_of_one_drafter_that_hold_all_that_grows() -> N
 def test_where_requests_share_room_that_nothing_grows_into_promises_nothing() -> None:
     shapes = [Shape(("a",), 2, 2, verify, 4.5) for verify in (4, 5, 8)]
     acceptance = Acceptance(shapes, 1000)
-    acceptance.recall("a", [[0.5, 0.3, 0.1], [0.4, 0.3, 0.1]], 100.0)
+    acceptance.load_prior("a", [[0.5, 0.3, 0.1], [0.4, 0.3, 0.1]], 100.0)
     acceptance.refresh()
     four, five, eight = (acceptance.length(shape) for shape in shapes)
     assert four < five == eight, "two levels of two nodes"
@@ -644,12 +650,12 @@ def test_sharing_is_foreseen_between_choosing_blindly_and_knowing() -> None:
     found = Acceptance([chain, shared], horizon=1000.0)
     for number in range(400):
         ranks = (1,) * (number % 4)  # half of what gets to a depth, about, goes on
-        found.see(chain, [Walked(len(ranks), (Track(ranks, 0 if len(ranks) == 3 else 1),))])
+        found.see(chain, [AcceptResult(len(ranks), (RankHits(ranks, 0 if len(ranks) == 3 else 1),))])
     found.refresh()
     first = found.by_depth(LEARNED)[0]
     assert 1.0 + first < found.length(shared) < min(2.0, found.length(chain))
     for _ in range(200):
-        found.see(shared, [Walked(1, (Track((1,)),))] * 32)
+        found.see(shared, [AcceptResult(1, (RankHits((1,)),))] * 32)
     assert found.length(shared) > 1.9
 
 
@@ -685,12 +691,15 @@ def test_what_is_known_of_deep_drafts_outlasts_ticks_that_say_nothing_of_them() 
     for _ in range(200):
         hits = [dice.random() < chance for chance in (0.6, 0.9, 0.9)]
         ranks = next((deep for deep, hit in enumerate(hits) if not hit), 3)
-        found.see(chain, [Walked(ranks, (Track((1,) * ranks, 0 if ranks == 3 else 1),))])
+        found.see(chain, [AcceptResult(ranks, (RankHits((1,) * ranks, 0 if ranks == 3 else 1),))])
     found.refresh()
     before = found.length(chain)
     for _ in range(300):
-        walks = [Walked(1, (Track((1, 1)),)) if dice.random() < 0.6 else Walked(0, (Track((), 1),)) for _ in range(32)]
-        found.see(shared, walks)
+        results = [
+            AcceptResult(1, (RankHits((1, 1)),)) if dice.random() < 0.6 else AcceptResult(0, (RankHits((), 1),))
+            for _ in range(32)
+        ]
+        found.see(shared, results)
     found.refresh()
     assert found.length(chain) == pytest.approx(before, rel=0.08)
     assert found.by_depth(LEARNED)[0] == pytest.approx(0.6, abs=0.05)
@@ -722,7 +731,7 @@ def test_a_collapse_is_told_and_left_behind(first: float, batch: int) -> None:
     assert LEARNED not in policy.choose(batch).drafters
     ((_, alarm),) = here.alarms
     assert alarm.drafter == LEARNED
-    assert alarm.recent < alarm.usual
+    assert alarm.recent < alarm.baseline
     started = here.seconds
     steady(policy, here, batch, 400)
     assert here.seconds - started <= 1.02 * 400 * tick_s(OFF, batch)
@@ -810,10 +819,10 @@ def test_metrics_are_pooled() -> None:
     policy = tuner()
     shape = learned(2, 1, 3)
     walked = [
-        Walked(2, (Track((1, 1)),)),
-        Walked(0, (Track((), 1),)),
-        Walked(1, (Track((1,), 1),)),
-        Walked(0, (Track((), 1),)),
+        AcceptResult(2, (RankHits((1, 1)),)),
+        AcceptResult(0, (RankHits((), 1),)),
+        AcceptResult(1, (RankHits((1,), 1),)),
+        AcceptResult(0, (RankHits((), 1),)),
     ]
     policy.observe(Outcome(shape, 4, walked, tick_s(shape, 4)))
     policy.observe(Outcome(OFF, 4, (), tick_s(OFF, 4)))
@@ -887,7 +896,7 @@ def test_buckets_that_do_not_fit_are_refused(buckets: list[int]) -> None:
 
 
 def reward(policy: Bandit, shape: Shape, accepted: list[int], seconds: float) -> None:
-    policy.observe(Outcome(shape, len(accepted), [Walked(n, (Track(),)) for n in accepted], seconds))
+    policy.observe(Outcome(shape, len(accepted), [AcceptResult(n, (RankHits(),)) for n in accepted], seconds))
 
 
 def test_a_shapes_worth_is_the_median_of_its_window() -> None:
@@ -928,30 +937,30 @@ def test_the_bandit_learns_which_shape_of_a_bucket_is_best() -> None:
 def test_a_drafter_that_must_catch_up_is_tried_when_that_is_affordable() -> None:
     """What it takes in first counts as lost: the more it is, the later the first try; and it is booked as it went."""
     waited = []
-    for behind in (0, 100):
+    for lag in (0, 100):
         policy = tuner()
-        policy.know([Measured(CATCH_UP, 1, 0.0005)])
+        policy.load_costs([Measured(CATCH_UP, 1, 0.0005)])
         spent = 0.0
-        while (shape := policy.choose(16, behind)).off:
+        while (shape := policy.choose(16, lag)).off:
             spent += policy.expected(OFF, 16)[1] or 0.0
             policy.observe(Outcome(OFF, 16, (), policy.expected(OFF, 16)[1]))
         waited.append(spent)
     assert waited[1] >= 0.05 / TunerSettings().exploration > waited[0]
     before = policy.report().explored_s
-    policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, once_s=0.08, caught_up_s=0.08))
+    policy.observe(Outcome(shape, 16, [AcceptResult(0, ())] * 16, 0.01, one_off_s=0.08, caught_up_s=0.08))
     assert policy.report().explored_s > before + 0.07
 
 
 def test_what_catching_up_took_is_what_it_is_foreseen_to_take() -> None:
     found, shape = costs(), learned(2, 1, 3)
-    found.know(Measured(CATCH_UP, 16, 0.0005))
+    found.load_costs(Measured(CATCH_UP, 16, 0.0005))
     assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.05)
     assert found.catching_up(shape, learned(4, 1, 5), 16, 100) == 0.0
     found.caught_up(16, 64, 0.064)
     assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.1)
     policy = Tuner(SHAPES, found)
-    policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, caught_up_s=1.0))  # nobody was behind
+    policy.observe(Outcome(shape, 16, [AcceptResult(0, ())] * 16, 0.01, caught_up_s=1.0))  # nobody was behind
     assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.1)
     for _ in range(3):
-        policy.observe(Outcome(shape, 16, [Walked(0, ())] * 16, 0.01, caught_up_s=0.128, behind=64))
+        policy.observe(Outcome(shape, 16, [AcceptResult(0, ())] * 16, 0.01, caught_up_s=0.128, lag=64))
     assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.2)

@@ -7,13 +7,13 @@ import pytest
 
 from tests.test_tuner import SHAPES, learned, tuner, world
 from tests.tuning import LEARNED, Curve, World, costs, pad, tick_s
-from tlt.spec.acceptance import Acceptance, Track, Walked
-from tlt.spec.chooser import Outcome
+from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
+from tlt.spec.budget import Arrivals, Budget, FirstRuns
 from tlt.spec.costs import CAPTURE, CATCH_UP, POLICY, CostTable, Measured, TickCosts
 from tlt.spec.fixed import Fixed
-from tlt.spec.ledger import Arrivals, FirstRuns, Ledger
-from tlt.spec.outlook import outlook
+from tlt.spec.precapture import precapture_plan
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Outcome
 from tlt.spec.tuner import Tuner
 
 CAPTURED_S = 0.2  # for all graphs of a shape at a batch size
@@ -32,29 +32,29 @@ class Capturing(World):
     captured: Counter[tuple[Shape, int]] = field(default_factory=Counter)  # ticks, up to those that have none
     capture_s: float = CAPTURED_S
     bare: int = 1  # ticks at a batch size that have no graphs, each as dear as the last one, which captures them
-    once_s: float = 0.0
+    one_off_s: float = 0.0
 
-    def run(self, policy: Tuner, batch: int, ticks: int, arrived: int = 0, behind: int = 0) -> float:
+    def run(self, policy: Tuner, batch: int, ticks: int, arrived: int = 0, lag: int = 0) -> float:
         """Seconds over those that plain decoding takes for the same tokens."""
         started = self.seconds
         plain_s = 0.0
         for _ in range(ticks):
-            shape = policy.choose(batch, behind)
+            shape = policy.choose(batch, lag)
             kept = self.kept_cached(shape)
-            walks = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
+            results = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
             size = pad(batch)
             served = (
                 n >= self.bare for (one, at), n in self.captured.items() if one == shape and size <= at <= 2 * size
             )
             new = not shape.off and not any(served)
             self.captured[shape, size] += 1
-            once_s = self.capture_s if new else 0.0
+            one_off_s = self.capture_s if new else 0.0
             true = self.true_s(shape, batch)
-            self.seconds, self.once_s = self.seconds + true + once_s, self.once_s + once_s
+            self.seconds, self.one_off_s = self.seconds + true + one_off_s, self.one_off_s + one_off_s
             self.ticks[shape] += 1
-            plain_s += tick_s(OFF, batch) * (1.0 + sum(walked.accepted for walked in walks) / batch)
+            plain_s += tick_s(OFF, batch) * (1.0 + sum(walked.accepted for walked in results) / batch)
             seconds = None if new else self.measured(shape, batch, true)
-            policy.observe(Outcome(shape, batch, walks, seconds, once_s=once_s, arrived=arrived))
+            policy.observe(Outcome(shape, batch, results, seconds, one_off_s=one_off_s, arrived=arrived))
         return (self.seconds - started) / plain_s
 
 
@@ -64,7 +64,7 @@ def capturing(first: float) -> Capturing:
 
 def young(*told: Measured) -> Tuner:
     policy = tuner()
-    policy.know([Measured(CAPTURE, 1, CAPTURED_S / 2), *told])
+    policy.load_costs([Measured(CAPTURE, 1, CAPTURED_S / 2), *told])
     return policy
 
 
@@ -73,7 +73,7 @@ def young(*told: Measured) -> Tuner:
 
 def test_a_drafter_that_was_measured_needs_no_try() -> None:
     here, policy = world(0.8), tuner()
-    policy.recall(LEARNED, record(0.8))
+    policy.load_prior(LEARNED, record(0.8))
     for _ in range(40):
         here.tick(policy, 16)
     untold, other = world(0.8), tuner()
@@ -87,7 +87,7 @@ def test_a_drafter_that_was_measured_needs_no_try() -> None:
 def test_a_record_that_promises_too_much_is_found_out_at_once() -> None:
     """Of another temperature, or of another policy: a few ticks, and hardly any time."""
     here, policy = world(0.05, 0.0), tuner()
-    policy.recall(LEARNED, record(0.9))
+    policy.load_prior(LEARNED, record(0.9))
     for _ in range(2000):
         here.tick(policy, 16)
     assert 0 < sum(ticks for shape, ticks in here.ticks.items() if not shape.off) < 100
@@ -96,27 +96,27 @@ def test_a_record_that_promises_too_much_is_found_out_at_once() -> None:
 
 def test_nobody_is_told_of_a_drafter_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no shape uses"):
-        tuner().recall("oracle", record(0.5))
+        tuner().load_prior("oracle", record(0.5))
 
 
 # ---- what it may invest
 
 
 def test_a_promise_pays_for_as_much_as_it_would_have_saved_so_far() -> None:
-    ledger = Ledger(0.005, tick_s=0.01)
-    assert ledger.affords(0.0, 0.0), "what costs nothing needs no promise"
-    assert not ledger.affords(0.1, 0.5)
-    ledger.spent = 0.25
-    assert ledger.affords(0.1, 0.5)
-    assert not ledger.affords(0.1, 0.1)
-    ledger.invested = 0.1
-    assert not ledger.affords(0.1, 0.5)
-    ledger.saved = 0.1
-    assert ledger.affords(0.1, 0.5)
-    ledger.spent, ledger.saved, ledger.invested = 1000.0, -5.0, 10.0
-    assert not ledger.affords(0.1, 0.5), "a promise is not trusted for ever: it should have been kept by now"
-    ledger.saved = 10.0
-    assert ledger.affords(0.1, 0.5)
+    budget = Budget(0.005, tick_s=0.01)
+    assert budget.affords(0.0, 0.0), "what costs nothing needs no promise"
+    assert not budget.affords(0.1, 0.5)
+    budget.spent = 0.25
+    assert budget.affords(0.1, 0.5)
+    assert not budget.affords(0.1, 0.1)
+    budget.invested = 0.1
+    assert not budget.affords(0.1, 0.5)
+    budget.saved = 0.1
+    assert budget.affords(0.1, 0.5)
+    budget.spent, budget.saved, budget.invested = 1000.0, -5.0, 10.0
+    assert not budget.affords(0.1, 0.5), "a promise is not trusted for ever: it should have been kept by now"
+    budget.saved = 10.0
+    assert budget.affords(0.1, 0.5)
 
 
 def test_a_further_try_may_take_what_the_last_one_took() -> None:
@@ -137,8 +137,8 @@ def test_a_further_try_may_take_what_the_last_one_took() -> None:
 
 def test_what_was_taken_in_all_has_paid_for_the_graphs() -> None:
     firsts, shape = FirstRuns(capture_s=0.1), learned(3, 1, 4)
-    for once_s, trial_s in ((0.08, 0.08), (0.08, 0.08), (0.11, 0.0)):
-        firsts.see(shape, 16, once_s)
+    for one_off_s, trial_s in ((0.08, 0.08), (0.08, 0.08), (0.11, 0.0)):
+        firsts.see(shape, 16, one_off_s)
         assert firsts.trial_s(shape, 16) == trial_s
     firsts.see(shape, 128, 0.15)
     assert firsts.trial_s(shape, 128) == 0.1
@@ -150,13 +150,13 @@ def test_graphs_cost_what_they_cost_of_late() -> None:
     firsts, new = FirstRuns(capture_s=0.1), learned(3, 1, 4)
     assert (firsts.trial_s(new, 16), firsts.whole_s(new, 16)) == (pytest.approx(0.05), pytest.approx(0.2))
     for depth in range(4, 104):
-        for once_s in (0.01, 0.02, 0.0):
-            firsts.see(learned(depth, 1, depth + 1), 16, once_s)
+        for one_off_s in (0.01, 0.02, 0.0):
+            firsts.see(learned(depth, 1, depth + 1), 16, one_off_s)
     assert firsts.trial_s(new, 16) == pytest.approx(0.01, rel=0.3)
     assert firsts.whole_s(new, 16) == pytest.approx(0.03, rel=0.4)
     assert FirstRuns().whole_s(new, 16) == 0.0, "where nothing is captured"
-    assert firsts.usual(30.0) == pytest.approx(0.8), "kernels compile once"
-    assert (firsts.usual(0.3), firsts.usual(-1.0), FirstRuns().usual(30.0)) == (0.3, 0.0, 30.0)
+    assert firsts.baseline(30.0) == pytest.approx(0.8), "kernels compile once"
+    assert (firsts.baseline(0.3), firsts.baseline(-1.0), FirstRuns().baseline(30.0)) == (0.3, 0.0, 30.0)
 
 
 @pytest.mark.parametrize("first", [0.3, 0.45, 0.6, 0.9])
@@ -164,12 +164,12 @@ def test_graphs_cost_what_they_cost_of_late() -> None:
 def test_a_rollout_that_ends_at_any_time_has_lost_little_by_graphs(first: float, ticks: int) -> None:
     """Told what the drafter is worth: whatever the promise, graphs never cost more than it would have saved so far."""
     here, policy = capturing(first), young()
-    policy.recall(LEARNED, record(first))
+    policy.load_prior(LEARNED, record(first))
     ratio = here.run(policy, 32, ticks)
     best = max(here.rate(shape, 32) for shape in SHAPES) / here.rate(OFF, 32)
     assert ratio <= 1.01 + max(0.0, 1.0 - 1.0 / best)
     if ticks * tick_s(OFF, 32) * (1.0 - 1.0 / best) < CAPTURED_S:
-        assert here.once_s == 0.0, "too short for any graph"
+        assert here.one_off_s == 0.0, "too short for any graph"
     if first == 0.9 and ticks == 1000:
         assert ratio < 1.3 / best
 
@@ -179,20 +179,20 @@ def test_many_sizes_in_a_row_are_not_all_worth_graphs(times: int) -> None:
     """A tail in which every batch size lasts a few ticks: what is saved pays for what is captured, in the first rollout
     and in all together."""
     here, policy = capturing(0.75), young()
-    policy.recall(LEARNED, record(0.75))
+    policy.load_prior(LEARNED, record(0.75))
     plain_s = 0.0
     for batch in [*range(64, 0, -1)] * times:
         before = here.seconds
         ratio = here.run(policy, batch, 6)
         plain_s += (here.seconds - before) / ratio
-    assert here.once_s > 0.0, "some are"
+    assert here.one_off_s > 0.0, "some are"
     assert here.seconds < plain_s * (1.03 if times == 1 else 0.9)
 
 
 def test_a_graph_that_serves_a_tick_or_two_is_not_captured() -> None:
     """However much was saved: so few requests there never are for long."""
     here, policy = capturing(0.9), young()
-    policy.recall(LEARNED, record(0.9))
+    policy.load_prior(LEARNED, record(0.9))
     for _ in range(20):
         here.run(policy, 32, 100)
         here.run(policy, 3, 1)
@@ -210,15 +210,15 @@ def test_tries_of_a_useless_drafter_pay_for_their_graphs_out_of_what_learning_ma
     """Rollouts that end in a tail, one after the other: what ticks without graphs take counts, up to two captures."""
     here = Capturing({LEARNED: Curve(0.003), "suffix": Curve(0.003)}, capture_s=captures * 0.025, bare=bare)
     policy = tuner()
-    policy.know([Measured(CAPTURE, 1, 0.025)])
-    policy.expect(1024)
+    policy.load_costs([Measured(CAPTURE, 1, 0.025)])
+    policy.set_max_len(1024)
     plain_s = 0.0
     for _ in range(10):
         for batch in [256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]:
             before = here.seconds
             ratio = here.run(policy, batch, 40)
             plain_s += (here.seconds - before) / ratio
-    assert here.once_s > 0.0, "it is tried"
+    assert here.one_off_s > 0.0, "it is tried"
     assert here.seconds <= 1.005 * plain_s + here.capture_s
 
 
@@ -226,10 +226,10 @@ def test_catching_up_must_pay_before_the_last_answer_is_in() -> None:
     used = {}
     for to_come in (20.0, 2000.0):
         policy = young(Measured(CATCH_UP, 16, 0.001))
-        policy.recall(LEARNED, record(0.8))
+        policy.load_prior(LEARNED, record(0.8))
         policy._firsts.ran = {shape: {16: 0.0} for shape in SHAPES}  # graphs are there
         for _ in range(400):
-            shape = policy.choose(16, behind=256)
+            shape = policy.choose(16, lag=256)
             if not shape.off:
                 break
             policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), to_come=lambda left=to_come: left))  # type: ignore[misc]
@@ -243,24 +243,24 @@ def test_catching_up_must_pay_before_the_last_answer_is_in() -> None:
 def test_what_a_record_promises_is_made_ready_and_used() -> None:
     """With graphs for every other size, a tick of any size finds some; nothing has to be paid for first."""
     here, policy = capturing(0.8), young()
-    assert policy.likely([1, 2, 4, 8, 16, 32]) == [], "nothing is known"
-    policy.recall(LEARNED, record(0.8))
-    ready = policy.likely([1, 2, 4, 8, 16, 32])
+    assert policy.precapture([1, 2, 4, 8, 16, 32]) == [], "nothing is known"
+    policy.load_prior(LEARNED, record(0.8))
+    ready = policy.precapture([1, 2, 4, 8, 16, 32])
     assert [size for _, size in ready][:6] == [1, 2, 4, 8, 16, 32], "what is likeliest comes first"
     best = [max(SHAPES, key=lambda shape, size=size: here.rate(shape, size)) for _, size in ready[:6]]
     for (shape, size), wanted in zip(ready[:6], best, strict=True):
         assert here.rate(shape, size) > 0.93 * here.rate(wanted, size)
     here.captured = Counter(ready)
     assert here.run(policy, 24, 60) < 0.75
-    assert here.once_s == 0.0
+    assert here.one_off_s == 0.0
 
 
 @pytest.mark.parametrize("hits", [0.8, 0.72, 0.64])
 def test_what_is_made_ready_serves_drafters_that_guess_worse_too(hits: float) -> None:
     """In a rollout's tail are the odd answers: what is best then was captured beforehand, or nearly so."""
     here, policy = capturing(hits), young()
-    policy.recall(LEARNED, record(0.8))
-    ready = policy.likely([4, 8, 16, 32])
+    policy.load_prior(LEARNED, record(0.8))
+    ready = policy.precapture([4, 8, 16, 32])
     assert len(ready) == len(set(ready)) < 12, "few serve for all"
     for size in (4, 8, 16, 32):
         mine = [here.rate(shape, size) for shape, at in ready if at == size]
@@ -272,14 +272,14 @@ def test_one_more_shape_is_named_where_those_named_lose_more_than_a_little() -> 
     seconds = {8: (1.0, 1.0, 1.0, 1.0), 16: (1.0, 1.0, 2.0, 4.0), 64: (1.0, 4.0, 4.0, 4.0)}
     known, worse, worst = (1.0, 1.8, 2.4, 3.0), (1.0, 1.7, 2.0, 2.05), (1.0, 1.5, 1.4, 1.3)
     expected = [(shapes[3], 8), (shapes[1], 16), (shapes[1], 8)]
-    assert outlook(shapes, [0, 1, 2, 3], seconds, [known, worse, worst]) == expected
-    assert outlook(shapes, [0, 2], seconds, [known, worse, worst]) == [(shapes[2], 8), (shapes[2], 16)]
-    assert outlook(shapes, [0], seconds, [known]) == []
+    assert precapture_plan(shapes, [0, 1, 2, 3], seconds, [known, worse, worst]) == expected
+    assert precapture_plan(shapes, [0, 2], seconds, [known, worse, worst]) == [(shapes[2], 8), (shapes[2], 16)]
+    assert precapture_plan(shapes, [0], seconds, [known]) == []
 
 
 def test_supposing_that_fewer_guesses_are_right_leaves_what_is_known_alone() -> None:
     found = Acceptance(SHAPES, 1000.0)
-    found.recall(LEARNED, record(0.8), 128.0)
+    found.load_prior(LEARNED, record(0.8), 128.0)
     before = found.lengths()
     fewer = found.supposing(0.5).lengths()
     assert found.lengths() == before
@@ -289,8 +289,8 @@ def test_supposing_that_fewer_guesses_are_right_leaves_what_is_known_alone() -> 
 
 
 def test_whoever_always_does_the_same_has_it_made_ready() -> None:
-    assert Fixed(learned(2, 1, 3)).likely([8, 4]) == [(learned(2, 1, 3), 8), (learned(2, 1, 3), 4)]
-    assert not Fixed(OFF).likely([8, 4])
+    assert Fixed(learned(2, 1, 3)).precapture([8, 4]) == [(learned(2, 1, 3), 8), (learned(2, 1, 3), 4)]
+    assert not Fixed(OFF).precapture([8, 4])
 
 
 # ---- newcomers
@@ -314,7 +314,7 @@ def test_a_drafter_that_takes_in_more_than_it_saves_stays_off() -> None:
     used = {}
     for arrived in (0, 16):  # a position for each token
         here, policy = capturing(0.5), young(Measured(CATCH_UP, 16, 0.004))
-        policy.recall(LEARNED, record(0.5))
+        policy.load_prior(LEARNED, record(0.5))
         here.run(policy, 16, 1500, arrived)
         used[arrived] = 1.0 - here.ticks[OFF] / 1500
     assert used[0] > 0.7
@@ -325,7 +325,7 @@ def test_live_rows_are_taken_to_be_dearer_than_idle_ones_until_they_were_seen() 
     shape = learned(2, 1, 3)
     found = [TickCosts(CostTable(), pad, learned=[LEARNED], context_read_once=once) for once in (False, True)]
     for one in found:
-        one.know(Measured(CATCH_UP, 16, 0.0005))
+        one.load_costs(Measured(CATCH_UP, 16, 0.0005))
     on_cpu, on_gpu = (one.catching_up(shape, OFF, 16, 100) for one in found)
     assert on_gpu == 8 * on_cpu == pytest.approx(0.4)
     found[1].caught_up(16, 64, 0.064)
@@ -336,7 +336,7 @@ def test_one_who_stood_still_while_catching_up_is_asked_again() -> None:
     """A stall, or somebody else's work in between: it counts at most as the worst that was to be expected."""
     shape = learned(2, 1, 3)
     found = TickCosts(CostTable(), pad, learned=[LEARNED], context_read_once=True)
-    found.know(Measured(CATCH_UP, 16, 0.0005))
+    found.load_costs(Measured(CATCH_UP, 16, 0.0005))
     found.caught_up(16, 64, 30.0)
     assert found.catching_up(shape, OFF, 16, 100) == pytest.approx(0.4)
     for _ in range(5):
@@ -347,17 +347,17 @@ def test_one_who_stood_still_while_catching_up_is_asked_again() -> None:
 def test_kernels_that_compile_are_no_reason_to_stay_off() -> None:
     """Three seconds once, in the first run of a drafter that doubles the speed."""
     here, policy = world(0.9, noise=0.0), young()
-    policy.recall(LEARNED, record(0.9))
+    policy.load_prior(LEARNED, record(0.9))
     compiled = 3.0
     for _ in range(3000):
         shape = policy.choose(16)
         kept = here.kept_cached(shape)
-        walks = [] if shape.off else [here.walk(shape, kept) for _ in range(16)]
-        once_s, compiled = (compiled, 0.0) if not shape.off else (0.0, compiled)
-        policy.observe(Outcome(shape, 16, walks, here.true_s(shape, 16), once_s=once_s))
+        results = [] if shape.off else [here.walk(shape, kept) for _ in range(16)]
+        one_off_s, compiled = (compiled, 0.0) if not shape.off else (0.0, compiled)
+        policy.observe(Outcome(shape, 16, results, here.true_s(shape, 16), one_off_s=one_off_s))
         here.ticks[shape] += 1
     assert here.ticks[OFF] < 600
-    assert policy._ledger.invested < 1.5
+    assert policy._budget.invested < 1.5
 
 
 def test_a_try_that_compiles_does_not_end_all_tries() -> None:
@@ -366,14 +366,14 @@ def test_a_try_that_compiles_does_not_end_all_tries() -> None:
     while (shape := policy.choose(16)).off:
         policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16)))
     before = policy.report().explored_s
-    walks = [Walked(0, (Track((), shape.width),) * len(shape.drafters))] * 16
-    policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), once_s=30.0))
+    results = [AcceptResult(0, (RankHits((), shape.width),) * len(shape.drafters))] * 16
+    policy.observe(Outcome(shape, 16, results, tick_s(shape, 16), one_off_s=30.0))
     assert before + CAPTURED_S / 2 < policy.report().explored_s < before + 1.5 * CAPTURED_S
 
 
 def test_costs_of_shapes_that_draft_nothing_learned_know_no_newcomers() -> None:
     found = costs()
-    found.know(Measured(CATCH_UP, 16, 0.0005))
+    found.load_costs(Measured(CATCH_UP, 16, 0.0005))
     assert found.entering(Shape(("suffix",), 2, 1, 3), 16, 10.0) == 0.0 == found.entering(OFF, 16, 10.0)
     assert found.entering(learned(2, 1, 3), 16, 10.0) == pytest.approx(0.005)
 
@@ -381,7 +381,7 @@ def test_costs_of_shapes_that_draft_nothing_learned_know_no_newcomers() -> None:
 def test_what_is_to_come_is_asked_for_once_a_choice() -> None:
     """Whoever answers looks at every request, and many shapes may promise more than catching up lets them keep."""
     policy, asked = young(Measured(CATCH_UP, 16, 1.0)), list[int]()
-    policy.recall(LEARNED, record(0.8))
+    policy.load_prior(LEARNED, record(0.8))
 
     def to_come() -> float:
         asked.append(1)
@@ -389,7 +389,7 @@ def test_what_is_to_come_is_asked_for_once_a_choice() -> None:
 
     for _ in range(100):
         before = len(asked)
-        assert policy.choose(16, behind=400).off
+        assert policy.choose(16, lag=400).off
         assert len(asked) - before <= 1
         policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), to_come=to_come))
     assert asked
@@ -409,8 +409,10 @@ def test_whoever_has_much_to_index_first_is_not_tried_for_it(due_s: float) -> No
     for _ in range(600):
         shape = policy.choose(16)
         tried += "suffix" in shape.drafters
-        walks = [Walked(0, tuple(Track((), shape.width) for _ in shape.drafters))] * 16 if not shape.off else []
-        policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), due_s=due))
+        results = (
+            [AcceptResult(0, tuple(RankHits((), shape.width) for _ in shape.drafters))] * 16 if not shape.off else []
+        )
+        policy.observe(Outcome(shape, 16, results, tick_s(shape, 16), due_s=due))
     assert (tried > 0) == (due_s == 0.0)
     assert 0 < len(asked) < 200
 
@@ -418,13 +420,13 @@ def test_whoever_has_much_to_index_first_is_not_tried_for_it(due_s: float) -> No
 def test_whoever_has_nothing_to_index_is_tried_all_the_same() -> None:
     """Nothing is known of either: the pair would be tried first, and would have to wait for ever."""
     here, policy, due = capturing(0.8), tuner(), 0.2
-    policy.know([Measured(CAPTURE, 1, 0.01)])
+    policy.load_costs([Measured(CAPTURE, 1, 0.01)])
     for _ in range(1500):
         shape = policy.choose(16)
         kept = here.kept_cached(shape)
-        walks = [] if shape.off else [here.walk(shape, kept) for _ in range(16)]
+        results = [] if shape.off else [here.walk(shape, kept) for _ in range(16)]
         due += 16 * 4e-6
-        told = Outcome(shape, 16, walks, here.true_s(shape, 16), due_s=lambda due=due: due)  # type: ignore[misc]
+        told = Outcome(shape, 16, results, here.true_s(shape, 16), due_s=lambda due=due: due)  # type: ignore[misc]
         policy.observe(told)
     assert policy.report().ticks_by_shape.get((16, OFF), 0) < 750, "the learned one is in use"
 
@@ -433,12 +435,16 @@ def test_a_drafter_that_was_left_out_meanwhile_is_weighed_again() -> None:
     """With few requests it was best, and nothing was due. Then many ran without it, and few are left."""
     for due_s in (0.0, 60.0):
         policy = tuner()
-        policy.recall("suffix", record(0.9))
+        policy.load_prior("suffix", record(0.9))
         policy._firsts.ran = {shape: {16: 0.0, 64: 0.0} for shape in SHAPES}
         for _ in range(200):
             shape = policy.choose(16)
-            walks = [] if shape.off else [Walked(shape.depth, (Track((1,) * shape.depth),) * len(shape.drafters))] * 16
-            policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16)))
+            results = (
+                []
+                if shape.off
+                else [AcceptResult(shape.depth, (RankHits((1,) * shape.depth),) * len(shape.drafters))] * 16
+            )
+            policy.observe(Outcome(shape, 16, results, tick_s(shape, 16)))
         assert "suffix" in shape.drafters
         for _ in range(30):
             policy.observe(Outcome(OFF, 64, (), tick_s(OFF, 64), to_come=lambda: 50.0, due_s=lambda due=due_s: due))  # type: ignore[misc]
@@ -448,7 +454,7 @@ def test_a_drafter_that_was_left_out_meanwhile_is_weighed_again() -> None:
 def test_what_is_due_is_asked_for_once_a_tick() -> None:
     """Whoever answers looks at every request, and many shapes look up."""
     policy, asked = tuner(), list[int]()
-    policy.recall("suffix", record(0.9))
+    policy.load_prior("suffix", record(0.9))
 
     def due() -> float:
         asked.append(1)
@@ -465,17 +471,17 @@ def test_what_is_due_is_asked_for_once_a_tick() -> None:
 
 def test_only_whoever_looks_up_is_asked_what_is_due() -> None:
     policy = young()
-    policy.recall(LEARNED, record(0.8))
+    policy.load_prior(LEARNED, record(0.8))
     policy._sets = [("eagle",)]  # the others are not tried
 
     def due() -> float:
         raise AssertionError("nobody on the host takes part")
 
     for _ in range(300):
-        shape = policy.choose(16, behind=4)
+        shape = policy.choose(16, lag=4)
         assert "suffix" not in shape.drafters
-        walks = [] if shape.off else [Walked(0, (Track((), shape.width),))] * 16
-        policy.observe(Outcome(shape, 16, walks, tick_s(shape, 16), due_s=due))
+        results = [] if shape.off else [AcceptResult(0, (RankHits((), shape.width),))] * 16
+        policy.observe(Outcome(shape, 16, results, tick_s(shape, 16), due_s=due))
 
 
 def test_what_the_host_indexed_is_not_charged_to_a_learned_drafter() -> None:
@@ -483,7 +489,7 @@ def test_what_the_host_indexed_is_not_charged_to_a_learned_drafter() -> None:
     for indexed_s in (0.0, 0.3):
         policy = young(Measured(CATCH_UP, 16, 1e-4))
         pair = next(shape for shape in SHAPES if len(shape.drafters) == 2)
-        outcome = Outcome(pair, 16, (), 0.01, once_s=0.01 + indexed_s, caught_up_s=0.01 + indexed_s, behind=100)
+        outcome = Outcome(pair, 16, (), 0.01, one_off_s=0.01 + indexed_s, caught_up_s=0.01 + indexed_s, lag=100)
         policy.observe(replace(outcome, indexed_s=indexed_s))
         found[indexed_s] = policy._costs.catching_up(learned(2, 1, 3), OFF, 16, 100)
     assert found[0.3] == pytest.approx(found[0.0]) == pytest.approx(0.01)
@@ -493,7 +499,7 @@ def test_a_shape_that_needs_much_indexed_first_is_taken_if_enough_is_to_come() -
     used = {}
     for due_s in (0.001, 60.0):
         policy = tuner()
-        policy.recall("suffix", record(0.9))
+        policy.load_prior("suffix", record(0.9))
         policy._firsts.ran = {shape: {16: 0.0} for shape in SHAPES}
         policy.observe(Outcome(OFF, 16, (), tick_s(OFF, 16), due_s=lambda due=due_s: due))  # type: ignore[misc]
         for _ in range(300):
@@ -508,7 +514,7 @@ def test_a_shape_that_needs_much_indexed_first_is_taken_if_enough_is_to_come() -
 
 def test_before_a_lookup_was_timed_it_is_taken_to_cost_something() -> None:
     found, shape = TickCosts(CostTable(), pad), Shape(("suffix",), 2, 1, 3)
-    found.know(Measured(POLICY, 1, 0.01))
+    found.load_costs(Measured(POLICY, 1, 0.01))
     guessed = (found.seconds(shape, 64) or 0.0) - (found._run_s(shape, 64) or 0.0)
     assert guessed == pytest.approx(64 * 3e-5)
     found.observe(shape, 64, 0.02, [0.0005])
@@ -517,8 +523,8 @@ def test_before_a_lookup_was_timed_it_is_taken_to_cost_something() -> None:
 
 def test_what_newcomers_cost_is_learned_from_the_ticks_that_took_them_in() -> None:
     found, shape = costs(), learned(2, 1, 3)
-    found.know(Measured(CATCH_UP, 1, 0.0001 / 16))
-    found.know(Measured(CATCH_UP, 16, 0.0001))
+    found.load_costs(Measured(CATCH_UP, 1, 0.0001 / 16))
+    found.load_costs(Measured(CATCH_UP, 16, 0.0001))
     tick_s = found.seconds(shape, 16) or 0.0
     for late_s in (0.5, 0.0, 0.002, -0.002, 0.0):  # the machine stands still; one is read late, the next one early
         found.entered(shape, 16, 5.0, tick_s + 0.010 + late_s)
@@ -537,7 +543,7 @@ def test_what_newcomers_cost_is_learned_from_the_ticks_that_took_them_in() -> No
 def test_few_who_come_at_a_time_do_not_stand_for_many() -> None:
     """Room comes in steps: one newcomer costs half as much as sixteen. What counts is what all cost together."""
     found, shape = costs(), learned(2, 1, 3)
-    found.know(Measured(CATCH_UP, 16, 0.0001))
+    found.load_costs(Measured(CATCH_UP, 16, 0.0001))
     tick_s = found.seconds(shape, 16) or 0.0
     for number in range(8):
         positions, took_s = (0.4, 0.0005) if number % 2 else (6.0, 0.001)
@@ -557,12 +563,12 @@ class Arriving:
         for number in range(ticks):
             shape, comes = policy.choose(64), number % self.every == 0
             takes = comes and LEARNED in shape.drafters
-            walks = [] if shape.off else [self.here.walk(shape, self.here.kept_cached(shape)) for _ in range(64)]
+            results = [] if shape.off else [self.here.walk(shape, self.here.kept_cached(shape)) for _ in range(64)]
             stall_s, stalled_s = (0.0, stall_s) if takes else (stall_s, 0.0)
             seconds = tick_s(shape, 64) + takes * self.costs_s + stalled_s
             arrived = int(64 * self.taken_in) if comes else 0
             taken_in = self.taken_in if takes else 0.0
-            policy.observe(Outcome(shape, 64, walks, seconds, taken_in=taken_in, arrived=arrived))
+            policy.observe(Outcome(shape, 64, results, seconds, taken_in=taken_in, arrived=arrived))
             self.spent, self.tokens = self.spent + seconds, self.tokens + self.here.length(shape)
             self.used.append(LEARNED in shape.drafters)
 
@@ -571,7 +577,7 @@ def test_a_drafter_whose_newcomers_cost_more_than_it_saves_is_left_again() -> No
     """Every eighth tick somebody comes; taking that in takes as long as five ticks, many times what was measured of
     catching up. Whoever believed that would lose a tenth."""
     policy, plain_s = tuner(), tick_s(OFF, 64)
-    policy.know([Measured(CATCH_UP, 64, 0.0001)])
+    policy.load_costs([Measured(CATCH_UP, 64, 0.0001)])
     arriving = Arriving(every=8, taken_in=10.0, costs_s=5 * plain_s)
     arriving.run(policy, 1500)
     assert arriving.spent <= 1.02 * arriving.tokens * plain_s
@@ -579,7 +585,7 @@ def test_a_drafter_whose_newcomers_cost_more_than_it_saves_is_left_again() -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TickCosts, "entered", lambda *_: None)
         deceived, believing = Arriving(every=8, taken_in=10.0, costs_s=5 * plain_s), tuner()
-        believing.know([Measured(CATCH_UP, 64, 0.0001)])
+        believing.load_costs([Measured(CATCH_UP, 64, 0.0001)])
         deceived.run(believing, 1500)
     assert deceived.spent > 1.05 * deceived.tokens * plain_s
 
@@ -587,7 +593,7 @@ def test_a_drafter_whose_newcomers_cost_more_than_it_saves_is_left_again() -> No
 @pytest.mark.parametrize("stall_s", [0.0, 0.02, 0.1])
 def test_a_moment_in_which_the_machine_stood_still_keeps_no_drafter_out(stall_s: float) -> None:
     policy = tuner()
-    policy.know([Measured(CATCH_UP, 64, 0.00005)])
+    policy.load_costs([Measured(CATCH_UP, 64, 0.00005)])
     arriving = Arriving(every=16, taken_in=10.0, costs_s=0.0005)
     arriving.run(policy, 1500, stall_s)
     assert sum(arriving.used) > 0.5 * 1500

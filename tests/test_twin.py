@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tlt.kernels import attention, entering, growth, moving, pruning, rows, states, trees
-from tlt.kernels.twin import twin
+from tlt.kernels.dispatch import dispatch
 
 pytest.importorskip("triton")
 
 CALLED = {  # what others call, on either device
     attention: ("paged_attention", "copy_kv", "rope_and_write"),
     entering: ("enter_rows",),
-    growth: ("plant", "deepen"),
+    growth: ("start_trees", "expand"),
     moving: ("move_rows",),
     pruning: ("prune",),
     rows: ("prepare", "finish"),
@@ -25,8 +25,8 @@ CALLED = {  # what others call, on either device
 
 @pytest.mark.parametrize("reference", CALLED, ids=lambda module: module.__name__)
 def test_a_gpu_gets_the_twin_and_everybody_else_the_reference(reference: ModuleType) -> None:
-    assert twin(reference, torch.device("cpu")) is reference
-    found = twin(reference, torch.device("cuda", 1))
+    assert dispatch(reference, torch.device("cpu")) is reference
+    found = dispatch(reference, torch.device("cuda", 1))
     assert found.__name__ == f"{reference.__name__}_triton"
     for name in CALLED[reference]:
         ours, theirs = (list(inspect.signature(getattr(module, name)).parameters) for module in (reference, found))

@@ -122,7 +122,7 @@ def test_time_left_follows_the_recent_steps_and_a_resumed_run_counts_on() -> Non
 def test_trouble_is_said_aloud() -> None:
     troubles: list[Event] = [
         RewardsFailed(1, "raised", 3, "data.jsonl:7", "ZeroDivisionError"),
-        AcceptanceCollapsed(1, "eagle", "8x2", recent=1.1, usual=2.5, verifies=100),
+        AcceptanceCollapsed(1, "eagle", "8x2", recent=1.1, baseline=2.5, verifies=100),
         ReaderFailed("W&B", "no network"),
         ReplayCompared(1, 10, 1.0, 2.0, identical=False, exact=True),
         RunFailed("TaskError", "no such column"),
@@ -253,7 +253,7 @@ def test_tensorboard_reads_back_the_numbers(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_acceptance_by_depth(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    chosen = ShapesChosen(3, ((8, "eagle 2x1/4", 9),), (("eagle", (0.75, 0.5)),), switches=3, once_s=0.25)
+    chosen = ShapesChosen(3, ((8, "eagle 2x1/4", 9),), (("eagle", (0.75, 0.5)),), switches=3, one_off_s=0.25)
     watch(config_of(tmp_path, "--watch.tensorboard=true"), console_of(), [*events_of_steps(0, 3), chosen])
     expected = {"acceptance/eagle/1": 0.75, "acceptance/eagle/2": 0.5, "rollout/switch_cost_s": 0.25}
     assert {name: scalars(tmp_path, name) for name in expected} == {n: [(3, value)] for n, value in expected.items()}

@@ -30,7 +30,7 @@ from workloads import WORKLOADS
 
 from tlt.bench.variants import PLAIN, TUNER, Variant, Written
 from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings, WarmupSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import PoolReport
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
@@ -192,7 +192,7 @@ def test_speed_and_accept_length_of_small_batches() -> None:
 
 def test_switching_on_is_told_from_the_ticks_before_it() -> None:
     off, on = recording.Tick(3, OFF, 3, 0.01, 0.0), recording.Tick(3, CHAIN, 4, 0.02, 0.004)
-    found = recording.switching({"x": [on, on, off, off, on, on, off, replace(on, once_s=0.008)], "never": [off]})
+    found = recording.switching({"x": [on, on, off, off, on, on, off, replace(on, one_off_s=0.008)], "never": [off]})
     assert found["x"]["times"] == 2
     assert found["x"]["mean_ms"] == pytest.approx(6.0)
     assert found["x"]["largest_ms"] == pytest.approx(8.0)
@@ -389,7 +389,7 @@ def test_what_was_written_is_a_sample_of_the_policy(work: Path) -> None:
     assert found["written"]["verifies"] > 0
     assert all(abs(z) < 5 for z in found["z"].values()), found["z"]
     policy = open_policy(replace(RunConfig().model, path=str(work / "c" / "policy"), device="cpu"))
-    engine = Engine(policy.model, policy.tokenizer, replace(RunConfig().engine, kv_gib=0.02, rows=8))
+    engine = EngineCore(policy.model, policy.tokenizer, replace(RunConfig().engine, kv_gib=0.02, rows=8))
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine.submit([Request(Key(0, number), (5, 6, 7 + number), greedy) for number in range(8)])
     assert scoring.score(policy.model, engine.drain())["rank 1 to 1"] > 5

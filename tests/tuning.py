@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
-from tlt.spec.acceptance import Track, Walked
+from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.alarm import Alarm
-from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, TickCosts
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Outcome, ShapePolicy
 
 # A 7B policy on one card: flat up to 64 tokens, then rising. Milliseconds.
 POLICY_MS = [(1, 4.0), (32, 4.26), (64, 4.31), (128, 4.7), (256, 6.26), (512, 11.0), (1024, 22.0)]
@@ -148,7 +148,7 @@ class World:
         slow = 3.0 if self.random.random() < 0.01 else 1.0
         return self.slow * true * (1.0 + self.noise * self.random.uniform(-1.7, 1.7)) * (slow if self.noise else 1.0)
 
-    def walk(self, shape: Shape, kept: dict[str, dict[Path, tuple[float, float]]]) -> Walked:
+    def walk(self, shape: Shape, kept: dict[str, dict[Path, tuple[float, float]]]) -> AcceptResult:
         hard = self.random.random() < 0.5
         accepted, drawn = 0, []
         for drafter in shape.drafters:
@@ -156,7 +156,7 @@ class World:
             walked = next((n for n in range(len(ranks)) if ranks[: n + 1] not in kept[drafter]), len(ranks))
             accepted = max(accepted, walked)
             drawn.append(ranks)
-        return Walked(accepted, tuple(self._track(ranks, accepted, shape) for ranks in drawn))
+        return AcceptResult(accepted, tuple(self._track(ranks, accepted, shape) for ranks in drawn))
 
     def _ranks(self, drafter: str, hard: bool, shape: Shape) -> Path:
         ranks: list[int] = []
@@ -171,23 +171,23 @@ class World:
             ranks.append(rank + 1)
         return tuple(ranks)
 
-    def _track(self, ranks: Path, accepted: int, shape: Shape) -> Track:
+    def _track(self, ranks: Path, accepted: int, shape: Shape) -> RankHits:
         """The policy's tokens are known as far as it walked, and one further."""
         seen = ranks[: accepted + 1]
         missed = len(seen) == len(ranks) < min(shape.depth, accepted + 1)
-        return Track(seen, shape.width if missed else 0)
+        return RankHits(seen, shape.width if missed else 0)
 
-    def tick(self, policy: TunerPolicy, batch: int) -> Sequence[Walked]:
+    def tick(self, policy: ShapePolicy, batch: int) -> Sequence[AcceptResult]:
         shape = policy.choose(batch)
         kept = self.kept_cached(shape)
-        walks = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
+        results = [] if shape.off else [self.walk(shape, kept) for _ in range(batch)]
         true = self.true_s(shape, batch)
         self.seconds += true
         self.ticks[shape] += 1
-        alarms = policy.observe(Outcome(shape, batch, walks, self.measured(shape, batch, true)))
-        self.verifies += len(walks)
+        alarms = policy.observe(Outcome(shape, batch, results, self.measured(shape, batch, true)))
+        self.verifies += len(results)
         self.alarms += [(self.verifies, alarm) for alarm in alarms]
-        return walks
+        return results
 
     def kept_cached(self, shape: Shape) -> dict[str, dict[Path, tuple[float, float]]]:
         key = (shape, *sorted(self.curves.items()))
@@ -205,20 +205,20 @@ class Fixed:
 
     shape: Shape
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
+    def choose(self, batch: int, lag: int = 0) -> Shape:
         return self.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         return ()
 
-    def expect(self, ticks: int) -> None:
+    def set_max_len(self, ticks: int) -> None:
         pass
 
     def drafter_changed(self, drafter: str) -> None:
         pass
 
 
-def steady(policy: TunerPolicy, world: World, batch: int, ticks: int, best: Callable[[], float] | None = None) -> float:
+def steady(policy: ShapePolicy, world: World, batch: int, ticks: int, best: Callable[[], float] | None = None) -> float:
     """Runs so many ticks at one batch size. Loss: share of the time that the best fixed shape would not have needed."""
     started, wanted = world.seconds, 0.0
     before = Counter(world.ticks)
@@ -230,10 +230,10 @@ def steady(policy: TunerPolicy, world: World, batch: int, ticks: int, best: Call
     return (spent - wanted) / spent
 
 
-def rollout(policy: TunerPolicy, world: World, lengths: Sequence[int]) -> float:
+def rollout(policy: ShapePolicy, world: World, lengths: Sequence[int]) -> float:
     """Seconds until the last of the requests has its tokens."""
     started, left = world.seconds, list(lengths)
     while left:
-        walks = world.tick(policy, len(left)) or [Walked(0, ())] * len(left)
-        left = [rest for n, walked in zip(left, walks, strict=True) if (rest := n - 1 - walked.accepted) > 0]
+        results = world.tick(policy, len(left)) or [AcceptResult(0, ())] * len(left)
+        left = [rest for n, walked in zip(left, results, strict=True) if (rest := n - 1 - walked.accepted) > 0]
     return world.seconds - started

@@ -170,7 +170,7 @@ class SpecSettings:
     drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who drafts. none: nobody, decoding is plain;
     # suffix: earlier text; eagle: the learned drafter at `path`; both: each of these, or the two in one tree
     path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it. new: one that has learned nothing
-    chooser: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks the shape of each tick's drafts.
+    shape_policy: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks the shape of each tick's drafts.
     # tuner: the one with the most tokens per second by measured costs and acceptance, or none if that is faster;
     # beg-mab: the paper's bandit, by measured rewards alone, and at random in a tenth of the ticks; fixed: the deepest
     depths: tuple[int, ...] = (1, 2, 3, 7, 15)  # tokens a branch may run ahead
@@ -178,7 +178,7 @@ class SpecSettings:
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
     shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # tuner on a GPU: further shapes whose requests share
     # what is checked: so many nodes per request on average, the likeliest of all trees. []: no such shapes
-    light: bool = True  # draft with large matrices in 8 bits, half as much to read, on Hopper GPUs and newer
+    quantized: bool = True  # draft with large matrices in 8 bits, half as much to read, on Hopper GPUs and newer
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:

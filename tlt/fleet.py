@@ -18,10 +18,11 @@ from tlt.config import RunConfig
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.states import StateKeeper, keeper_of
 from tlt.drafting.trainer import DraftingResult, OnlineDrafter
-from tlt.engine.build import build_engine, chooser_of, learned_drafting
-from tlt.engine.engine import Engine
+from tlt.engine.build import build_engine, learned_drafting, shape_policy_of
+from tlt.engine.engine import EngineCore
 from tlt.engine.memory import gib_beside_training
 from tlt.engine.request import Request
+from tlt.event_builders import acceptance_collapsed, drafter_trained, rollout_report
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes
 from tlt.model.transformer import Transformer
@@ -31,7 +32,6 @@ from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.speculation import SpeculationReport
-from tlt.telling import acceptance_collapsed, drafter_trained, rollout_report
 from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.host_copy import HostCopy
@@ -46,7 +46,7 @@ POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a chec
 
 
 @dataclass(frozen=True, slots=True)
-class Fellows:
+class Peers:
     """The other workers, as the trainers of one see them."""
 
     rank: int = 0  # of this one: each draws other answers to learn drafting from
@@ -55,36 +55,34 @@ class Fellows:
     make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
 
 
-ALONE = Fellows()
+ALONE = Peers()
 
 
 class Worker:
     """Policy, engine, policy trainer, and whoever keeps the drafter sharp."""
 
-    def __init__(self, config: RunConfig, fellows: Fellows = ALONE, emit: Emit = lambda event: None) -> None:
+    def __init__(self, config: RunConfig, peers: Peers = ALONE, emit: Emit = lambda event: None) -> None:
         self.config = config
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = open_policy(config.model)
         reference = open_policy(config.model).model if config.grpo.kl else None
-        make = fellows.make_trainer or partial(self._trainer, fellows)
+        make = peers.make_trainer or partial(self._trainer, peers)
         self.trainer = make(self.policy.model, reference)
         emit(StartupPhase("building the engine"))
         on_gpu = self.policy.model.embed.is_cuda
-        chooser = chooser_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
+        shape_policy = shape_policy_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
         self._learned = learned_drafting(self.policy, config)
         online = self._learned if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None
-        self.engine = build_engine(self.policy, self._with_room(), chooser, self._learned, keeper)
-        self.drafter = self._online_drafter(online, keeper, fellows) if online else None
-        self._plain: Engine | None = None  # writes instead of `engine` during a replay
+        self.engine = build_engine(self.policy, self._with_room(), shape_policy, self._learned, keeper)
+        self.drafter = self._online_drafter(online, keeper, peers) if online else None
+        self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
 
-    def _trainer(self, fellows: Fellows, model: Transformer, reference: Transformer | None) -> PolicyTrainer:
+    def _trainer(self, peers: Peers, model: Transformer, reference: Transformer | None) -> PolicyTrainer:
         train, grpo, sampling = self.config.train, self.config.grpo, self.config.sampling
-        return PolicyTrainer(
-            model, train, grpo, reference=reference, sampling=sampling, sum_over_workers=fellows.add_up
-        )
+        return PolicyTrainer(model, train, grpo, reference=reference, sampling=sampling, sum_over_workers=peers.add_up)
 
     def _with_room(self, taken: bool = False) -> RunConfig:
         """The engine takes what is free on a GPU unless `engine.kv_gib` is set: the trainers need some of it, too.
@@ -106,9 +104,9 @@ class Worker:
         copies = 2 * sum(weight.numel() * weight.element_size() for weight in weights)  # the best one, and the learner
         return self.trainer.bytes_to_come + copies + bytes_to_come(weights, masters=True)
 
-    def _online_drafter(self, learned: LearnedDrafting, keeper: StateKeeper | None, fellows: Fellows) -> OnlineDrafter:
-        own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (fellows.rank << 32)))
-        drafter = OnlineDrafter.of(self.policy, learned.drafter, own, keeper=keeper, average=fellows.average)
+    def _online_drafter(self, learned: LearnedDrafting, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
+        own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (peers.rank << 32)))
+        drafter = OnlineDrafter.of(self.policy, learned.drafter, own, keeper=keeper, average=peers.average)
         if self.policy.model.embed.is_cuda:
             drafter.rehearse()
         return drafter
@@ -121,7 +119,7 @@ class Worker:
     # ---- rollout
 
     @property
-    def _writer(self) -> Engine:
+    def _writer(self) -> EngineCore:
         return self._plain or self.engine
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -154,10 +152,10 @@ class Worker:
     def end_replay(self) -> None:
         self._plain = None
 
-    def plain_engine(self) -> Engine:
+    def plain_engine(self) -> EngineCore:
         """Another engine for the same policy, that does not speculate."""
         settings = self._with_room(taken=True).engine
-        plain = Engine(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
+        plain = EngineCore(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
         plain.compile(filtered=self.config.sampling.filtered)
         plain.measure()  # as the engine was when it was built: what runs first takes longer
         return plain

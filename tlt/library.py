@@ -89,7 +89,7 @@ class Engine:
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self.config = config
         self._policy: Policy | None = policy
-        self._core: core.Engine | None = build_engine(policy, config)
+        self._core: core.EngineCore | None = build_engine(policy, config)
         self._asked = 0  # requests so far under the seed of the configuration
 
     @classmethod
@@ -161,7 +161,7 @@ class Engine:
         weights = self._policy.model.embed
         return f"Engine({path!r}, {str(weights.dtype).removeprefix('torch.')} on {weights.device}, drafter {drafter})"
 
-    def _opened(self) -> tuple[core.Engine, Tokenizer]:
+    def _opened(self) -> tuple[core.EngineCore, Tokenizer]:
         if self._core is None or self._policy is None:
             raise RequestError("the engine is closed; open another with tlt.Engine.open")
         return self._core, self._policy.tokenizer

@@ -40,7 +40,7 @@ class RolloutReport:
     chosen: TicksByBatch = ()  # in which shapes
     by_depth: ByDepth = ()  # as the tuners knew it afterwards, of those that were asked
     switches: int = 0  # ticks in another shape than the tick before
-    once_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
+    one_off_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
 
     @property
     def accept_length(self) -> float:
@@ -179,8 +179,8 @@ class Loop:
             return
         self.emit(PhaseStarted(number, "replay"))
         requests = [request for one in asked for request in one.requests]
-        answers = [rollout.completion for one in judged for rollout in one.group.rollouts]
-        self.emit(replayed(number, self.config, requests, answers, seconds, self.fleet.replay))
+        completions = [rollout.completion for one in judged for rollout in one.group.rollouts]
+        self.emit(replayed(number, self.config, requests, completions, seconds, self.fleet.replay))
 
 
 def is_replayed(taken: int, every: int) -> bool:
@@ -204,7 +204,7 @@ def ask(taken: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list
     for index, prompt in enumerate(prompts):
         tokens = tuple(tokenizer.encode_prompt(prompt.content))
         first = (taken << 32) + index * config.task.group
-        keys = [Key(config.run.seed, first + answer) for answer in range(config.task.group)]
+        keys = [Key(config.run.seed, first + completion) for completion in range(config.task.group)]
         asked.append(Asked(prompt, tuple(Request(key, tokens, config.sampling, prompt.id) for key in keys)))
     return asked
 

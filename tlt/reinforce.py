@@ -18,6 +18,7 @@ from tlt.bench.machine import describe
 from tlt.checkpoint_size import checkpoints_planned
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
+from tlt.event_builders import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.model.weights import read_config
@@ -28,7 +29,6 @@ from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.files import FileTask
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
-from tlt.telling import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
 from tlt.text import Tokenizer
 from tlt.train.checkpoint import Checkpoints
 from tlt.watch.directory import TRAIN, held

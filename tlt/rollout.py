@@ -15,8 +15,9 @@ from rich.table import Table
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
+from tlt.event_builders import Lengths, acceptance_collapsed, lengths_of, mean_reward, rewards_failed, rollout_finished
 from tlt.loop import ask
 from tlt.model.weights import read_config
 from tlt.outputs import write_new
@@ -26,7 +27,6 @@ from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.judge import Verdict
 from tlt.tasks.task import Task
-from tlt.telling import Lengths, acceptance_collapsed, lengths_of, mean_reward, rewards_failed, rollout_finished
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key, Prompt, Rollout
 from tlt.watch.directory import ROLLOUTS, held
@@ -99,7 +99,7 @@ def _ask(config: RunConfig, task: Task) -> list[tuple[Prompt, Request]]:
 
 
 def _answer(
-    engine: Engine, requests: Sequence[Request], console: Console, on_alarm: Callable[[Alarm], None]
+    engine: EngineCore, requests: Sequence[Request], console: Console, on_alarm: Callable[[Alarm], None]
 ) -> tuple[dict[Key, Completion], float]:
     """The answers, and the seconds they took."""
     started = time.perf_counter()

@@ -20,17 +20,17 @@ from rich.table import Table
 
 from tlt.bench.book import measure_book, pad_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import NEW, chooser_of, record_of, shapes_of
+from tlt.engine.build import NEW, record_of, shape_policy_of, shapes_of
 from tlt.errors import ConfigError
+from tlt.event_builders import Lengths
 from tlt.outputs import check_new, write_new
 from tlt.policy import open_policy
 from tlt.sim.book import CostBook, read_book, words_of, write_book
 from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Trace, trace_of
 from tlt.sim.world import EAGLE, World
-from tlt.spec.chooser import TunerPolicy
 from tlt.spec.shape import by_batch
-from tlt.telling import Lengths
+from tlt.spec.shape_policy import ShapePolicy
 
 _LAST = 32  # answers whose time is told apart …
 _LEAST_TAIL = 0.05  # … where it is such a share of all: where many reach the cap, they end together
@@ -70,7 +70,7 @@ def simulate(config: RunConfig, options: SimulateOptions) -> None:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=len(options.workers) * (1 + options.rollouts * book.drafts))
         done = partial(progress.advance, task)
-        found = [foresee(book, trace, config, workers, options.rollouts, done) for workers in options.workers]
+        found = [choose_next(book, trace, config, workers, options.rollouts, done) for workers in options.workers]
     _tell(console, found, trace)
     if options.json:
         write_new(options.json, partial(_write, book, trace, found))
@@ -100,7 +100,7 @@ def _book(config: RunConfig, options: SimulateOptions, console: Console) -> Cost
     return book
 
 
-def foresee(
+def choose_next(
     book: CostBook,
     trace: Trace,
     config: RunConfig,
@@ -114,13 +114,13 @@ def foresee(
     engine = replace(config.engine, rows=book.rows, page_size=book.page_size)
     shapes, pad = shapes_of(spec, exact=engine.exact) if book.drafts else (), pad_of(book)
 
-    def run(chooser: Callable[[], TunerPolicy | None], count: int) -> Simulated:
+    def run(shape_policy: Callable[[], ShapePolicy | None], count: int) -> Simulated:
         fleet = SimFleet(
             trace,
             workers,
             lambda number: World(book, shapes, pad, config.run.seed + number),
             engine,
-            chooser,
+            shape_policy,
             max(spec.depths),
         )
         for _ in range(count):
@@ -133,10 +133,10 @@ def foresee(
     )
 
 
-def _tuner(spec: SpecSettings, engine: EngineSettings, book: CostBook) -> TunerPolicy:
+def _tuner(spec: SpecSettings, engine: EngineSettings, book: CostBook) -> ShapePolicy:
     """It knows of the drafter what the book does."""
-    tuner = chooser_of(spec, book.rows, book.measured, exact=engine.exact, on_gpu=book.gpu)
-    tuner.recall(EAGLE, book.ranks)
+    tuner = shape_policy_of(spec, book.rows, book.measured, exact=engine.exact, on_gpu=book.gpu)
+    tuner.load_prior(EAGLE, book.ranks)
     return tuner
 
 
@@ -202,13 +202,13 @@ def _compared(found: list[Foreseen], trace: Trace) -> Simulated | None:
 
 
 def _measured(found: list[Foreseen], trace: Trace) -> str:
-    foreseen = _compared(found, trace)
-    if foreseen is None or trace.rollout_s is None:
+    expected = _compared(found, trace)
+    if expected is None or trace.rollout_s is None:
         return ""
-    error = foreseen.seconds / trace.rollout_s - 1.0
+    error = expected.seconds / trace.rollout_s - 1.0
     return (
         f"That rollout took {trace.rollout_s:.3g} s on {trace.workers} worker{'s'[: trace.workers > 1]} "
-        f"(spec.drafter {trace.drafter}); foreseen are {foreseen.seconds:.3g} s, {error:+.0%} "
+        f"(spec.drafter {trace.drafter}); foreseen are {expected.seconds:.3g} s, {error:+.0%} "
         "if it ran on what was measured."
     )
 
@@ -228,7 +228,7 @@ def _step(found: list[Foreseen], trace: Trace) -> str:
 
 
 def _write(book: CostBook, trace: Trace, found: list[Foreseen], file: Path) -> None:
-    foreseen = _compared(found, trace)
+    expected = _compared(found, trace)
     content = {
         "book": words_of(book),
         "trace": {
@@ -241,8 +241,8 @@ def _write(book: CostBook, trace: Trace, found: list[Foreseen], file: Path) -> N
             "cap": trace.cap,
         },
         "measured": None
-        if foreseen is None
-        else {"rollout_s": trace.rollout_s, "foreseen_s": foreseen.seconds, "workers": trace.workers},
+        if expected is None
+        else {"rollout_s": trace.rollout_s, "foreseen_s": expected.seconds, "workers": trace.workers},
         "foreseen": [
             {"workers": one.workers, "plain": _told(one.plain), "drafted": _told(one.drafted)} for one in found
         ],

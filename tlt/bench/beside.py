@@ -96,10 +96,10 @@ def _cpu(ticks: Ticks) -> Sequence[float]:
 def _slowdowns(rollouts: Sequence[Rollout], seconds: Callable[[Ticks], Sequence[float]]) -> list[float]:
     """Of every turn in which the others worked, against the turns beside it in which they did not."""
     labels = [_labels(rollout) for rollout in rollouts]
-    usual = _usual([seconds(rollout.ticks) for rollout in rollouts], labels)
+    baseline = _baseline([seconds(rollout.ticks) for rollout in rollouts], labels)
     found = []
     for rollout, mine in zip(rollouts, labels, strict=True):
-        turns = list(_turns(seconds(rollout.ticks), mine, usual))
+        turns = list(_turns(seconds(rollout.ticks), mine, baseline))
         for number, (active, pace) in enumerate(turns):
             if active:
                 beside = turns[max(0, number - 1) : number] + turns[number + 1 : number + 2]
@@ -108,7 +108,7 @@ def _slowdowns(rollouts: Sequence[Rollout], seconds: Callable[[Ticks], Sequence[
     return found
 
 
-def _usual(runs: Sequence[Sequence[float]], labels: Sequence[Sequence[bool | None]]) -> dict[int, float]:
+def _baseline(runs: Sequence[Sequence[float]], labels: Sequence[Sequence[bool | None]]) -> dict[int, float]:
     """Of each tick, what it takes while nobody else works, in the middle of the rollouts that show it."""
     told: dict[int, list[float]] = {}
     for times, mine in zip(runs, labels, strict=True):
@@ -119,11 +119,11 @@ def _usual(runs: Sequence[Sequence[float]], labels: Sequence[Sequence[bool | Non
 
 
 def _turns(
-    times: Sequence[float], labels: Sequence[bool | None], usual: Mapping[int, float]
+    times: Sequence[float], labels: Sequence[bool | None], baseline: Mapping[int, float]
 ) -> Iterator[tuple[bool, float]]:
     """Whether the others worked, and how much slower than usual the ticks were: their median. Between two turns are
     ticks that belong to neither."""
-    told = ((labels[tick], times[tick] / usual[tick]) for tick in range(len(times)) if tick in usual)
+    told = ((labels[tick], times[tick] / baseline[tick]) for tick in range(len(times)) if tick in baseline)
     for active, ticks in groupby((pair for pair in told if pair[0] is not None), key=lambda pair: pair[0]):
         paces = [pace for _, pace in ticks]
         if len(paces) >= _LEAST_TICKS:

@@ -15,7 +15,7 @@ from tlt.bench.machine import describe, free_memory, wait_for
 from tlt.bench.variants import Understudy
 from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import build_engine, record_of, shapes_of
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding
 from tlt.engine.request import Request
 from tlt.policy import Policy
@@ -41,8 +41,8 @@ def measure_book(policy: Policy, config: RunConfig) -> CostBook:
     if config.spec.drafter == "none":
         return plain
     free_memory()
-    chooser = Understudy()
-    book = _Bench(policy, config, build_engine(policy, config, chooser), chooser).drafting_book(plain)
+    shape_policy = Understudy()
+    book = _Bench(policy, config, build_engine(policy, config, shape_policy), shape_policy).drafting_book(plain)
     free_memory()
     return book
 
@@ -53,15 +53,15 @@ def pad_of(book: CostBook) -> Callable[[int], int]:
 
 
 class _Bench:
-    def __init__(self, policy: Policy, config: RunConfig, engine: Engine, chooser: Understudy) -> None:
-        self._policy, self._config, self._engine, self._chooser = policy, config, engine, chooser
+    def __init__(self, policy: Policy, config: RunConfig, engine: EngineCore, shape_policy: Understudy) -> None:
+        self._policy, self._config, self._engine, self._shape_policy = policy, config, engine, shape_policy
         self._gpu = policy.model.embed.is_cuda
         self._numbers = count()
         self._luck = random.Random(0)
 
     def plain_book(self) -> CostBook:
-        config, census = self._config, self._engine.report().pages
-        pages = census.free + census.used + census.cached
+        config, page_stats = self._config, self._engine.report().pages
+        pages = page_stats.free + page_stats.used + page_stats.cached
         batch, long = self._sizes(pages * config.engine.page_size)
         for length in (_SHORT, long):
             self._ticks(OFF, batch, length)  # what is compiled or loaded at first
@@ -85,10 +85,10 @@ class _Bench:
 
     def drafting_book(self, plain: CostBook) -> CostBook:
         """The same engine with a drafter: what it measures, and what its ticks take beside that."""
-        census, record = self._engine.report().pages, record_of(self._config.spec)
+        page_stats, record = self._engine.report().pages, record_of(self._config.spec)
         book = replace(
             plain,
-            pages=census.free + census.used + census.cached,
+            pages=page_stats.free + page_stats.used + page_stats.cached,
             measured=tuple(self._engine.measure()),
             window=self._config.draft.window,
             ranks=record.ranks if record else (),
@@ -104,8 +104,8 @@ class _Bench:
     def _sizes(self, cache_tokens: int) -> tuple[int, int]:
         """Requests and tokens of long prompts, as far as there is room."""
         batch = min(self._config.engine.rows, _BATCH[self._gpu])
-        behind = MOST_NODES + 4 * _SETTLE + 2 * _TICKS[self._gpu]
-        most = min(cache_tokens // (2 * batch), self._policy.model.config.max_positions) - behind
+        lag = MOST_NODES + 4 * _SETTLE + 2 * _TICKS[self._gpu]
+        most = min(cache_tokens // (2 * batch), self._policy.model.config.max_positions) - lag
         return batch, max(2 * _SHORT, min(_LONG[self._gpu], most))
 
     def _beside(self, book: CostBook, shape: Shape, batch: int, ticks: "_Ticks") -> float:
@@ -115,7 +115,7 @@ class _Bench:
 
     def _ticks(self, shape: Shape, batch: int, prompt_tokens: int) -> "_Ticks":
         """Of so many new prompts, once all of them decode."""
-        self._chooser.now = Fixed(shape)
+        self._shape_policy.now = Fixed(shape)
         keys = self._submit(shape, batch, prompt_tokens)
         wait_for(self._policy.model.embed.device)
         started = time.perf_counter()

@@ -150,7 +150,9 @@ def _prepared(config: RunConfig, scale: TrainScale, scratch: Path) -> RunConfig:
 def _variants(config: RunConfig) -> dict[str, RunConfig]:
     """The shape of those that have only one: a chain as deep as the drafter was trained to go."""
     deep = config.draft.unroll
-    chain = replace(config.spec, chooser="fixed", drafter="eagle", depths=(deep,), widths=(1,), verifies=(deep + 1,))
+    chain = replace(
+        config.spec, shape_policy="fixed", drafter="eagle", depths=(deep,), widths=(1,), verifies=(deep + 1,)
+    )
     plain, left_alone = replace(config, spec=SpecSettings()), replace(config.drafting, frozen=True)
     return {
         ALONE: plain,
@@ -169,7 +171,7 @@ class _Bench:
         self._tokenizer = Tokenizer.load(source_of(config.model))
         self._records: dict[tuple[int, str], list[FleetStep]] = {}
         self._rolled: dict[tuple[int, str], list[FleetRolledOut]] = {}
-        self._answers: dict[int, list[Answers]] = {}  # of one worker, step by step
+        self._completions: dict[int, list[Answers]] = {}  # of one worker, step by step
         self._beside: Beside | None = None
 
     def steps(self) -> Iterator[FleetStep]:
@@ -198,10 +200,10 @@ class _Bench:
             fleet.close()
 
     def _keep(self, seed: int, name: str, step: Step, seconds: float, events: Sequence[Event]) -> FleetStep:
-        answers = {rollout.completion.key: rollout.completion.tokens for rollout in step.rollouts}
+        completions = {rollout.completion.key: rollout.completion.tokens for rollout in step.rollouts}
         if name == ALONE:
-            self._answers.setdefault(seed, []).append(answers)
-        expected = self._answers[seed][step.number - 1]
+            self._completions.setdefault(seed, []).append(completions)
+        expected = self._completions[seed][step.number - 1]
         rolled = [event for event in events if isinstance(event, FleetRolledOut)]
         self._rolled.setdefault((seed, name), []).extend(rolled)
         record = FleetStep(
@@ -209,7 +211,7 @@ class _Bench:
             variant=name,
             step=step.number,
             mean_reward=fmean(rollout.reward for rollout in step.rollouts),
-            tokens=sum(map(len, answers.values())),
+            tokens=sum(map(len, completions.values())),
             step_s=seconds,
             rollout_s=step.times.rollout,
             update_s=step.times.update,
@@ -222,7 +224,7 @@ class _Bench:
             joins=sum(event.joins for event in rolled),
             join_s=sum(event.join_s for event in rolled),
             stop_s=sum(event.stop_s for event in rolled),
-            identical=fmean(answers[key] == tokens for key, tokens in expected.items()),
+            identical=fmean(completions[key] == tokens for key, tokens in expected.items()),
         )
         self._records.setdefault((seed, name), []).append(record)
         return record

@@ -14,7 +14,7 @@ from tlt.bench.machine import Machine, free_memory, read_bandwidth, wait_for
 from tlt.bench.options import Scale
 from tlt.bench.peer_file import PeerFile
 from tlt.config import RunConfig
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.features import Features
 from tlt.engine.graphs import buckets
 from tlt.engine.request import Request
@@ -88,7 +88,7 @@ class Lab:
         self.bandwidth = read_bandwidth(self.device, scale.read_gib)  # bytes per second, while no engine holds memory
         self.start: FreshStart | None = None  # of the first engine: later ones find their kernels compiled
         self._config = config
-        self._engine: Engine | None = None
+        self._engine: EngineCore | None = None
         self._engine_rows = 0
         self._naturals: dict[tuple[int, int], Run] = {}
 
@@ -115,7 +115,7 @@ class Lab:
 
     # ---- engines
 
-    def engine(self, rows: int | None = None) -> Engine:
+    def engine(self, rows: int | None = None) -> EngineCore:
         """A plain engine, ready to go; the same one as long as the rows stay the same."""
         rows = rows or self.scale.rows
         if self._engine is None or self._engine_rows != rows:
@@ -124,11 +124,11 @@ class Lab:
             self._engine_rows = rows
         return self._engine
 
-    def tapped_engine(self, rows: int, taps: Sequence[int], on_features: Callable[[Features], None]) -> Engine:
+    def tapped_engine(self, rows: int, taps: Sequence[int], on_features: Callable[[Features], None]) -> EngineCore:
         """An engine that hands out hidden states. The caller drops it before asking for another."""
         self.release()
         settings = replace(self._config.engine, rows=rows)
-        engine = Engine(self.model, self.tokenizer, settings, taps=taps, on_features=on_features)
+        engine = EngineCore(self.model, self.tokenizer, settings, taps=taps, on_features=on_features)
         engine.warm_up(buckets(rows))
         return engine
 
@@ -137,15 +137,15 @@ class Lab:
         self._engine = None
         free_memory()
 
-    def _fresh(self, rows: int) -> Engine:
+    def _fresh(self, rows: int) -> EngineCore:
         wait_for(self.device)
         started = time.perf_counter()
-        engine = Engine(self.model, self.tokenizer, replace(self._config.engine, rows=rows))
+        engine = EngineCore(self.model, self.tokenizer, replace(self._config.engine, rows=rows))
         engine.submit(self.requests(1, max_tokens=1))
         engine.drain()
         first_token_s = time.perf_counter() - started
         engine.warm_up(buckets(rows))
-        self.answer(engine, self.requests(min(rows, _WARM_PROMPTS), max_tokens=2))  # a full piece of prefill
+        self.completion(engine, self.requests(min(rows, _WARM_PROMPTS), max_tokens=2))  # a full piece of prefill
         pool = engine.report().graphs
         if self.start is None:
             self.start = FreshStart(
@@ -166,7 +166,7 @@ class Lab:
         seed = self._config.run.seed
         return [Request(Key(seed, i), self.prompts[i], params, f"prompt {i}") for i in range(count)]
 
-    def answer(self, engine: Engine, requests: Iterable[Request]) -> Run:
+    def completion(self, engine: EngineCore, requests: Iterable[Request]) -> Run:
         wait_for(self.device)
         started = time.perf_counter()
         engine.submit(requests)
@@ -174,10 +174,10 @@ class Lab:
         seconds = time.perf_counter() - started
         return Run(tuple(sorted(completions, key=lambda completion: completion.key.request)), seconds)
 
-    def natural(self, engine: Engine, count: int, cap: int) -> Run:
+    def natural(self, engine: EngineCore, count: int, cap: int) -> Run:
         """`count` prompts to their natural end; nothing of them is in the cache yet."""
         engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
-        return self.answer(engine, self.requests(count, max_tokens=cap))
+        return self.completion(engine, self.requests(count, max_tokens=cap))
 
     def natural_once(self, count: int, cap: int) -> Run:
         """The natural run of the plain engine, made the first time somebody asks."""

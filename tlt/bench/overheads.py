@@ -12,7 +12,7 @@ import torch
 
 from tlt.bench.lab import Lab, Run
 from tlt.bench.machine import wait_for
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.features import Features
 
 _RING_ROWS = 1 << 14
@@ -89,7 +89,7 @@ def features(lab: Lab) -> Iterator[FeaturesCost]:
     )
 
 
-def _best(lab: Lab, engine: Engine, count: int) -> Run:
+def _best(lab: Lab, engine: EngineCore, count: int) -> Run:
     runs = [lab.natural(engine, count, lab.scale.features_cap) for _ in range(lab.scale.repeats)]
     return min(runs, key=lambda run: run.seconds)
 
@@ -126,7 +126,7 @@ def sync(lab: Lab) -> Iterator[Sync]:
     )
 
 
-def _tick_ms(lab: Lab, engine: Engine, ticks: int) -> float:
+def _tick_ms(lab: Lab, engine: EngineCore, ticks: int) -> float:
     wait_for(lab.device)
     started = time.perf_counter()
     for _ in range(ticks):
@@ -135,7 +135,7 @@ def _tick_ms(lab: Lab, engine: Engine, ticks: int) -> float:
     return 1e3 * (time.perf_counter() - started) / ticks
 
 
-def _syncs(engine: Engine, ticks: int) -> str:
+def _syncs(engine: EngineCore, ticks: int) -> str:
     """torch raises at any call that makes the host wait; waiting for the tokens' event is not such a call."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -148,7 +148,7 @@ def _syncs(engine: Engine, ticks: int) -> str:
     return "1 per tick (token read)"
 
 
-def _host_work(lab: Lab, engine: Engine, ticks: int) -> dict[str, float]:
+def _host_work(lab: Lab, engine: EngineCore, ticks: int) -> dict[str, float]:
     """Seconds of all ticks; the device is done before each, so that nothing is waited for inside."""
     inside: Any = engine
     watches = {
@@ -185,7 +185,7 @@ class _Watch:
         delattr(self._owner, self._method)
 
 
-def _replay_ms(engine: Engine, times: int) -> float | None:
+def _replay_ms(engine: EngineCore, times: int) -> float | None:
     """The decode graph of the running batch, replayed without a host between: what the device needs for a tick.
 
     Each replay moves the rows one position on, into pages that are not theirs: in bounds, but the answers are lost.
@@ -204,12 +204,12 @@ def _replay_ms(engine: Engine, times: int) -> float | None:
     return milliseconds / times
 
 
-def _pool(engine: Engine) -> Any:
+def _pool(engine: EngineCore) -> Any:
     inside: Any = engine
     return inside._runner._pool
 
 
-def _key_of_a_tick(engine: Engine, pool: Any) -> Any:
+def _key_of_a_tick(engine: EngineCore, pool: Any) -> Any:
     """Which graph a tick of the running batch replays."""
     keys: list[Any] = []
     replay = pool.replay

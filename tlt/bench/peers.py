@@ -99,27 +99,27 @@ def _peers(on_gpu: bool) -> Iterator[tuple[str, Callable[[_Job], Answers]]]:
 
 def _measure(name: str, run: Callable[[_Job], Answers], job: _Job, ours: float) -> Peer:
     try:
-        answers = run(job)
+        completions = run(job)
     except _UNABLE as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         return _peer(name, job, ours, None, f"not available: {type(error).__name__}: {reason}")
-    if not answers.lengths:
-        return _peer(name, job, ours, None, answers.note or "not available: no answers came back")
-    return _peer(name, job, ours, answers, answers.note)
+    if not completions.lengths:
+        return _peer(name, job, ours, None, completions.note or "not available: no answers came back")
+    return _peer(name, job, ours, completions, completions.note)
 
 
-def _peer(name: str, job: _Job, ours: float, answers: Answers | None, note: str) -> Peer:
-    tokens = sum(answers.lengths) if answers else None
-    rate = tokens / answers.seconds if answers and tokens else None
+def _peer(name: str, job: _Job, ours: float, completions: Answers | None, note: str) -> Peer:
+    tokens = sum(completions.lengths) if completions else None
+    rate = tokens / completions.seconds if completions and tokens else None
     return Peer(
         name=name,
         prompts=len(job.prompts),
         tokens_per_s=rate,
-        makespan_s=answers.seconds if answers else None,
-        warm_up_s=answers.warm_up_s if answers else None,
+        makespan_s=completions.seconds if completions else None,
+        warm_up_s=completions.warm_up_s if completions else None,
         tokens=tokens,
-        median=sorted(answers.lengths)[len(answers.lengths) // 2] if answers else None,
-        longest=max(answers.lengths) if answers else None,
+        median=sorted(completions.lengths)[len(completions.lengths) // 2] if completions else None,
+        longest=max(completions.lengths) if completions else None,
         cap=job.cap,
         temperature=job.temperature,
         ours_tokens_per_s=ours,

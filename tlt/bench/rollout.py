@@ -17,10 +17,10 @@ from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
 from tlt.config import RunConfig
+from tlt.event_builders import Lengths
 from tlt.policy import open_policy
 from tlt.replay import common_start
 from tlt.spec.shape import by_batch
-from tlt.telling import Lengths
 
 _TAIL_SHARE = 0.125  # of the requests: when no more are left, the tail begins
 _LAST = 32  # requests below which the paper speculates
@@ -52,7 +52,7 @@ class Answers:
 
     prompts: int
     group_size: int
-    answers: int
+    completions: int
     tokens: int
     median: int
     p90: int
@@ -93,7 +93,7 @@ class Speculated:
     switches: int  # ticks in another shape than the tick before
     alarms: int
     drafting_s: float  # in which the host waited for drafts
-    once_s: float  # drafters catching up, captures
+    one_off_s: float  # drafters catching up, captures
     explored_ticks: int | None  # of a tuner: chosen to learn …
     explored_s: float | None  # … and what that lost; below 0: won back what earlier rollouts had lost
 
@@ -158,7 +158,7 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
     written: list[Written] = []
     wanted = variants(config.spec, exact=config.engine.exact)
     if report.section("runs", runs(stage, wanted, scale.repeats, written), clock):
-        report.section("answers", [answers(stage, config, scale, written)], clock)
+        report.section("answers", [completions(stage, config, scale, written)], clock)
         report.section("time", time(written), clock)
         report.section("speculation", speculated(written), clock)
         report.section("shapes", chosen(written), clock)
@@ -187,13 +187,13 @@ def runs(stage: Stage, wanted: Sequence[Variant], repeats: int, written: list[Wr
         yield Run(variant.name, done.seconds, done.tokens / done.seconds, _tail_s(done), done.cpu_s, done.capture_s)
 
 
-def answers(stage: Stage, config: RunConfig, scale: RolloutScale, written: Sequence[Written]) -> Answers:
+def completions(stage: Stage, config: RunConfig, scale: RolloutScale, written: Sequence[Written]) -> Answers:
     completions = written[0].completions
     lengths = Lengths.of([len(completion.tokens) for completion in completions])
     return Answers(
         prompts=scale.groups,
         group_size=scale.group_size,
-        answers=len(completions),
+        completions=len(completions),
         tokens=written[0].tokens,
         median=lengths.p50,
         p90=lengths.p90,
@@ -249,7 +249,7 @@ def speculated(written: Sequence[Written]) -> Iterator[Speculated]:
             switches=found.switches if found else 0,
             alarms=len(found.alarms) if found else 0,
             drafting_s=found.drafting_s if found else 0.0,
-            once_s=found.once_s if found else 0.0,
+            one_off_s=found.one_off_s if found else 0.0,
             explored_ticks=tuner.explored_ticks if tuner else None,
             explored_s=tuner.explored_s if tuner else None,
         )

@@ -13,7 +13,7 @@ from functools import partial
 from tlt.bench.lab import Lab
 from tlt.bench.peer_file import SHORT_PROMPT
 from tlt.engine.request import Request
-from tlt.telling import Lengths
+from tlt.event_builders import Lengths
 from tlt.types import Key
 
 
@@ -142,9 +142,9 @@ def natural(lab: Lab) -> Iterator[Natural]:
 def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Request]]) -> Step:
     """Measures one batch; `asked` gives its requests for so many tokens each."""
     scale, engine = lab.scale, lab.engine()
-    lab.answer(engine, asked(2))  # prompts are in the cache from here on: both runs find them there
-    short = lab.answer(engine, asked(scale.short)).seconds
-    long = lab.answer(engine, asked(scale.long)).seconds
+    lab.completion(engine, asked(2))  # prompts are in the cache from here on: both runs find them there
+    short = lab.completion(engine, asked(scale.short)).seconds
+    long = lab.completion(engine, asked(scale.long)).seconds
     measured = scale.long - scale.short
     step_ms = 1e3 * (long - short) / measured
     mean_context = prompt + (scale.short + scale.long) / 2

@@ -206,12 +206,12 @@ class _Bench:
                 wait_for(self._first.embed.device)  # the end of the update is this step's, too
                 record = self._record(name, step, time.perf_counter() - started, events, reach)
                 if name == PLAIN:
-                    self._plain.append(_answers(step))
+                    self._plain.append(_completions(step))
                 yield record
         fleet.close()
 
     def _record(self, name: str, step: Step, seconds: float, events: Sequence[Event], reach: "_Reach") -> StepRecord:
-        found = _answers(step)
+        found = _completions(step)
         same = common = None
         if name != PLAIN and step.number <= len(self._plain):
             expected = self._plain[step.number - 1]
@@ -253,7 +253,7 @@ class _Bench:
                 yield _total(name, steps, self._records.get(PLAIN, [])[: len(steps)], self._start_s[name])
 
 
-def _answers(step: Step) -> Answers:
+def _completions(step: Step) -> Answers:
     return {rollout.completion.key: rollout.completion.tokens for rollout in step.rollouts}
 
 
@@ -275,10 +275,10 @@ class _Reach:
 
     def on(self, completions: Sequence[Completion]) -> tuple[float | None, float | None]:
         policy, now = self._worker.policy.model, self._worker.drafts_with
-        answers = [c for c in completions if len(c.tokens) > 1]
-        if now is None or self._as_it_was is None or not answers:
+        completions = [c for c in completions if len(c.tokens) > 1]
+        if now is None or self._as_it_was is None or not completions:
             return None, None
-        samples = [Sample.of(c.prompt_tokens, c.tokens[:_MOVED_TOKENS], "", c.policy_version) for c in answers]
+        samples = [Sample.of(c.prompt_tokens, c.tokens[:_MOVED_TOKENS], "", c.policy_version) for c in completions]
         batch = Recompute(policy, now.config.taps).batch([Piece.whole(sample) for sample in samples])
         settings = self._worker.config.draft
         found = [expected(one, [batch], policy.head_weight, policy.embed, settings) for one in (now, self._as_it_was)]
@@ -289,7 +289,7 @@ class _Reach:
 def moved(first: Transformer, completions: Sequence[Completion]) -> float:
     """By how many nats per token the policy that wrote these has left the first one: KL, by the answers' beginnings."""
     cut = [(c.prompt_tokens, c.tokens[:_MOVED_TOKENS], c.policy_logprobs[:_MOVED_TOKENS]) for c in completions]
-    examples = [Example((*prompt, *answer), len(prompt)) for prompt, answer, _ in cut]
+    examples = [Example((*prompt, *completion), len(prompt)) for prompt, completion, _ in cut]
     device, total = first.embed.device, 0.0
     for row in pack(examples, max(_MOVED_ROW, *(len(example.tokens) for example in examples))):
         layout = PackedLayout.from_lengths(row.lengths, device)
@@ -298,7 +298,7 @@ def moved(first: Transformer, completions: Sequence[Completion]) -> float:
         hidden_ND = hidden_TD.index_select(0, upload(answers_N - 1, device))
         first_N = token_logprobs(hidden_ND, first.head_weight, upload(row.tokens_T[answers_N], device))
         total += sum(sum(cut[member][2]) for member in row.members) - first_N.double().sum().item()
-    return total / sum(len(answer) for _, answer, _ in cut)
+    return total / sum(len(completion) for _, completion, _ in cut)
 
 
 def _total(name: str, steps: Sequence[StepRecord], plain: Sequence[StepRecord], start_s: float) -> Total:

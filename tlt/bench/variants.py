@@ -20,18 +20,18 @@ import torch
 from tlt.bench.machine import wait_for
 from tlt.bench.options import RolloutScale
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.build import build_engine, chooser_of, make_ready, shapes_of
-from tlt.engine.engine import Engine
+from tlt.engine.build import build_engine, make_ready, shape_policy_of, shapes_of
+from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import PoolReport, buckets
 from tlt.engine.request import Request
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
 from tlt.spec.alarm import Alarm
-from tlt.spec.chooser import Outcome, TunerPolicy
+from tlt.spec.budget import TunerReport
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.fixed import Fixed
-from tlt.spec.ledger import TunerReport
 from tlt.spec.shape import MOST_NODES, OFF, Shape
+from tlt.spec.shape_policy import Outcome, ShapePolicy
 from tlt.spec.speculation import Speculating, SpeculationReport
 from tlt.types import Completion, Key, SamplingParams
 
@@ -95,25 +95,25 @@ class Understudy:
     """Lets one chooser after another play in the same engine."""
 
     def __init__(self) -> None:
-        self.now: TunerPolicy = Fixed(OFF)
+        self.now: ShapePolicy = Fixed(OFF)
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
-        return self.now.choose(batch, behind)
+    def choose(self, batch: int, lag: int = 0) -> Shape:
+        return self.now.choose(batch, lag)
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         return self.now.observe(outcome)
 
-    def know(self, costs: Iterable[Measured]) -> None:
-        self.now.know(costs)
+    def load_costs(self, costs: Iterable[Measured]) -> None:
+        self.now.load_costs(costs)
 
-    def expect(self, ticks: int) -> None:
-        self.now.expect(ticks)
+    def set_max_len(self, ticks: int) -> None:
+        self.now.set_max_len(ticks)
 
-    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        self.now.recall(drafter, ranks)
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        self.now.load_prior(drafter, ranks)
 
-    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        return self.now.likely(sizes)
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return self.now.precapture(sizes)
 
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)
@@ -157,13 +157,13 @@ class Stage:
     ) -> None:
         model = policy.model
         self.cap = min(scale.cap, model.config.max_positions - max(map(len, prompts)))
-        self.answers = len(prompts) * scale.group_size
+        self.completions = len(prompts) * scale.group_size
         self._config = replace(config, engine=replace(config.engine, kv_gib=self._cache_gib(policy, config, prompts)))
         self._prompts = prompts
         self._group_size = scale.group_size
         self._device = model.embed.device
         self._choosers = Understudy()
-        self._plain = Engine(model, policy.tokenizer, self._config.engine)
+        self._plain = EngineCore(model, policy.tokenizer, self._config.engine)
         self._plain.compile(filtered=config.sampling.filtered)
         self._speculating = build_engine(policy, self._config, self._choosers)
         sizes = self._sizes()
@@ -172,15 +172,15 @@ class Stage:
         self.measured: Sequence[Measured] = self._speculating.measure()  # what every tuner here starts from
         # tokens of a forward → seconds
         self.decode_s = {cost.size: cost.seconds for cost in self.measured if cost.role == POLICY}
-        self.warm = self.chooser(Variant(WARM))
+        self.warm = self.shape_policy(Variant(WARM))
         self._rollouts = 0
 
     def ask(self, prompts: Sequence[tuple[int, ...]], cap: int, sampling: SamplingParams) -> None:
         """Something else from now on; there must be room for it among what the stage was made for."""
         self._prompts, self.cap = prompts, cap
-        self.answers = len(prompts) * self._group_size
+        self.completions = len(prompts) * self._group_size
         self._config = replace(self._config, sampling=sampling)
-        self.warm = self.chooser(Variant(WARM))
+        self.warm = self.shape_policy(Variant(WARM))
 
     def reseed(self, seed: int) -> None:
         """Other answers to the same prompts from now on. The warm tuner stays: in training every step's differ, too."""
@@ -189,7 +189,7 @@ class Stage:
     def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> Written:
         """One rollout, from prompts that nobody has computed yet; answers of these lengths, if they are given."""
         engine = self._plain if variant.name == PLAIN else self._speculating
-        self._choosers.now = self.warm if variant.name == WARM else self.chooser(variant)
+        self._choosers.now = self.warm if variant.name == WARM else self.shape_policy(variant)
         engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
         requests = self._requests(lengths)
         before = engine.report()
@@ -212,25 +212,25 @@ class Stage:
             **_captured(before.graphs, after.graphs),
         )
 
-    def chooser(self, variant: Variant) -> TunerPolicy:
+    def shape_policy(self, variant: Variant) -> ShapePolicy:
         """A fresh one. The variant that stays off has a tuner all the same, with nothing to choose from."""
         spec, rows, exact = self._config.spec, self._config.engine.rows, self._config.engine.exact
         if variant.shape is not None:
             return Fixed(variant.shape)
         if variant.name == BANDIT:
-            return chooser_of(replace(spec, chooser="beg-mab"), rows, exact=exact)
-        tuned = replace(spec, chooser="tuner")
+            return shape_policy_of(replace(spec, shape_policy="beg-mab"), rows, exact=exact)
+        tuned = replace(spec, shape_policy="tuner")
         on_gpu = self._device.type == "cuda"
         if variant.name in (TUNER, WARM):
-            tuner = chooser_of(tuned, rows, self.measured, exact=exact, on_gpu=on_gpu)
+            tuner = shape_policy_of(tuned, rows, self.measured, exact=exact, on_gpu=on_gpu)
             make_ready(self._speculating, tuner, self._config)
             return tuner
-        return chooser_of(replace(tuned, drafter="none"), rows, self.measured, on_gpu=on_gpu)
+        return shape_policy_of(replace(tuned, drafter="none"), rows, self.measured, on_gpu=on_gpu)
 
     def off_seconds(self, ticks: int = 4096) -> float:
         """What an engine with speculation does more in a plain tick than one without, on the host."""
-        speculating = Speculating([], self.chooser(Variant(STAYS_OFF)))
-        batches = [1 + tick * min(self.answers, self._config.engine.rows) // ticks for tick in range(ticks)]
+        speculating = Speculating([], self.shape_policy(Variant(STAYS_OFF)))
+        batches = [1 + tick * min(self.completions, self._config.engine.rows) // ticks for tick in range(ticks)]
         fastest = inf
         for _ in range(5):
             started = time.perf_counter()
@@ -252,8 +252,8 @@ class Stage:
 
     def _sizes(self) -> list[int]:
         """Batches to warm up: all that decode, and beyond them what verifying may come to."""
-        rows, most = self._config.engine.rows, self.answers * max(self._config.spec.verifies)
-        return [size for size in buckets(rows) if size <= max(most, buckets(min(rows, self.answers))[-1])]
+        rows, most = self._config.engine.rows, self.completions * max(self._config.spec.verifies)
+        return [size for size in buckets(rows) if size <= max(most, buckets(min(rows, self.completions))[-1])]
 
     def _cache_gib(self, policy: Policy, config: RunConfig, prompts: Sequence[tuple[int, ...]]) -> float:
         """Room for everybody's longest answer in each of two engines, as far as there is; or what is configured."""
@@ -261,7 +261,7 @@ class Stage:
             return config.engine.kv_gib
         model, page_size = policy.model, config.engine.page_size
         longest = max(map(len, prompts)) + self.cap + MOST_NODES
-        pages = (self.answers + len(prompts)) * (-(-longest // page_size) + 1)
+        pages = (self.completions + len(prompts)) * (-(-longest // page_size) + 1)
         needed = pages * KVCache.page_bytes(model.config, page_size, model.embed.dtype)
         if model.embed.is_cuda:
             needed = min(needed, int(_MEMORY_SHARE * torch.cuda.mem_get_info(model.embed.device)[0]))

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tlt.cluster.crew import Crew
+from tlt.cluster.actors import ActorGroup
 from tlt.cluster.messages import Handed, News, RollReport, Shared
 from tlt.dispatch import Dispatch
 from tlt.drafting.idle import Coordinator, State
+from tlt.event_builders import acceptance_collapsed
 from tlt.loop import Emit
-from tlt.telling import acceptance_collapsed
 from tlt.types import Completion
 from tlt.watch.workers import FleetWaits
 
@@ -25,8 +25,8 @@ _QUIET_S = 60.0  # seconds without any news after which somebody should know
 class Epoch:
     """`begin`, then take all `answers`, or `draft`; then `end`."""
 
-    def __init__(self, crew: Crew, desk: Coordinator, dispatch: Dispatch, emit: Emit, step: int) -> None:
-        self._crew, self._desk, self._dispatch, self._emit, self._step = crew, desk, dispatch, emit, step
+    def __init__(self, actors: ActorGroup, desk: Coordinator, dispatch: Dispatch, emit: Emit, step: int) -> None:
+        self._actors, self._desk, self._dispatch, self._emit, self._step = actors, desk, dispatch, emit, step
         self._runs: dict[int, Any] = {}
         self._ordered: dict[int, int] = {}  # serial of the last order sent
         self._handed: dict[int, list[Handed]] = {}
@@ -38,8 +38,8 @@ class Epoch:
 
     def begin(self, *, drafting: bool) -> None:
         epoch = self._desk.begin(drafting=drafting)
-        self._crew.awake()
-        peers = {seat: member.actor for seat, member in self._crew.members.items()}
+        self._actors.awake()
+        peers = {seat: member.actor for seat, member in self._actors.members.items()}
         self._runs = {seat: actor.roll.remote(epoch, peers) for seat, actor in peers.items()}
 
     def answers(self) -> Iterator[Completion]:
@@ -60,8 +60,8 @@ class Epoch:
         while not self._desk.all_ready:
             for _ in self._hear():
                 raise AssertionError("an answer after the last")
-        runs = {seat: run for seat, run in self._runs.items() if seat in self._crew.members}
-        return dict(self._crew.ask(runs, "rollout").answers)
+        runs = {seat: run for seat, run in self._runs.items() if seat in self._actors.members}
+        return dict(self._actors.ask(runs, "rollout").answers)
 
     def _hand_out(self) -> None:
         while (handed := self._dispatch.next()) is not None:
@@ -69,12 +69,12 @@ class Epoch:
             self._prompt_ids.update((request.key, request.prompt_id) for request in requests)
             message = Handed(self._desk.hand(seat, len(requests)), requests)
             self._handed.setdefault(seat, []).append(message)
-            self._crew.post(seat, [message])
+            self._actors.post(seat, [message])
 
     def _hear(self) -> Iterator[Completion]:
         self._order()
         self._remind()
-        for seat, news in self._crew.listen(self._runs):
+        for seat, news in self._actors.listen(self._runs):
             self._heard, self._told_s = time.monotonic(), _QUIET_S
             self._desk.hear(news.report)
             self._pass_on(news)
@@ -88,7 +88,7 @@ class Epoch:
         for order in self._desk.orders():
             if self._ordered.get(order.worker) != order.serial:
                 self._ordered[order.worker] = order.serial
-                self._crew.post(order.worker, [order])
+                self._actors.post(order.worker, [order])
 
     def _remind(self) -> None:
         """Whatever was not confirmed is said again: who has heard it will ignore it. Long silence is an event."""
@@ -98,19 +98,19 @@ class Epoch:
             for order in self._desk.orders():
                 missing = self._desk.unconfirmed(order.worker)
                 handed = self._handed.get(order.worker, [])[missing.start : missing.stop]
-                self._crew.post(order.worker, [order, *handed])
+                self._actors.post(order.worker, [order, *handed])
         if now - self._heard > self._told_s:
             self._told_s *= 2
-            busy = [m.rank for seat, m in self._crew.members.items() if self._desk.state(seat) is State.BUSY]
+            busy = [m.rank for seat, m in self._actors.members.items() if self._desk.state(seat) is State.BUSY]
             self._emit(FleetWaits(self._step, "rollout", tuple(busy), now - self._heard))
 
     def _pass_on(self, news: News) -> None:
         for alarm in news.alarms:
             self._emit(acceptance_collapsed(self._step, alarm))
         if news.offer and news.report.epoch == self._desk.epoch:
-            for seat in self._crew.members:
+            for seat in self._actors.members:
                 if self._desk.state(seat) is State.BUSY:
-                    self._crew.post(seat, [news.offer])
+                    self._actors.post(seat, [news.offer])
 
     def _share(self) -> None:
         """Who trains the drafter learns from what everyone wrote."""
@@ -120,5 +120,5 @@ class Epoch:
             news = [completion for writer, completion in self._written[given:] if writer != seat]
             if news and now - when >= _SHARE_S:
                 ids = tuple(self._prompt_ids[completion.key] for completion in news)
-                self._crew.post(seat, [Shared(tuple(news), ids)])
+                self._actors.post(seat, [Shared(tuple(news), ids)])
                 self._shared[seat] = (len(self._written), now)

@@ -41,12 +41,12 @@ from tlt.cluster.together import Admission, Mean, Vector
 from tlt.cluster.transfer import Files, extent, fingerprint, on_host, pieces_of, write_files
 from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
-from tlt.drafting.idle import Order, Seat, State, without_rest
+from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
-from tlt.fleet import Fellows, Worker
+from tlt.event_builders import rollout_report
+from tlt.fleet import Peers, Worker
 from tlt.model.transformer import Transformer
-from tlt.telling import rollout_report
 from tlt.train.policy import PolicyTrainer, UpdateResult
 from tlt.train.sharded import ShardedTrainer
 from tlt.types import Experience
@@ -93,7 +93,7 @@ class Host:
     sessions = Sessions
 
     def __init__(self, seat: int) -> None:
-        self._seat = Seat(seat)
+        self._seat = WorkerStatus(seat)
         self._inbox: deque[Message] = deque()
         self._mail = Event()
         self._turns = Turns()
@@ -121,8 +121,8 @@ class Host:
             self._open_worker()
 
     def _open_worker(self, make_trainer: MakeTrainer | None = None) -> None:
-        fellows = Fellows(self._rank, self._add_up, self._sessions.average, make_trainer)
-        self._worker = Worker(self._config, fellows)
+        peers = Peers(self._rank, self._add_up, self._sessions.average, make_trainer)
+        self._worker = Worker(self._config, peers)
 
     # ---- mail
 

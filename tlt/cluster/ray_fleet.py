@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from tlt.bench.beside import Beside, Rollout
-from tlt.cluster.crew import Crew, Outcome, wait_while_it_moves
+from tlt.cluster.actors import ActorGroup, Outcome, wait_while_it_moves
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.messages import Published, RollReport
@@ -30,8 +30,8 @@ from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, ClusterError, ConfigError, StateLost
+from tlt.event_builders import drafter_trained, together
 from tlt.loop import Emit, RolloutReport
-from tlt.telling import drafter_trained, together
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped, StartupPhase
@@ -64,8 +64,8 @@ class RayFleet:
             device = "cuda" if self._share.gpus else "cpu"
             theirs = replace(config, model=replace(config.model, device=device))
             emit(StartupPhase(f"starting {config.cluster.workers} workers"))
-            self._crew = Crew(theirs, self._share, host, self._lost, self._waits)
-            for seat in self._crew.hire(range(config.cluster.workers)):
+            self._actors = ActorGroup(theirs, self._share, host, self._lost, self._waits)
+            for seat in self._actors.hire(range(config.cluster.workers)):
                 self._desk.came(seat)
             self._form_ring()
             undo.pop_all()
@@ -92,8 +92,8 @@ class RayFleet:
         self, requests: Sequence[Request], *, drafting: bool
     ) -> Generator[Completion, None, tuple[float, dict[int, RollReport]]]:
         """Yields the answers; returns when the last was in, and the workers' reports."""
-        self._dispatch.begin(requests, self._crew.members)
-        epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, self._step)
+        self._dispatch.begin(requests, self._actors.members)
+        epoch = Epoch(self._actors, self._desk, self._dispatch, self._emit, self._step)
         epoch.begin(drafting=drafting)
         yield from epoch.answers()
         return time.perf_counter(), epoch.end()
@@ -109,8 +109,8 @@ class RayFleet:
         if until() or not self._drafts:
             return
         self._enter("drafting")
-        epoch = Epoch(self._crew, self._desk, self._dispatch, self._emit, step)
-        self._dispatch.begin((), self._crew.members)
+        epoch = Epoch(self._actors, self._desk, self._dispatch, self._emit, step)
+        self._dispatch.begin((), self._actors.members)
         epoch.begin(drafting=True)
         epoch.draft(until)
         self._tell_drafting(epoch.end())
@@ -118,13 +118,13 @@ class RayFleet:
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
         """Dispatched like the rollout, with what was known of the prompts then: only the engines differ."""
         self._enter("replay")
-        self._crew.ask_all("begin_replay")
+        self._actors.ask_all("begin_replay")
         after, self._dispatch = self._dispatch, self._dispatch_before
         started = time.perf_counter()
         completions = list(self._write(requests, drafting=False))
         seconds = time.perf_counter() - started
         self._dispatch = after
-        self._crew.ask_all("end_replay")
+        self._actors.ask_all("end_replay")
         return completions, seconds
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
@@ -141,7 +141,7 @@ class RayFleet:
         return Beside(training, counting, micro_steps)
 
     def _beside_others(self, requests: Sequence[Request], way: str) -> tuple[Rollout, int]:
-        first, *rest = self._crew.members.values()
+        first, *rest = self._actors.members.values()
         others = [member.actor for member in rest if member.environment.node == first.environment.node]  # one clock
         at_work = [getattr(actor, way).remote(_TURN_S) for actor in others]
         try:
@@ -157,11 +157,11 @@ class RayFleet:
         """A worker that is lost on the way costs the time of an update: it is made again with the same numbers."""
         while True:
             self._heal("update")
-            seats = list(self._crew.members)
+            seats = list(self._actors.members)
             shares = deal(experiences, len(seats), self._config.train.minibatches)
-            members = self._crew.members
+            members = self._actors.members
             calls = {s: members[s].actor.update.remote(share) for s, share in zip(seats, shares, strict=True)}
-            outcome = self._crew.ask(calls, "update")
+            outcome = self._actors.ask(calls, "update")
             self._whole = self._whole and not outcome.lost and not outcome.parted
             if outcome.answers:
                 self._align(outcome)
@@ -176,7 +176,7 @@ class RayFleet:
         while True:
             self._heal("publish")
             calls = self._publishing(version)
-            outcome = self._crew.ask(calls, "publish")
+            outcome = self._actors.ask(calls, "publish")
             if not outcome.lost:
                 break
         published: list[Published] = list(outcome.answers.values())
@@ -194,44 +194,44 @@ class RayFleet:
 
     def _publishing(self, version: int) -> dict[int, Any]:
         """The drafter that learned most goes to everyone who holds another."""
-        stamps = {seat: stamp for seat, stamp in self._crew.ask_all("stamp").answers.items() if stamp}
+        stamps = {seat: stamp for seat, stamp in self._actors.ask_all("stamp").answers.items() if stamp}
         best = max(stamps, key=lambda seat: stamps[seat], default=None)
         behind = {seat for seat in stamps if best is not None and stamps[seat] != stamps[best]}
-        newest = self._crew.keep(best, "drafter_state") if best is not None and behind else None
+        newest = self._actors.keep(best, "drafter_state") if best is not None and behind else None
         return {
             seat: member.actor.publish.remote(version, newest if seat in behind else None)
-            for seat, member in self._crew.members.items()
+            for seat, member in self._actors.members.items()
         }
 
     # ---- going on later
 
     def snapshot(self) -> Callable[[Path], None]:
         self._enter("checkpoint")
-        seat = min(self._crew.members, key=lambda seat: (not self._crew.on_this_machine(seat), seat))
-        keepers = list(self._crew.members) if self._config.cluster.shard else [seat]
-        calls = {one: self._crew.members[one].actor.snapshot.remote(one == seat) for one in keepers}
-        if self._crew.ask(calls, "checkpoint").lost:
+        seat = min(self._actors.members, key=lambda seat: (not self._actors.on_this_machine(seat), seat))
+        keepers = list(self._actors.members) if self._config.cluster.shard else [seat]
+        calls = {one: self._actors.members[one].actor.snapshot.remote(one == seat) for one in keepers}
+        if self._actors.ask(calls, "checkpoint").lost:
             self._heal("checkpoint")
             return self.snapshot()
         return partial(
-            _write, self._crew.members[seat].actor, self._crew.on_this_machine(seat), self._config.cluster.hang_s
+            _write, self._actors.members[seat].actor, self._actors.on_this_machine(seat), self._config.cluster.hang_s
         )
 
     def restore(self, directory: Path, version: int) -> None:
         files = None
         calls = {}
-        for seat, member in self._crew.members.items():
-            if self._crew.on_this_machine(seat):
+        for seat, member in self._actors.members.items():
+            if self._actors.on_this_machine(seat):
                 calls[seat] = member.actor.restore.remote(directory.absolute(), version)
             else:
                 files = files or ray.put(read_files(directory))
                 calls[seat] = member.actor.restore_files.remote(files, version)
-        if self._crew.ask(calls, "restore").lost:
+        if self._actors.ask(calls, "restore").lost:
             raise ClusterError("a worker was lost while it read the checkpoint; go on with --resume")
 
     def close(self) -> None:
-        if hasattr(self, "_crew"):
-            self._crew.dismiss()
+        if hasattr(self, "_actors"):
+            self._actors.dismiss()
         if self._ours:
             ray.shutdown()
 
@@ -241,41 +241,41 @@ class RayFleet:
         """All who are there have one state, and one ring. A successor of a lost one takes part as soon as it is there:
         nobody waits for it, and if the cluster has no room for one (its machine is gone), it comes when there is."""
         self._enter(phase)
-        if self._config.cluster.shard and self._crew.losses:
+        if self._config.cluster.shard and self._actors.losses:
             raise StateLost("a worker was lost, and its part of the policy with it; go on with --resume")
-        self._crew.apply(self._crew.wanting)
-        donor = next(iter(self._crew.members))
-        arrived = self._crew.arrivals()
+        self._actors.apply(self._actors.wanting)
+        donor = next(iter(self._actors.members))
+        arrived = self._actors.arrivals()
         if arrived:
             self._whole = False
             self._copy_state(donor, arrived)
         for seat in arrived:
-            if seat in self._crew.members:
+            if seat in self._actors.members:
                 self._desk.came(seat)
-                member = self._crew.members[seat]
+                member = self._actors.members[seat]
                 seconds = time.monotonic() - member.asked
                 self._emit(WorkerReturned(self._step, member.rank, member.environment.host, seconds))
         if not self._whole:
             self._form_ring()
 
     def _copy_state(self, donor: int, seats: Sequence[int]) -> None:
-        there = [seat for seat in seats if seat in self._crew.members]
-        state = self._crew.keep(donor, "state") if there else None
+        there = [seat for seat in seats if seat in self._actors.members]
+        state = self._actors.keep(donor, "state") if there else None
         if state is not None:
-            self._crew.ask({seat: self._crew.members[seat].actor.take.remote(state) for seat in there}, "copying")
+            self._actors.ask({seat: self._actors.members[seat].actor.take.remote(state) for seat in there}, "copying")
         elif there:
             raise StateLost("the worker whose state was to be copied was lost too; go on with --resume")
 
     def _form_ring(self) -> None:
         while not self._whole:
-            members = self._crew.members
+            members = self._actors.members
             seats = sorted(members, key=lambda seat: members[seat].rank)
             self._meetings += 1
-            meeting = self._crew.one(seats[0], "meeting", f"ring-{self._meetings}")
+            meeting = self._actors.one(seats[0], "meeting", f"ring-{self._meetings}")
             if meeting is None:
                 continue
             calls = {s: members[s].actor.join.remote(meeting, i, len(seats)) for i, s in enumerate(seats)}
-            outcome = self._crew.ask(calls, "meeting")
+            outcome = self._actors.ask(calls, "meeting")
             self._whole = not outcome.lost and not outcome.parted
             if self._config.cluster.shard and not self._whole:
                 raise StateLost("a worker was lost before its shard was cut; go on with --resume")
@@ -283,9 +283,9 @@ class RayFleet:
     def _lost(self, rank: int, reason: str) -> None:
         """Told by the crew, whenever it happens."""
         self._whole = False
-        gone = [seat for seat in self._desk.workers if seat not in self._crew.members]
+        gone = [seat for seat in self._desk.workers if seat not in self._actors.members]
         requests = sum(self._dispatch.lost(seat) for seat in gone)
-        for seat in gone if self._crew.members else ():
+        for seat in gone if self._actors.members else ():
             self._desk.lost(seat)
         self._emit(WorkerLost(self._step, rank, self._phase, reason, requests, time.monotonic() - self._since))
 
@@ -325,12 +325,12 @@ class RayFleet:
                 self._emit(drafter_trained(self._step, result))
 
     def _tell_other_spans(self, step: int) -> None:
-        for seat, spans in self._crew.ask_all("spans").answers.items():
+        for seat, spans in self._actors.ask_all("spans").answers.items():
             self._tell_span(step, seat, spans)
 
     def _tell_span(self, step: int, seat: int, spans: Sequence[Any]) -> None:
-        if seat in self._crew.members and spans:
-            member = self._crew.members[seat]
+        if seat in self._actors.members and spans:
+            member = self._actors.members[seat]
             told = tuple((span.name, span.start, span.seconds) for span in spans)
             self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
 

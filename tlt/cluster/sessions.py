@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tlt.cluster.timeline import Timeline
-from tlt.cluster.together import Desk, Mean, Parted, Together, Vector
+from tlt.cluster.together import GradientDesk, Mean, Parted, Together, Vector
 from tlt.cluster.transfer import on_host
-from tlt.drafting.idle import Seat, State
+from tlt.drafting.idle import State, WorkerStatus
 from tlt.drafting.trainer import DraftingResult, OnlineDrafter
 
 _LOOK_S = 0.02  # between two looks around while waiting for an answer
@@ -38,14 +38,14 @@ class Sessions:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: WorkerStatus,
         timeline: Timeline,
         look_around: Callable[[bool], None],
         offer: Callable[[OnlineDrafter], None],
     ) -> None:
         self._seat, self._timeline, self._look_around, self._offer = seat, timeline, look_around, offer
         self._together = Together()
-        self.desk = Desk(seat.worker)
+        self.desk = GradientDesk(seat.worker)
         self.average = self._together.average
         self.offered = 0  # version of the drafter that others know of
         self._session_from = 0  # micro-steps that had been taken when the session began

@@ -47,7 +47,7 @@ class Mean:
     stop: bool
 
 
-class Desk:
+class GradientDesk:
     """The leader's. `wish` and `give` are called by other threads, on behalf of members, and wait for the leader."""
 
     def __init__(self, worker: int) -> None:

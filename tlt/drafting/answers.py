@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from tlt.config import RunConfig
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.policy import Policy
 from tlt.train.pacing import Clock, TimeLimit
@@ -37,7 +37,7 @@ def write_answers(
     policy: Policy, config: RunConfig, requests: Sequence[Request], limit: TimeLimit, console: Console, clock: Clock
 ) -> Written:
     """Answers the requests, those named first before the others; what is being written when time is up ends there."""
-    engine = Engine(policy.model, policy.tokenizer, config.engine)
+    engine = EngineCore(policy.model, policy.tokenizer, config.engine)
     engine.compile(filtered=config.sampling.filtered)
     engine.submit(requests)
     done: list[Completion] = []
@@ -60,12 +60,12 @@ def write_answers(
     return Written(found, len(done), graphs.graphs if graphs else 0, graphs.capture_s if graphs else 0.0)
 
 
-def _ticks(engine: Engine) -> Iterator[list[Completion]]:
+def _ticks(engine: EngineCore) -> Iterator[list[Completion]]:
     while not engine.idle:
         yield engine.tick()
 
 
-def _begun(engine: Engine, request: Request) -> tuple[int, ...]:
+def _begun(engine: EngineCore, request: Request) -> tuple[int, ...]:
     """What was written so far; nothing if it still waits."""
     try:
         return engine.written(request.key)

@@ -62,7 +62,7 @@ class Report:
     unanswered: int  # requests among them that are still being written
 
 
-class Seat:
+class WorkerStatus:
     """A worker's side. Its state follows from what it holds and the newest order; nothing else is remembered."""
 
     def __init__(self, worker: int) -> None:

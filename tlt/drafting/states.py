@@ -142,7 +142,7 @@ class StateKeeper:
         self.bytes = 0
 
     def __call__(self, features: Features) -> None:
-        keys = [stay.progress.request.key for stay in features.stays]
+        keys = [req.state.request.key for req in features.reqs]
         self.keep(keys, features.first, (*features.taps, features.hidden))
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from tlt.config import DraftSettings, RunConfig, SpecSettings
-from tlt.engine.engine import Engine
+from tlt.engine.engine import EngineCore
 from tlt.engine.exact import chains_only
 from tlt.engine.features import Features
 from tlt.engine.graphs import buckets, padding
@@ -14,7 +14,6 @@ from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.choices import candidates
-from tlt.spec.chooser import TunerPolicy
 from tlt.spec.costs import CostTable, Measured, TickCosts
 from tlt.spec.drafter import Drafter, SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -23,6 +22,7 @@ from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.record import DraftRecord, read_record
 from tlt.spec.shape import Shape
+from tlt.spec.shape_policy import ShapePolicy
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 
@@ -33,42 +33,44 @@ _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger
 def build_engine(
     policy: Policy,
     config: RunConfig,
-    chooser: TunerPolicy | None = None,
+    shape_policy: ShapePolicy | None = None,
     learned: LearnedDrafting | None = None,
     on_features: Callable[[Features], None] | None = None,
-) -> Engine:
-    """`chooser` picks the shapes instead of the one configured; `learned` drafts instead of the one at `spec.path`.
+) -> EngineCore:
+    """`shape_policy` replaces the configured one; `learned` replaces the drafter at `spec.path`.
 
     `on_features` is handed the states that the learned drafter reads.
     """
     if config.spec.drafter == "none":
-        engine = Engine(policy.model, policy.tokenizer, config.engine)
+        engine = EngineCore(policy.model, policy.tokenizer, config.engine)
         engine.compile(filtered=config.sampling.filtered)
         return engine
     learned = learned or learned_drafting(policy, config)
     on_gpu = policy.model.embed.is_cuda
-    chooser = chooser or chooser_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
-    engine = speculating_engine(policy, config, chooser, learned, on_features)
-    chooser.know(engine.measure())
-    make_ready(engine, chooser, config)
+    shape_policy = shape_policy or shape_policy_of(
+        config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu
+    )
+    engine = speculating_engine(policy, config, shape_policy, learned, on_features)
+    shape_policy.load_costs(engine.measure())
+    make_ready(engine, shape_policy, config)
     return engine
 
 
 def speculating_engine(
     policy: Policy,
     config: RunConfig,
-    chooser: TunerPolicy,
+    shape_policy: ShapePolicy,
     learned: LearnedDrafting | None,
     on_features: Callable[[Features], None] | None = None,
-) -> Engine:
+) -> EngineCore:
     """Put together and compiled, with the graphs that decode; nothing is measured yet, nothing else captured."""
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
     drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
     speculating = Speculating(
-        drafters, chooser, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
+        drafters, shape_policy, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
     )
     taps = learned.drafter.config.taps if learned else ()
-    engine = Engine(
+    engine = EngineCore(
         *(policy.model, policy.tokenizer, config.engine),
         taps=taps,
         on_features=on_features if taps else None,
@@ -80,9 +82,9 @@ def speculating_engine(
     return engine
 
 
-def make_ready(engine: Engine, chooser: TunerPolicy, config: RunConfig) -> None:
+def make_ready(engine: EngineCore, shape_policy: ShapePolicy, config: RunConfig) -> None:
     """Captures what the chooser may use, at every size that batches are padded to."""
-    for shape, size in chooser.likely(buckets(config.engine.rows)):
+    for shape, size in shape_policy.precapture(buckets(config.engine.rows)):
         engine.ready(shape, size, filtered=config.sampling.filtered)
 
 
@@ -96,7 +98,7 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
         "eagle": [("eagle",)],
         "both": [("suffix",), ("eagle",), ("eagle", "suffix")],
     }
-    shares = spec.shares if spec.chooser == "tuner" else ()
+    shares = spec.shares if spec.shape_policy == "tuner" else ()
     found = candidates(sets[spec.drafter], spec.depths, spec.widths, spec.verifies, shares)
     if spec.drafter != "none" and all(shape.off for shape in found):
         raise ConfigError(
@@ -106,19 +108,19 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
     return found
 
 
-def chooser_of(
+def shape_policy_of(
     spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False, on_gpu: bool = False
-) -> TunerPolicy:
+) -> ShapePolicy:
     """A new one, that has seen no tick and knows what was measured of the drafter at `spec.path` when it was trained.
 
-    `measured`: what runs cost, where that is known (`Engine.measure`); `exact`: `engine.exact`.
+    `measured`: what runs cost, where that is known (`EngineCore.measure`); `exact`: `engine.exact`.
     """
-    chooser = _chooser(spec, rows, exact, on_gpu)
-    chooser.know(measured)
+    shape_policy = _shape_policy(spec, rows, exact, on_gpu)
+    shape_policy.load_costs(measured)
     record = record_of(spec)
     if record is not None:
-        chooser.recall(LearnedDrafting.name, record.ranks)
-    return chooser
+        shape_policy.load_prior(LearnedDrafting.name, record.ranks)
+    return shape_policy
 
 
 def record_of(spec: SpecSettings) -> DraftRecord | None:
@@ -126,13 +128,13 @@ def record_of(spec: SpecSettings) -> DraftRecord | None:
     return read_record(spec.path) if spec.drafter in ("eagle", "both") and spec.path != NEW else None
 
 
-def _chooser(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> TunerPolicy:
+def _shape_policy(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> ShapePolicy:
     if not on_gpu:  # attention over trees of unequal size costs a CPU more than it saves
         spec = replace(spec, shares=())
     shapes = shapes_of(spec, exact=exact)
-    if spec.chooser == "fixed":
+    if spec.shape_policy == "fixed":
         return Fixed(max(shapes, key=lambda shape: (shape.depth, -shape.verify)))
-    if spec.chooser == "beg-mab":
+    if spec.shape_policy == "beg-mab":
         groups = len({shape.verify for shape in shapes if not shape.off})
         if groups > _LAST_BUCKET.bit_length():
             raise ConfigError(
@@ -148,7 +150,7 @@ def learned_drafting(policy: Policy, config: RunConfig) -> LearnedDrafting | Non
     if config.spec.drafter not in ("eagle", "both"):
         return None
     drafter, deepest = open_drafter(policy, config), max(config.spec.depths)
-    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, light=config.spec.light)
+    return LearnedDrafting(drafter, policy.model, config.engine.rows, deepest, quantized=config.spec.quantized)
 
 
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:

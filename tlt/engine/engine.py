@@ -17,12 +17,12 @@ from tlt.engine.admission import ADMISSIONS
 from tlt.engine.exact import check_policy
 from tlt.engine.features import Features
 from tlt.engine.graphs import PoolReport
-from tlt.engine.landing import Drawn, Flight
 from tlt.engine.memory import cache_pages
-from tlt.engine.pages import Census, PageBook
-from tlt.engine.request import Limits, Progress, Request, check, check_keys
+from tlt.engine.output import InFlightTick, TickOutput
+from tlt.engine.pages import PageAllocator, PageStats
+from tlt.engine.request import Limits, Request, RequestState, check, check_keys
 from tlt.engine.runner import Runner
-from tlt.engine.scheduler import Plan, Scheduler, Stay
+from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
@@ -42,12 +42,12 @@ class EngineReport:
     tokens: int  # handed out in completions
     dropped: int  # rows computed for stays that were already over
     preemptions: int
-    pages: Census
+    pages: PageStats
     graphs: PoolReport | None  # None without a graph pool
     speculation: SpeculationReport | None  # None without speculation
 
 
-class Engine:
+class EngineCore:
     """`submit` requests, then `drain`; or `tick` until `idle`, for answers as they end, and `drain` for what failed."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Engine:
         cache = KVCache.allocate(model.config, pages, settings.page_size, model.embed.dtype, model.embed.device)
         admission = ADMISSIONS[settings.admission]()
         self._scheduler = Scheduler(
-            PageBook(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
+            PageAllocator(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
         )
         self._runner = Runner(
             model,
@@ -86,21 +86,21 @@ class Engine:
             graphs=settings.graphs,
             taps=taps,
             on_features=on_features,
-            keeper=self._speculation.keeper,
+            state_sink=self._speculation.state_sink,
             exact=settings.exact,
         )
-        self._speculation.keeper.attach(self._runner)
+        self._speculation.state_sink.attach(self._runner)
         self._speculation.attach(lambda: self._scheduler.to_come, lambda: self._scheduler.written)
         self._ahead = model.embed.is_cuda  # launch the next tick before reading this one …
         self._hands_out = on_features is not None  # … unless somebody must be told where its tokens stand
-        self._flight: Flight | None = None
+        self._unread_tick: InFlightTick | None = None
         self._read_s: float | None = None  # when the last tick was read …
         self._read_capture_s = 0.0  # … and what captures had taken by then
         self._captured = False  # something, or run without a graph, in the last verification's tick
         self._following: Shape | None = None  # chosen, and drafted for, behind the last verification
         self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # without them and below its limit, an answer goes on …
         self._watches: dict[Key, StopWatch] = {}  # … unless it has stop texts
-        self._in_flight: dict[Key, Progress] = {}
+        self._in_flight: dict[Key, RequestState] = {}
         self._failures: list[str] = []
         self._torn = False  # a tick was begun and not ended
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
@@ -132,10 +132,10 @@ class Engine:
         check_keys(batch, self._in_flight)
         now = time.perf_counter()
         for request in batch:
-            progress = Progress(request, self._submitted, now)
-            self._in_flight[request.key] = progress
+            state = RequestState(request, self._submitted, now)
+            self._in_flight[request.key] = state
             self._speculation.begin(request.key, request.prompt_id, request.prompt, request.params)
-            self._scheduler.submit(progress)
+            self._scheduler.submit(state)
             self._submitted += 1
 
     def tick(self) -> list[Completion]:
@@ -161,22 +161,24 @@ class Engine:
         return shape
 
     def _plain_tick(self) -> list[Completion]:
-        landed = self._land() if self._flight and not self._flight.shape.off else []
+        landed = self._land() if self._unread_tick and not self._unread_tick.shape.off else []
         plan = self._scheduler.plan()
         launched = None
         if not plan.empty:
             self._runner.prepare(plan)
-            launched = Flight(plan, self._runner.launch(plan))
-        if launched is None and self._flight is None and not self.idle:
-            raise AssertionError(f"nothing to run, yet {len(self._in_flight)} requests wait: {self._scheduler.census}")
+            launched = InFlightTick(plan, self._runner.launch(plan))
+        if launched is None and self._unread_tick is None and not self.idle:
+            raise AssertionError(
+                f"nothing to run, yet {len(self._in_flight)} requests wait: {self._scheduler.page_stats}"
+            )
         self._ticks += launched is not None
         if self._ahead:
-            launched, self._flight = self._flight, launched
+            launched, self._unread_tick = self._unread_tick, launched
         completions = landed + (self._observe(launched) if launched else [])
         if launched:
             seconds = self._since_last_read(None)
             if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
-                self._speculation.decoded(len(launched.plan.stays), seconds)
+                self._speculation.decoded(len(launched.plan.reqs), seconds)
         else:
             self._read_s = None
         return completions
@@ -186,9 +188,9 @@ class Engine:
         captures, whoever needed them. None if it was the first and nobody knows when it was begun."""
         now, captured = time.perf_counter(), self._runner.capture_s
         since = self._read_s if self._read_s is not None else begun_s
-        once_s = captured - self._read_capture_s if self._read_s is not None else 0.0
+        one_off_s = captured - self._read_capture_s if self._read_s is not None else 0.0
         self._read_s, self._read_capture_s = now, captured
-        return None if since is None else now - since - once_s
+        return None if since is None else now - since - one_off_s
 
     def _verify_tick(self, shape: Shape) -> list[Completion]:
         """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first. Unless the
@@ -202,55 +204,55 @@ class Engine:
         if self._read_s is None:
             self._read_s, self._read_capture_s = begun_s, self._runner.capture_s
         plan = self._scheduler.plan(nodes=shape.verify, unread=unread.steps if unread else 0)
-        keys = [stay.progress.request.key for stay in plan.stays]
+        keys = [req.state.request.key for req in plan.reqs]
         self._runner.prepare(plan)
-        drafts = self._speculation.propose(keys, [stay.progress.tokens for stay in plan.stays], shape)
+        drafts = self._speculation.propose(keys, [req.state.tokens for req in plan.reqs], shape)
         steps = self._walk(shape)
         pending = self._runner.launch(plan, drafts, shape, steps)
         self._ticks += 1
-        self._following = self._speculation.foresee(len(keys))
+        self._following = self._speculation.choose_next(len(keys))
         self._speculation.prepare(keys, self._following)
         late = self._ahead and not self._hands_out
         # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well,
         # and the tick after it to take next to nothing, for the device has a start; and without a graph it takes longer
-        once_s = self._runner.capture_s - captured_s
-        timed = not once_s and not (late and (plan.chunks or self._captured))
-        self._captured = once_s > 0.0
+        one_off_s = self._runner.capture_s - captured_s
+        timed = not one_off_s and not (late and (plan.chunks or self._captured))
+        self._captured = one_off_s > 0.0
         if unread:
             completions += self._read_trees(replace(unread, timed=unread.timed and timed))
-        launched = Flight(plan, pending, shape, steps, begun_s, timed, once_s)
+        launched = InFlightTick(plan, pending, shape, steps, begun_s, timed, one_off_s)
         if not late:
             return completions + self._read_trees(launched)
-        self._flight = launched
+        self._unread_tick = launched
         return completions
 
-    def _may_stay_unread(self, shape: Shape) -> Flight | None:
+    def _may_stay_unread(self, shape: Shape) -> InFlightTick | None:
         """The verification in flight, if one is and this shape can be verified behind it."""
-        flight = self._flight
-        if flight is None or flight.shape.off:
+        tick = self._unread_tick
+        if tick is None or tick.shape.off:
             return None
-        if flight.steps + shape.verify + self._speculation.deepest > MOST_NODES:  # trees grow behind both
+        if tick.steps + shape.verify + self._speculation.deepest > MOST_NODES:  # trees grow behind both
             return None
-        return flight if self._speculation.needs_no_tokens(shape) else None
+        return tick if self._speculation.needs_no_tokens(shape) else None
 
-    def _read_trees(self, flight: Flight) -> list[Completion]:
-        plan, drawn = flight.plan, flight.pending.drawn()
-        emitted = [() if stay.over else tokens for stay, tokens in zip(plan.stays, drawn.tokens, strict=True)]
-        self._scheduler.advance(plan.stays, map(len, emitted))
-        seconds = self._since_last_read(flight.begun_s)
-        alone = flight.timed and not plan.chunks
-        self._speculation.verified(flight.shape, emitted, seconds if alone else None, flight.once_s)
+    def _read_trees(self, tick: InFlightTick) -> list[Completion]:
+        plan, drawn = tick.plan, tick.pending.drawn()
+        emitted = [() if req.over else tokens for req, tokens in zip(plan.reqs, drawn.tokens, strict=True)]
+        self._scheduler.advance(plan.reqs, map(len, emitted))
+        seconds = self._since_last_read(tick.begun_s)
+        alone = tick.timed and not plan.chunks
+        self._speculation.verified(tick.shape, emitted, seconds if alone else None, tick.one_off_s)
         return self._read(plan, drawn)
 
     def _land(self) -> list[Completion]:
         """Reads the tick in flight, if there is one."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        tick, self._unread_tick = self._unread_tick, None
+        if tick is None:
             return []
-        if not flight.shape.off:
-            return self._read_trees(flight)
+        if not tick.shape.off:
+            return self._read_trees(tick)
         self._read_s = None  # it was waited for at once: neither its own time nor the next one's can be told
-        return self._observe(flight)
+        return self._observe(tick)
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -293,7 +295,7 @@ class Engine:
         """What runs of the policy and of its drafter cost: what a tuner wants to know beforehand."""
         sizes, speculation = self._runner.measured_sizes(), self._speculation
         runs = [*self.warm_up(sizes).items(), *self._runner.time_trees(speculation.widest, speculation.deepest + 1)]
-        measured = [Measured(POLICY, *run) for run in runs] + speculation.keeper.measure(sizes)
+        measured = [Measured(POLICY, *run) for run in runs] + speculation.state_sink.measure(sizes)
         graphs = self._runner.report()
         return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])
 
@@ -301,7 +303,7 @@ class Engine:
         """Captures the graphs of ticks in this shape, so that no request will wait for them."""
         if self._runner.report() is not None:
             self._runner.ready_to_verify(shape, requests, self._walk(shape), filtered)
-            self._speculation.keeper.ready(shape, requests)
+            self._speculation.state_sink.ready(shape, requests)
 
     def _walk(self, shape: Shape) -> int:
         """Tokens that a tick may give a row, with room for any shape's walks."""
@@ -313,104 +315,104 @@ class Engine:
             tokens=self._tokens,
             dropped=self._dropped,
             preemptions=self._preemptions,
-            pages=self._scheduler.census,
+            pages=self._scheduler.page_stats,
             graphs=self._runner.report(),
             speculation=self._speculation.report(),
         )
 
     # ---- reading a tick
 
-    def _observe(self, flight: Flight) -> list[Completion]:
-        return self._read(flight.plan, flight.pending.drawn())
+    def _observe(self, tick: InFlightTick) -> list[Completion]:
+        return self._read(tick.plan, tick.pending.drawn())
 
-    def _read(self, plan: Plan, drawn: Drawn) -> list[Completion]:
+    def _read(self, plan: Plan, drawn: TickOutput) -> list[Completion]:
         now = time.perf_counter()
         completions = []
         columns = (drawn.tokens, drawn.logprobs, drawn.policy_logprobs)
-        for stay, tokens, logprobs, policy_logprobs in zip(plan.stays, *columns, strict=True):
-            if stay.over:
+        for req, tokens, logprobs, policy_logprobs in zip(plan.reqs, *columns, strict=True):
+            if req.over:
                 self._dropped += 1
                 continue
-            progress = stay.progress
-            if not progress.tokens:
-                progress.first_token_s = now
-            if stay.left > 0 and not progress.request.params.stop and self._endings.isdisjoint(tokens):
-                progress.tokens.extend(tokens)  # nothing can end: as almost always
-                progress.logprobs.extend(logprobs[: len(tokens)])
-                progress.policy_logprobs.extend(policy_logprobs[: len(tokens)])
+            state = req.state
+            if not state.tokens:
+                state.first_token_s = now
+            if req.left > 0 and not state.request.params.stop and self._endings.isdisjoint(tokens):
+                state.tokens.extend(tokens)  # nothing can end: as almost always
+                state.logprobs.extend(logprobs[: len(tokens)])
+                state.policy_logprobs.extend(policy_logprobs[: len(tokens)])
                 continue
-            reason = self._append(stay, tokens, logprobs, policy_logprobs)
+            reason = self._append(req, tokens, logprobs, policy_logprobs)
             if reason is not None:
-                self._scheduler.finish(stay)
-                completions.append(self._complete(progress, reason, now))
+                self._scheduler.finish(req)
+                completions.append(self._complete(state, reason, now))
         return completions
 
     def _append(
-        self, stay: Stay, tokens: list[int], logprobs: list[float], policy_logprobs: list[float]
+        self, req: RunningRequest, tokens: list[int], logprobs: list[float], policy_logprobs: list[float]
     ) -> FinishReason | None:
         """Adds a row's tokens up to the end of the answer; says why it ends, if it does."""
-        progress = stay.progress
+        state = req.state
         for token, logprob, policy_logprob in zip(tokens, logprobs, policy_logprobs, strict=False):
             if token < 0:
-                self._fail(stay)
+                self._fail(req)
                 return None
-            progress.tokens.append(token)
-            progress.logprobs.append(logprob)
-            progress.policy_logprobs.append(policy_logprob)
-            reason = self._ends(progress, token)
+            state.tokens.append(token)
+            state.logprobs.append(logprob)
+            state.policy_logprobs.append(policy_logprob)
+            reason = self._ends(state, token)
             if reason is not None:
                 return reason
         return None
 
-    def _ends(self, progress: Progress, token: int) -> FinishReason | None:
-        params = progress.request.params
+    def _ends(self, state: RequestState, token: int) -> FinishReason | None:
+        params = state.request.params
         if token in self._tokenizer.eos_ids and not params.ignore_eos:
             return "eos"
-        if params.stop and self._stopped(progress, token):
+        if params.stop and self._stopped(state, token):
             return "stop"
-        return "length" if len(progress.tokens) == params.max_tokens else None
+        return "length" if len(state.tokens) == params.max_tokens else None
 
-    def _stopped(self, progress: Progress, token: int) -> bool:
+    def _stopped(self, state: RequestState, token: int) -> bool:
         """Whether a stop text has just been completed."""
-        key, stops = progress.request.key, progress.request.params.stop
+        key, stops = state.request.key, state.request.params.stop
         if key not in self._watches:
             self._watches[key] = StopWatch(self._tokenizer, stops)
         return self._watches[key].feed(token)
 
-    def _complete(self, progress: Progress, reason: FinishReason, now: float) -> Completion:
-        self._forget(progress)
-        self._tokens += len(progress.tokens)
+    def _complete(self, state: RequestState, reason: FinishReason, now: float) -> Completion:
+        self._forget(state)
+        self._tokens += len(state.tokens)
         return Completion(
-            key=progress.request.key,
-            prompt_tokens=progress.request.prompt,
-            tokens=tuple(progress.tokens),
-            text=self._tokenizer.decode(progress.tokens),
-            logprobs=tuple(progress.logprobs),
-            policy_logprobs=tuple(progress.policy_logprobs),
+            key=state.request.key,
+            prompt_tokens=state.request.prompt,
+            tokens=tuple(state.tokens),
+            text=self._tokenizer.decode(state.tokens),
+            logprobs=tuple(state.logprobs),
+            policy_logprobs=tuple(state.policy_logprobs),
             finish_reason=reason,
             policy_version=self._version,
             timing=Timing(
-                first_token_s=progress.first_token_s - progress.submitted_s,
-                finished_s=now - progress.submitted_s,
-                preemptions=progress.preemptions,
+                first_token_s=state.first_token_s - state.submitted_s,
+                finished_s=now - state.submitted_s,
+                preemptions=state.preemptions,
             ),
         )
 
-    def _fail(self, stay: Stay) -> None:
+    def _fail(self, req: RunningRequest) -> None:
         """A request whose logits are no distribution ends; everyone else goes on."""
-        progress = stay.progress
-        self._scheduler.finish(stay)
-        self._forget(progress)
+        state = req.state
+        self._scheduler.finish(req)
+        self._forget(state)
         self._failures.append(
-            f"request {progress.request.key.request}: the policy's logits at position "
-            f"{len(progress.request.prompt) + len(progress.tokens)} are NaN or infinite; check its weights"
+            f"request {state.request.key.request}: the policy's logits at position "
+            f"{len(state.request.prompt) + len(state.tokens)} are NaN or infinite; check its weights"
         )
 
-    def _forget(self, progress: Progress) -> None:
-        del self._in_flight[progress.request.key]
-        self._speculation.end(progress.request.key, progress.tokens)
-        self._watches.pop(progress.request.key, None)
-        self._preemptions += progress.preemptions
+    def _forget(self, state: RequestState) -> None:
+        del self._in_flight[state.request.key]
+        self._speculation.end(state.request.key, state.tokens)
+        self._watches.pop(state.request.key, None)
+        self._preemptions += state.preemptions
 
     def _settle(self) -> None:
         """Idle: the tick that may still be in flight belongs to nobody, and no page may be missing."""

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tlt.engine.scheduler import Stay
+from tlt.engine.scheduler import RunningRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
     """Hidden states of the positions a tick decoded, on the device; valid until the next tick starts."""
 
-    stays: tuple[Stay, ...]
+    reqs: tuple[RunningRequest, ...]
     first: tuple[int, ...]  # position of each row's first state
     taps: tuple[Tensor, ...]  # [R, S, D] each: the residual stream after each tapped layer
     hidden: Tensor  # [R, S, D], after the final norm

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tlt.engine.thrift import Thrift, Waste
+from tlt.engine.thrift import CapturePolicy, Waste
 
 T = TypeVar("T")
 Key = tuple[Hashable, int]  # role, padded size
@@ -46,7 +46,7 @@ class GraphPool(Generic[T]):
         self._device = device
         self._side: Any = None  # the stream on which everything is captured: each has memory of its own
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, T]] = {}
-        self._thrift = Thrift()
+        self._capture_policy = CapturePolicy()
         self._settled: set[Key] = set()  # what ran without a graph: compiled, and all it needs is loaded
         self._pool: Any = None  # of the first graph; the others join it
         self._seconds: dict[Key, float] = {}
@@ -63,7 +63,7 @@ class GraphPool(Generic[T]):
         """Which graph serves a run of this role and size: perhaps a larger one, if it may be (`waste`). One that is not
         there is worth capturing now; None: not yet."""
         role, size = key
-        served = self._thrift.serve(role, size, self._usual_capture_s(_kind(role)), waste)
+        served = self._capture_policy.serve(role, size, self._usual_capture_s(_kind(role)), waste)
         return (role, served) if served else None
 
     def _usual_capture_s(self, kind: Hashable) -> float:
@@ -109,7 +109,7 @@ class GraphPool(Generic[T]):
         torch.cuda.synchronize(self._device)
         self._memory += torch.cuda.memory_reserved(self._device) - before
         self._graphs[key] = (graph, result)
-        self._thrift.captured(*key)
+        self._capture_policy.captured(*key)
         took = time.perf_counter() - started
         self._captures_s.setdefault(_kind(key[0]), []).append(took)
         self._spent(key, took)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class PageStats:
     free: int
     used: int  # held by at least one request
     cached: int  # held by the prefix shelf alone
 
 
-class PageBook:
+class PageAllocator:
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
@@ -67,38 +67,38 @@ class Prefix:
         return self.done == len(self.tokens)
 
 
-class PrefixShelf:
+class PrefixCache:
     """Prefixes by their tokens, least recently used first."""
 
-    def __init__(self, book: PageBook) -> None:
+    def __init__(self, book: PageAllocator) -> None:
         self._book = book
-        self._shelf: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._prefix_cache: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
 
     def find(self, tokens: tuple[int, ...]) -> Prefix | None:
-        prefix = self._shelf.get(tokens)
+        prefix = self._prefix_cache.get(tokens)
         if prefix is not None:
-            self._shelf.move_to_end(tokens)
+            self._prefix_cache.move_to_end(tokens)
         return prefix
 
     def put(self, prefix: Prefix) -> None:
-        self._shelf[prefix.tokens] = prefix
+        self._prefix_cache[prefix.tokens] = prefix
 
     def drop(self, prefix: Prefix) -> None:
-        del self._shelf[prefix.tokens]
+        del self._prefix_cache[prefix.tokens]
         self._book.release(prefix.pages)
 
     def clear(self) -> None:
-        for prefix in list(self._shelf.values()):
+        for prefix in list(self._prefix_cache.values()):
             self.drop(prefix)
 
     def oldest_first(self) -> list[Prefix]:
-        return list(self._shelf.values())
+        return list(self._prefix_cache.values())
 
-    def census(self) -> Census:
+    def page_stats(self) -> PageStats:
         """Counts every page once; a page held by more than the shelf is used."""
         shelved: dict[int, int] = {}
-        for prefix in self._shelf.values():
+        for prefix in self._prefix_cache.values():
             for page in prefix.pages:
                 shelved[page] = shelved.get(page, 0) + 1
         cached = sum(self._book.holders(page) == count for page, count in shelved.items())
-        return Census(self._book.free, self._book.total - self._book.free - cached, cached)
+        return PageStats(self._book.free, self._book.total - self._book.free - cached, cached)

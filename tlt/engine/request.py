@@ -18,7 +18,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
+class RequestState:
     """A request and what has been answered so far; survives preemption."""
 
     request: Request

@@ -17,8 +17,8 @@ from tlt.engine.scheduler import Plan
 from tlt.kernels import moving
 from tlt.kernels import rows as row_kernels
 from tlt.kernels import trees as tree_kernels
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.noise import as_int64
-from tlt.kernels.twin import twin
 from tlt.spec.drafter import RowView
 from tlt.spec.shape import FAVOUR
 from tlt.spec.tree import Trees
@@ -59,15 +59,15 @@ class Rows:
         self._floats = torch.ones((rows, 2), dtype=torch.float32, device=device)  # temperature, top-p
         self._pages = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self._ends = torch.zeros(rows, dtype=torch.int64, device=device)  # position of the last token it may have
-        self._favour = torch.zeros((), dtype=torch.float32, device=device)  # of those that are far from it
-        self._known_favour = 0.0
+        self._remaining_bias = torch.zeros((), dtype=torch.float32, device=device)  # of those that are far from it
+        self._known_remaining_bias = 0.0
         self._count = torch.zeros((), dtype=torch.int32, device=device)  # graphs hold this pointer: fill_, never rebind
         self._known_count = 0
 
     def view(self) -> RowView:
         """The rows as a drafter sees them, whatever they hold when it looks."""
         ints, temperature = self._ints, self._floats[:, 0]
-        return RowView(ints[:, 1], ints[:, 2], ints[:, 3], temperature, self._ends, self._favour, self._count)
+        return RowView(ints[:, 1], ints[:, 2], ints[:, 3], temperature, self._ends, self._remaining_bias, self._count)
 
     def apply(self, plan: Plan) -> None:
         """Brings the rows to where the plan's decode starts."""
@@ -75,11 +75,11 @@ class Rows:
             self._move(plan.moves)
         if plan.entries:
             self._enter(plan)
-        if plan.grown:
-            row, column, page = self._send(list(zip(*plan.grown, strict=True)), torch.int64)
+        if plan.new_pages:
+            row, column, page = self._send(list(zip(*plan.new_pages, strict=True)), torch.int64)
             self._pages[row, column] = page.int()
-        self.set_count(len(plan.stays))
-        self._set_favour(0.0 if plan.waited_for else FAVOUR)
+        self.set_count(len(plan.reqs))
+        self._set_remaining_bias(0.0 if plan.has_waiting else FAVOUR)
 
     def set_count(self, count: int) -> int:
         """Rows from here on are idle; returns how many were not before."""
@@ -88,15 +88,15 @@ class Rows:
             self._count.fill_(count)
         return before
 
-    def _set_favour(self, favour: float) -> None:
+    def _set_remaining_bias(self, remaining_bias: float) -> None:
         """While others wait for a row, all that counts is how many tokens come out; then, that the last ones do."""
-        if favour != self._known_favour:
-            self._known_favour = favour
-            self._favour.fill_(favour)
+        if remaining_bias != self._known_remaining_bias:
+            self._known_remaining_bias = remaining_bias
+            self._remaining_bias.fill_(remaining_bias)
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
         """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
-        int64s, int32s, float32s = twin(row_kernels, self._device).prepare(*self._state(), rows, self._page_size)
+        int64s, int32s, float32s = dispatch(row_kernels, self._device).prepare(*self._state(), rows, self._page_size)
         token, position, next_position, seed, request, top_k = int64s
         sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
         return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
@@ -108,13 +108,13 @@ class Rows:
         """
         ints, _, _, count = self._state()
         drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        packed_R3: Tensor = twin(row_kernels, self._device).finish(ints, count, *drawn_parts, rows)
+        packed_R3: Tensor = dispatch(row_kernels, self._device).finish(ints, count, *drawn_parts, rows)
         return packed_R3
 
     def tree_inputs(self, trees: Trees, tokens: int, filtered: bool) -> TreeInputs:
         """Puts each row's newest token at the root of its tree. The trees' nodes are laid into so many tokens: padding
         and all if these are enough for it, else without."""
-        kernels, (rows, nodes), state = twin(tree_kernels, self._device), trees.token_RQ.shape, self._state()
+        kernels, (rows, nodes), state = dispatch(tree_kernels, self._device), trees.token_RQ.shape, self._state()
         if tokens == rows * nodes:
             start_R1 = torch.arange(0, tokens + 1, nodes, dtype=torch.int32, device=self._device)
         else:
@@ -131,7 +131,9 @@ class Rows:
         ints, _, _, count = self._state()
         tree = (trees.parent_RQ, trees.token_RQ)
         drawn_parts = (inputs.slot_T, drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        return Walk(*twin(tree_kernels, self._device).finish(ints, count, tree, inputs.start_R1, drawn_parts, steps))
+        return Walk(
+            *dispatch(tree_kernels, self._device).finish(ints, count, tree, inputs.start_R1, drawn_parts, steps)
+        )
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._ints, self._floats, self._pages, self._count

@@ -20,19 +20,19 @@ from tlt.engine.chunks import Packed, copied_slots, idle_chunks
 from tlt.engine.exact import head_chain
 from tlt.engine.features import Features
 from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
-from tlt.engine.landing import Landing, Pending
+from tlt.engine.output import OutputBuffer, PendingOutput
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan
 from tlt.engine.thrift import Waste
 from tlt.kernels import compiling
-from tlt.kernels.states import Kept
-from tlt.kernels.twin import twin
+from tlt.kernels.dispatch import dispatch
+from tlt.kernels.states import StatePlaces
 from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.costs import POLICY, CostTable
-from tlt.spec.drafter import Entered, Keeper, NoKeeper, Part, Piece, RowView
+from tlt.spec.drafter import Entered, HiddenStateSink, NoSink, Piece, RowView, Segment
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
@@ -61,7 +61,7 @@ class Runner:
         graphs: bool,
         taps: Sequence[int],
         on_features: Callable[[Features], None] | None,
-        keeper: Keeper | None = None,
+        state_sink: HiddenStateSink | None = None,
         exact: bool = False,
     ) -> None:
         self._model = model
@@ -76,11 +76,11 @@ class Runner:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         self._taps = tuple(taps) if on_features else ()
         self._on_features = on_features
-        self._keeper = keeper or NoKeeper()
-        self._all_taps = (*self._keeper.taps, *self._taps)
+        self._state_sink = state_sink or NoSink()
+        self._all_taps = (*self._state_sink.taps, *self._taps)
         self._sizes = buckets(rows)
         self._pool: GraphPool[Any] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
-        self._landing = Landing(rows, self._device)
+        self._output_buffer = OutputBuffer(rows, self._device)
         self._costs = CostTable()  # of forwards, as they were timed beforehand
 
     @torch.no_grad()
@@ -93,18 +93,20 @@ class Runner:
         self._rows.apply(plan)
         if plan.moves or plan.entries:
             entered = [Entered(entry.row, entry.position, entry.token, entry.prefix) for entry in plan.entries]
-            self._keeper.rearrange(plan.moves, entered)
+            self._state_sink.rearrange(plan.moves, entered)
 
     @torch.no_grad()
-    def launch(self, plan: Plan, drafts: Sequence[Draft] | None = None, shape: Shape = OFF, steps: int = 1) -> Pending:
+    def launch(
+        self, plan: Plan, drafts: Sequence[Draft] | None = None, shape: Shape = OFF, steps: int = 1
+    ) -> PendingOutput:
         """Starts the tick that was prepared; returns before the device has done it.
 
         Where the plan has trees, they are of this shape; `drafts` holds one per stay (None: they lie in `trees`
         already), and there is room for walks of `steps` tokens.
         """
-        count = len(plan.stays)
+        count = len(plan.reqs)
         if not count:
-            return Pending(torch.empty((0, 3), dtype=torch.int32), None)
+            return PendingOutput(torch.empty((0, 3), dtype=torch.int32), None)
         if plan.nodes == 1:
             result = self._run(("decode", plan.filtered), count, lambda rows: self._forward(rows, plan.filtered))
         else:
@@ -112,9 +114,9 @@ class Runner:
                 self.trees(plan.nodes).fill(drafts)
             role, forward = self._verification(shape, min(steps, plan.nodes), plan.filtered)
             result = self._run(role, count, forward, shape.tokens)
-        self._keeper.computed(shape.depth + 1, shape.most_tokens)
+        self._state_sink.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
-        return self._landing.fetch(result.packed[:count])
+        return self._output_buffer.fetch(result.packed[:count])
 
     # ---- a drafter's stage
 
@@ -129,7 +131,7 @@ class Runner:
             self._trees[nodes] = Trees.empty(self._max_rows, nodes, self._device)
         return self._trees[nodes]
 
-    def play(self, parts: Sequence[Part]) -> None:
+    def run_segments(self, parts: Sequence[Segment]) -> None:
         if self._pool is None:
             for part in parts:
                 part.work(part.rows)
@@ -142,7 +144,7 @@ class Runner:
         for part in parts:
             self._replay(served[part.role], (part.role, part.rows), part.work)
 
-    def time(self, part: Part) -> float:
+    def time(self, part: Segment) -> float:
         self.ready([part])
         work = partial(part.work, part.rows)
         live = self._rows.set_count(0)
@@ -154,7 +156,7 @@ class Runner:
         self._rows.set_count(live)
         return seconds
 
-    def ready(self, parts: Sequence[Part]) -> None:
+    def ready(self, parts: Sequence[Segment]) -> None:
         for part in parts if self._pool is not None else ():
             self._captured((part.role, part.rows), partial(part.work, part.rows))
 
@@ -210,7 +212,7 @@ class Runner:
             if found and found[-1][1] > _DEAR_S:
                 break
             role, work = self._verification(Shape(verify=nodes), min(steps, nodes), filtered=False)
-            found.append((self._max_rows * nodes, self.time(Part(role, self._max_rows, work))))
+            found.append((self._max_rows * nodes, self.time(Segment(role, self._max_rows, work))))
             nodes *= 2
         self._noted(dict(found))
         return found
@@ -221,7 +223,7 @@ class Runner:
         compiler, a second and more, whenever a size first comes up."""
         live = self._rows.set_count(0)
         try:
-            twin(compiling, self._device).compile_ahead(partial(self._run_idle, widest, steps, filtered))
+            dispatch(compiling, self._device).compile_ahead(partial(self._run_idle, widest, steps, filtered))
         finally:
             self._rows.set_count(live)
 
@@ -241,12 +243,12 @@ class Runner:
     @torch.no_grad()
     def ready_to_decode(self, filtered: bool) -> None:
         decode = partial(self._forward, filtered=filtered)
-        self.ready([Part(("decode", filtered), size, decode) for size in self._sizes])
+        self.ready([Segment(("decode", filtered), size, decode) for size in self._sizes])
 
     @torch.no_grad()
     def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:
         role, work = self._verification(shape, min(steps, shape.verify), filtered)
-        self.ready([Part(role, self.padded(rows), work)])
+        self.ready([Segment(role, self.padded(rows), work)])
 
     def _noted(self, seconds: dict[int, float]) -> dict[int, float]:
         for tokens, took in seconds.items():
@@ -292,11 +294,11 @@ class Runner:
 
     def _hand_out(self, plan: Plan, result: _Result) -> None:
         if self._on_features:
-            rows, behind = len(plan.stays), 1 if plan.nodes == 1 else 0  # plain plans have advanced already
-            first = tuple(stay.position - behind for stay in plan.stays)
+            rows, lag = len(plan.reqs), 1 if plan.nodes == 1 else 0  # plain plans have advanced already
+            first = tuple(req.position - lag for req in plan.reqs)
             taps = tuple(tap[:rows] for tap in result.taps)
             steps = None if result.steps is None else result.steps[:rows]
-            self._on_features(Features(plan.stays, first, taps, result.hidden[:rows], steps))
+            self._on_features(Features(plan.reqs, first, taps, result.hidden[:rows], steps))
 
     def _forward(self, rows: int, filtered: bool) -> _Result:
         """One token for each of the first `rows` rows."""
@@ -316,7 +318,7 @@ class Runner:
         sampled = self._sample(out.hidden_TD, inputs.sampling)
         kept, taps = self._split(out.taps)
         if kept:
-            self._keeper.keep(kept, Kept(inputs.position_R, inputs.slot_R, sampled.token_R[:, None]))
+            self._state_sink.keep(kept, StatePlaces(inputs.position_R, inputs.slot_R, sampled.token_R[:, None]))
         taps = tuple(tap[:, None] for tap in taps)
         return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
 
@@ -330,7 +332,7 @@ class Runner:
 
     def _split(self, taps: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The keeper's, and those handed out."""
-        own = len(self._keeper.taps)
+        own = len(self._state_sink.taps)
         return taps[:own], taps[own:]
 
     def _verification(self, shape: Shape, steps: int, filtered: bool) -> tuple[Hashable, Callable[[int], _Result]]:
@@ -366,7 +368,7 @@ class Runner:
         kept, taps = self._split(out.taps)
         if kept:
             where = inputs.position_T, inputs.slot_T
-            self._keeper.keep(kept, Kept(*where, walked.packed[:, :steps], walked.at_RS, walked.steps_R))
+            self._state_sink.keep(kept, StatePlaces(*where, walked.packed[:, :steps], walked.at_RS, walked.steps_R))
         if not self._on_features:
             return _Result(walked.packed, (), out.hidden_TD[:0], walked.steps_R)
         taps, hidden = tuple(tap[walked.at_RS] for tap in taps), out.hidden_TD[walked.at_RS]
@@ -381,7 +383,7 @@ class Runner:
         taps, starts = self._read(chunks)
         if taps:
             pieces = zip(chunks, pairwise(starts), strict=True)
-            self._keeper.prefilled([Piece(chunk.prefix, chunk.start, *span) for chunk, span in pieces], taps)
+            self._state_sink.prefilled([Piece(chunk.prefix, chunk.start, *span) for chunk, span in pieces], taps)
 
     def _read(self, chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], list[int]]:
         """The states that the keeper wants, and where each chunk's begin."""
@@ -399,7 +401,7 @@ class Runner:
             exact=self._exact,
             shares_S=self._shares(context_R, most),
         )
-        return self._model(self._send(packed.tokens, torch.int64), layout, self._keeper.taps).taps, packed.starts
+        return self._model(self._send(packed.tokens, torch.int64), layout, self._state_sink.taps).taps, packed.starts
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         source, target = (self._send(slots, torch.int32) for slots in copied_slots(copies, self._page_size))

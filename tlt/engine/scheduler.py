@@ -18,8 +18,8 @@ from itertools import repeat
 from math import inf
 
 from tlt.engine.admission import Admission
-from tlt.engine.pages import Census, PageBook, Prefix, PrefixShelf
-from tlt.engine.request import Progress, Request
+from tlt.engine.pages import PageAllocator, PageStats, Prefix, PrefixCache
+from tlt.engine.request import Request, RequestState
 from tlt.engine.waiting import Waiting
 from tlt.types import Key
 
@@ -28,10 +28,10 @@ _PATIENCE = 32  # … for so many ticks
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class RunningRequest:
     """One stay of a request in a row of the batch, from admission to its end or preemption."""
 
-    progress: Progress
+    state: RequestState
     row: int
     pages: list[int]
     position: int  # of the next token to compute
@@ -79,35 +79,35 @@ class Plan:
     copies: tuple[Copy, ...]
     moves: tuple[tuple[int, int], ...]  # (from row, to row); no row is in two of them
     entries: tuple[Entry, ...]
-    grown: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
-    stays: tuple[Stay, ...]  # row → whose token will come out
+    new_pages: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
+    reqs: tuple[RunningRequest, ...]  # row → whose token will come out
     filtered: bool  # some request uses top-k or top-p
     nodes: int = 1  # of each request's tree; 1 = plain decoding
-    waited_for: bool = False  # others will enter when these leave
+    has_waiting: bool = False  # others will enter when these leave
 
     @property
     def empty(self) -> bool:
-        return not (self.chunks or self.stays)
+        return not (self.chunks or self.reqs)
 
 
 class Scheduler:
     def __init__(
-        self, book: PageBook, page_size: int, max_rows: int, prefill_tokens: int, admission: Admission
+        self, book: PageAllocator, page_size: int, max_rows: int, prefill_tokens: int, admission: Admission
     ) -> None:
-        self._book = book
-        self._shelf = PrefixShelf(book)
+        self._allocator = book
+        self._prefix_cache = PrefixCache(book)
         self._page_size = page_size
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._admission = admission
-        self._awaited: Counter[tuple[int, ...]] = Counter()  # prefixes that waiting requests will start from
+        self._awaited_prefixes: Counter[tuple[int, ...]] = Counter()  # prefixes that waiting requests will start from
         self._nodes = 1  # tokens each request computes in the tick being planned
         self._unread = 0  # tokens of each that a tick in flight may have written, at most
         self._blocked = False  # nothing was freed since a request found no room
         self._waiting = Waiting(admission.rank)
-        self._held = 0  # ticks for which free rows were left free
-        self._resuming: list[Progress] = []  # preempted: they go before anyone new
-        self._stays: list[Stay] = []
+        self._ticks_held = 0  # ticks for which free rows were left free
+        self._preempted: list[RequestState] = []  # preempted: they go before anyone new
+        self._reqs: list[RunningRequest] = []
         self._moves: list[tuple[int, int]] = []
         self._filtered = 0  # stays with top-k or top-p
 
@@ -115,54 +115,54 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._stays)
+        return len(self._reqs)
 
     @property
     def to_come(self) -> float:
         """Plain ticks after which all are answered at the latest; infinite while anybody waits."""
-        if self._waiting or self._resuming:
+        if self._waiting or self._preempted:
             return inf
-        return max((stay.left for stay in self._stays if not stay.over), default=0)
+        return max((req.left for req in self._reqs if not req.over), default=0)
 
     @property
     def written(self) -> list[tuple[Key, list[int]]]:
         """Of every request that runs, all that was read of its answer."""
-        return [(stay.progress.request.key, stay.progress.tokens) for stay in self._stays]
+        return [(req.state.request.key, req.state.tokens) for req in self._reqs]
 
     @property
-    def census(self) -> Census:
-        return self._shelf.census()
+    def page_stats(self) -> PageStats:
+        return self._prefix_cache.page_stats()
 
     def check_integrity(self) -> None:
         """When nothing runs, every page is free or cached: anything else has leaked."""
-        census = self.census
-        if not self._stays and (census.used or census.free + census.cached != self._book.total):
-            raise AssertionError(f"pages leaked: {census} of {self._book.total} with no request running")
+        page_stats = self.page_stats
+        if not self._reqs and (page_stats.used or page_stats.free + page_stats.cached != self._allocator.total):
+            raise AssertionError(f"pages leaked: {page_stats} of {self._allocator.total} with no request running")
 
     # ---- what callers tell
 
-    def submit(self, progress: Progress) -> None:
-        self._waiting.add(progress)
-        self._awaited[progress.prefix] += 1
+    def submit(self, state: RequestState) -> None:
+        self._waiting.add(state)
+        self._awaited_prefixes[state.prefix] += 1
 
-    def finish(self, stay: Stay) -> None:
+    def finish(self, req: RunningRequest) -> None:
         """The answer is complete: the row and the pages are free at once."""
-        self._admission.finished(stay.progress.request, len(stay.progress.tokens))
-        self._waiting.rank_changed(stay.progress.request.prompt_id)
-        if not stay.over:
-            self._leave(stay)
+        self._admission.finished(req.state.request, len(req.state.tokens))
+        self._waiting.rank_changed(req.state.request.prompt_id)
+        if not req.over:
+            self._leave(req)
 
     def forget_cache(self) -> None:
         """The policy changed: no key or value computed before may be used again."""
-        for stay in list(self._stays):
-            self._preempt(stay)
-        self._shelf.clear()
+        for req in list(self._reqs):
+            self._preempt(req)
+        self._prefix_cache.clear()
 
-    def advance(self, stays: Iterable[Stay], steps: Iterable[int]) -> None:
+    def advance(self, reqs: Iterable[RunningRequest], steps: Iterable[int]) -> None:
         """Each stay's verified tree emitted so many tokens."""
-        for stay, count in zip(stays, steps, strict=False):
-            stay.position += count
-            stay.left -= count
+        for req, count in zip(reqs, steps, strict=False):
+            req.position += count
+            req.left -= count
 
     def plan(self, nodes: int = 1, unread: int = 0) -> Plan:
         """Decides the next tick, in which each request computes that many tokens.
@@ -171,77 +171,77 @@ class Scheduler:
         """
         self._nodes, self._unread = nodes, unread
         self._retire()
-        grown = self._grow()
-        moves, self._moves = lasting(self._moves, len(self._stays)), []
+        new_pages = self._grow()
+        moves, self._moves = net_moves(self._moves, len(self._reqs)), []
         chunks, copies, entries = self._admit()
-        self._book.release([copy.source for copy in copies])
-        stays = tuple(self._stays)
+        self._allocator.release([copy.source for copy in copies])
+        reqs = tuple(self._reqs)
         if nodes == 1:
-            self.advance(stays, repeat(1))
-        waited_for = bool(self._waiting or self._resuming)
-        return Plan(chunks, copies, moves, entries, grown, stays, self._filtered > 0, nodes, waited_for)
+            self.advance(reqs, repeat(1))
+        has_waiting = bool(self._waiting or self._preempted)
+        return Plan(chunks, copies, moves, entries, new_pages, reqs, self._filtered > 0, nodes, has_waiting)
 
     # ---- leaving
 
     def _retire(self) -> None:
         """Stays whose last token is in flight need no row any more."""
-        for stay in [stay for stay in self._stays if stay.left <= 0]:
-            self._vacate(stay)
+        for req in [req for req in self._reqs if req.left <= 0]:
+            self._vacate(req)
 
-    def _leave(self, stay: Stay) -> None:
-        stay.over = True
-        if stay.row >= 0:
-            self._vacate(stay)
+    def _leave(self, req: RunningRequest) -> None:
+        req.over = True
+        if req.row >= 0:
+            self._vacate(req)
 
-    def _vacate(self, stay: Stay) -> None:
+    def _vacate(self, req: RunningRequest) -> None:
         """Frees row and pages; the last row moves into the hole."""
-        self._book.release(stay.pages)
+        self._allocator.release(req.pages)
         self._blocked = False
-        last = self._stays.pop()
-        if last is not stay:
-            self._moves.append((last.row, stay.row))
-            last.row = stay.row
-            self._stays[last.row] = last
-        stay.row, stay.pages = -1, []
-        self._filtered -= stay.progress.request.params.filtered
+        last = self._reqs.pop()
+        if last is not req:
+            self._moves.append((last.row, req.row))
+            last.row = req.row
+            self._reqs[last.row] = last
+        req.row, req.pages = -1, []
+        self._filtered -= req.state.request.params.filtered
 
-    def _preempt(self, stay: Stay) -> None:
+    def _preempt(self, req: RunningRequest) -> None:
         """Takes pages and row away; the request will compute its prefix again and go on with the same tokens."""
-        self._leave(stay)
-        stay.progress.preemptions += 1
-        self._resuming.append(stay.progress)
-        self._awaited[stay.progress.prefix] += 1
-        self._resuming.sort(key=lambda progress: progress.order)
+        self._leave(req)
+        req.state.preemptions += 1
+        self._preempted.append(req.state)
+        self._awaited_prefixes[req.state.prefix] += 1
+        self._preempted.sort(key=lambda state: state.order)
 
     # ---- growing
 
     def _grow(self) -> tuple[tuple[int, int, int], ...]:
         """Pages for every stay whose next positions have none; the youngest give way when pages run out."""
         size, further = self._page_size, self._unread + self._nodes
-        needy = [stay for stay in self._stays if stay.position + further > len(stay.pages) * size]
-        given: list[tuple[Stay, int]] = []
-        for stay in needy:
-            lacking = self._pages_for(stay.position + further) - len(stay.pages)
-            while not stay.over and not self._room(lacking):
-                self._preempt(max(self._stays, key=lambda stay: stay.progress.order))
-            if not stay.over:
-                given += [(stay, len(stay.pages) + index) for index in range(lacking)]
-                stay.pages += self._book.take(lacking)
-        return tuple((stay.row, index, stay.pages[index]) for stay, index in given if not stay.over)
+        needy = [req for req in self._reqs if req.position + further > len(req.pages) * size]
+        given: list[tuple[RunningRequest, int]] = []
+        for req in needy:
+            lacking = self._pages_for(req.position + further) - len(req.pages)
+            while not req.over and not self._room(lacking):
+                self._preempt(max(self._reqs, key=lambda req: req.state.order))
+            if not req.over:
+                given += [(req, len(req.pages) + index) for index in range(lacking)]
+                req.pages += self._allocator.take(lacking)
+        return tuple((req.row, index, req.pages[index]) for req, index in given if not req.over)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
     def _room(self, pages: int, keep: Prefix | None = None) -> bool:
         """Makes that many pages free by dropping cached prefixes, if it can: first those nobody waits for."""
-        if self._book.free >= pages:
+        if self._allocator.free >= pages:
             return True
-        shelf = [prefix for prefix in self._shelf.oldest_first() if prefix is not keep]
-        for prefix in sorted(shelf, key=lambda prefix: prefix.tokens in self._awaited):
-            if prefix.tokens in self._awaited and len(self._stays) > 1:
+        prefix_cache = [prefix for prefix in self._prefix_cache.oldest_first() if prefix is not keep]
+        for prefix in sorted(prefix_cache, key=lambda prefix: prefix.tokens in self._awaited_prefixes):
+            if prefix.tokens in self._awaited_prefixes and len(self._reqs) > 1:
                 break  # while others run, giving up computed prompts is worse than preempting the youngest
-            self._shelf.drop(prefix)
-            if self._book.free >= pages:
+            self._prefix_cache.drop(prefix)
+            if self._allocator.free >= pages:
                 return True
         return False
 
@@ -252,53 +252,53 @@ class Scheduler:
         copies: list[Copy] = []
         entries: list[Entry] = []
         budget = self._prefill_tokens
-        for progress in self._candidates():
-            prefix = self._prefix(progress)
+        for state in self._candidates():
+            prefix = self._prefix(state)
             if prefix is not None and not prefix.complete:
                 if budget:
                     budget -= self._advance(prefix, budget, chunks)
                 if not prefix.complete:
-                    self._held = _PATIENCE  # it is gone on with in the next tick
+                    self._ticks_held = _PATIENCE  # it is gone on with in the next tick
                     break
-            if prefix is None or not self._enter(progress, prefix, copies, entries):
+            if prefix is None or not self._enter(state, prefix, copies, entries):
                 self._blocked = True  # those behind it wait too, so that nobody is overtaken for ever
                 break
         return tuple(chunks), tuple(copies), tuple(entries)
 
-    def _candidates(self) -> list[Progress]:
+    def _candidates(self) -> list[RequestState]:
         """Those that may enter now, preempted ones first. While many run, a few enter together: prefill costs a run of
         the policy, for however many it is."""
-        free = self._max_rows - len(self._stays)
+        free = self._max_rows - len(self._reqs)
         if free <= 0 or self._blocked:
             return []
-        together = min(self._max_rows // _TOGETHER, len(self._resuming) + len(self._waiting))
-        if free < together and self._held < _PATIENCE:
-            self._held += 1
+        together = min(self._max_rows // _TOGETHER, len(self._preempted) + len(self._waiting))
+        if free < together and self._ticks_held < _PATIENCE:
+            self._ticks_held += 1
             return []
-        self._held = 0
-        resuming = self._resuming[:free]
+        self._ticks_held = 0
+        resuming = self._preempted[:free]
         return resuming + self._waiting.first(free - len(resuming))
 
-    def _prefix(self, progress: Progress) -> Prefix | None:
+    def _prefix(self, state: RequestState) -> Prefix | None:
         """The prefix this request starts from: the shelf's, or a new one with its pages; None without room."""
-        tokens = progress.prefix
-        found = self._shelf.find(tokens)
+        tokens = state.prefix
+        found = self._prefix_cache.find(tokens)
         if found is not None:
             return found
-        shared = self._shared_start(progress)
-        self._book.share(shared)  # before making room, which could drop the prefix they come from
+        shared = self._shared_start(state)
+        self._allocator.share(shared)  # before making room, which could drop the prefix they come from
         pages = self._pages_for(len(tokens)) - len(shared)
         entry = self._pages_for(len(tokens) % self._page_size + self._nodes)
-        if not self._room(pages + entry + len(self._stays)):  # for the entry itself, and one for everybody's next
-            self._book.release(shared)
+        if not self._room(pages + entry + len(self._reqs)):  # for the entry itself, and one for everybody's next
+            self._allocator.release(shared)
             return None
-        prefix = Prefix(tokens, shared + self._book.take(pages), len(shared) * self._page_size, bool(progress.tokens))
-        self._shelf.put(prefix)
+        prefix = Prefix(tokens, shared + self._allocator.take(pages), len(shared) * self._page_size, bool(state.tokens))
+        self._prefix_cache.put(prefix)
         return prefix
 
-    def _shared_start(self, progress: Progress) -> list[int]:
+    def _shared_start(self, state: RequestState) -> list[int]:
         """Full pages of the prompt, if a resumed request finds its prompt still on the shelf."""
-        prompt = self._shelf.find(progress.request.prompt[:-1]) if progress.tokens else None
+        prompt = self._prefix_cache.find(state.request.prompt[:-1]) if state.tokens else None
         if prompt is None or not prompt.complete:
             return []
         return prompt.pages[: len(prompt.tokens) // self._page_size]
@@ -311,50 +311,50 @@ class Scheduler:
         prefix.done += count
         return count
 
-    def _enter(self, progress: Progress, prefix: Prefix, copies: list[Copy], entries: list[Entry]) -> bool:
+    def _enter(self, state: RequestState, prefix: Prefix, copies: list[Copy], entries: list[Entry]) -> bool:
         """Gives the request a row: shares the prefix's full pages, copies the partial one. False without room."""
         full, rest = divmod(len(prefix.tokens), self._page_size)
         shared = prefix.pages[:full]
-        self._book.share(shared)
+        self._allocator.share(shared)
         needed = self._pages_for(len(prefix.tokens) + self._nodes) - full
         if not self._room(needed, keep=prefix):
-            self._book.release(shared)
+            self._allocator.release(shared)
             return False
-        own = self._book.take(needed)
+        own = self._allocator.take(needed)
         if rest:
             copies.append(Copy(prefix.pages[full], own[0], rest))
-            self._book.share([prefix.pages[full]])  # until the plan is made: no chunk may write it before the copy
-        request = progress.request
-        stay = Stay(
-            progress,
-            row=len(self._stays),
+            self._allocator.share([prefix.pages[full]])  # until the plan is made: no chunk may write it before the copy
+        request = state.request
+        req = RunningRequest(
+            state,
+            row=len(self._reqs),
             pages=shared + own,
             position=len(prefix.tokens),
-            left=request.params.max_tokens - len(progress.tokens),
+            left=request.params.max_tokens - len(state.tokens),
         )
-        self._stays.append(stay)
+        self._reqs.append(req)
         self._filtered += request.params.filtered
-        pages = tuple(stay.pages)
-        entries.append(Entry(stay.row, request, progress.last_token, stay.position, pages, prefix.tokens, stay.left))
-        self._no_longer_waiting(progress)
+        pages = tuple(req.pages)
+        entries.append(Entry(req.row, request, state.last_token, req.position, pages, prefix.tokens, req.left))
+        self._no_longer_waiting(state)
         if prefix.private:
-            self._shelf.drop(prefix)
+            self._prefix_cache.drop(prefix)
         return True
 
-    def _no_longer_waiting(self, progress: Progress) -> None:
-        (self._resuming if progress.preemptions else self._waiting).remove(progress)
-        self._admission.started(progress.request)
-        self._waiting.rank_changed(progress.request.prompt_id)
-        self._awaited[progress.prefix] -= 1
-        if not self._awaited[progress.prefix]:
-            del self._awaited[progress.prefix]
+    def _no_longer_waiting(self, state: RequestState) -> None:
+        (self._preempted if state.preemptions else self._waiting).remove(state)
+        self._admission.started(state.request)
+        self._waiting.rank_changed(state.request.prompt_id)
+        self._awaited_prefixes[state.prefix] -= 1
+        if not self._awaited_prefixes[state.prefix]:
+            del self._awaited_prefixes[state.prefix]
 
 
-def lasting(moves: Iterable[tuple[int, int]], stays: int) -> tuple[tuple[int, int], ...]:
+def net_moves(moves: Iterable[tuple[int, int]], reqs: int) -> tuple[tuple[int, int], ...]:
     """Of moves (from, to) one after another, always of the last row, those that bring the first rows what they end up
     with. A whole batch may end in one tick, and whoever moved to make room has left as well by then: what a drafter
     remembers of a row is large."""
     origin: dict[int, int] = {}
     for source, target in moves:
         origin[target] = origin.pop(source, source)
-    return tuple((source, target) for target, source in origin.items() if target < stays)
+    return tuple((source, target) for target, source in origin.items() if target < reqs)

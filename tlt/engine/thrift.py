@@ -14,7 +14,7 @@ _BARE = 0.4  # of a capture: what a run without a graph wastes, for the host lau
 Waste = Callable[[int], float]  # seconds that a run wastes in a graph of this larger size
 
 
-class Thrift:
+class CapturePolicy:
     def __init__(self) -> None:
         self._captured: dict[Hashable, list[int]] = {}  # role → sizes, ascending
         self._wasted: dict[tuple[Hashable, int], float] = {}

@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-from tlt.engine.request import Progress, Request
+from tlt.engine.request import Request, RequestState
 
 Rank = tuple[float, ...]
 _Line = tuple[str, int]  # prompt, limit
@@ -19,7 +19,7 @@ class Waiting:
     def __init__(self, rank: Callable[[Request], Rank]) -> None:
         """`rank` depends on a request's prompt and limit alone; smaller enters first, equal ranks as submitted."""
         self._rank = rank
-        self._lines: dict[_Line, deque[Progress]] = {}
+        self._lines: dict[_Line, deque[RequestState]] = {}
         self._of_prompt: dict[str, list[_Line]] = {}
         self._first: dict[_Line, _First] = {}  # what counts of what lies in the heap
         self._heap: list[_First] = []
@@ -28,22 +28,22 @@ class Waiting:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, progress: Progress) -> None:
-        line = _line_of(progress)
+    def add(self, state: RequestState) -> None:
+        line = _line_of(state)
         if line not in self._lines:
             self._lines[line] = deque()
             self._of_prompt.setdefault(line[0], []).append(line)
-        self._lines[line].append(progress)
+        self._lines[line].append(state)
         self._count += 1
         self._show(line)
 
-    def remove(self, progress: Progress) -> None:
-        line = _line_of(progress)
+    def remove(self, state: RequestState) -> None:
+        line = _line_of(state)
         standing = self._lines[line]
-        if standing[0] is progress:
+        if standing[0] is state:
             standing.popleft()
         else:
-            standing.remove(progress)
+            standing.remove(state)
         self._count -= 1
         if standing:
             self._show(line)
@@ -57,29 +57,29 @@ class Waiting:
         for line in self._of_prompt.get(prompt_id, ()):
             self._show(line)
 
-    def first(self, count: int) -> list[Progress]:
+    def first(self, count: int) -> list[RequestState]:
         """The next ones; they go on waiting."""
-        found: list[Progress] = []
+        found: list[RequestState] = []
         shown: list[_First] = []
-        behind: list[tuple[Rank, int, _Line, int]] = []  # who stands behind those found, and where in the line
-        while len(found) < count and (front := self._front(shown, behind)):
+        lag: list[tuple[Rank, int, _Line, int]] = []  # who stands behind those found, and where in the line
+        while len(found) < count and (front := self._front(shown, lag)):
             rank, _, line, place = front
             standing = self._lines[line]
             found.append(standing[place])
             if place + 1 < len(standing):
-                heapq.heappush(behind, (rank, standing[place + 1].order, line, place + 1))
+                heapq.heappush(lag, (rank, standing[place + 1].order, line, place + 1))
         for entry in shown:
             heapq.heappush(self._heap, entry)
         return found
 
     def _front(
-        self, shown: list[_First], behind: list[tuple[Rank, int, _Line, int]]
+        self, shown: list[_First], lag: list[tuple[Rank, int, _Line, int]]
     ) -> tuple[Rank, int, _Line, int] | None:
         """The next of all lines; those taken off the heap are noted in `shown`."""
         while self._heap and (self._first.get(self._heap[0][2]) != self._heap[0] or self._heap[0] in shown[-1:]):
             heapq.heappop(self._heap)  # its rank has changed, or it has entered; or its rank has changed and is back
-        if behind and (not self._heap or behind[0][:2] < self._heap[0][:2]):
-            return heapq.heappop(behind)
+        if lag and (not self._heap or lag[0][:2] < self._heap[0][:2]):
+            return heapq.heappop(lag)
         if not self._heap:
             return None
         shown.append(heapq.heappop(self._heap))
@@ -93,5 +93,5 @@ class Waiting:
             heapq.heappush(self._heap, entry)
 
 
-def _line_of(progress: Progress) -> _Line:
-    return progress.request.prompt_id, progress.request.params.max_tokens
+def _line_of(state: RequestState) -> _Line:
+    return state.request.prompt_id, state.request.params.max_tokens

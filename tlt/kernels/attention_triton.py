@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt.kernels.attention_plan import Launch, plan_launch
-from tlt.kernels.attention_shares import list_shares
+from tlt.kernels.attention_splits import list_shares
 from tlt.kernels.cache_triton import copy_kv, rope_and_write, start
 
 __all__ = ["Launch", "copy_kv", "paged_attention", "plan_launch", "rope_and_write", "shares_of"]

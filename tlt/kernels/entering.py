@@ -42,7 +42,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomers:
+class NewRows:
     """Who comes into which row, with the states of the last positions of a prefix that several may share."""
 
     columns_7E: Tensor  # int64: row, first position, positions, where their tokens begin, the last token, then …
@@ -51,7 +51,7 @@ class Newcomers:
     most: int  # positions of any
 
 
-def enter_rows(memory: Memory, new: Newcomers) -> None:
+def enter_rows(memory: Memory, new: NewRows) -> None:
     """Puts the prefixes' states and tokens into the newcomers' rows; of what was there before nothing is known."""
     row_E, first_E, _, start_E, last_E, own_E, _ = new.columns_7E
     window = memory.tokens_RW.shape[1]

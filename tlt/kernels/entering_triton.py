@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from tlt.kernels.entering import UNUSED, Memory, Newcomers
+from tlt.kernels.entering import UNUSED, Memory, NewRows
 
 _POSITIONS, _COLUMNS = 4, 1024  # of one program
 
@@ -41,7 +41,7 @@ def _enter_kernel(
             tl.store(slots_ptr + row * stride_slots + slot, tl.full((SLOTS,), UNUSED, tl.int64), mask=slot < slots)
 
 
-def enter_rows(memory: Memory, new: Newcomers) -> None:
+def enter_rows(memory: Memory, new: NewRows) -> None:
     """As `entering.enter_rows`."""
     width, slots = memory.states_RWF.shape[2], memory.position_RW.shape[1]
     newcomers, columns = new.columns_7E.shape[1], min(_COLUMNS, triton.next_power_of_2(width))

@@ -50,7 +50,7 @@ class Growing:
         return Growing(*(getattr(self, name)[:rows] for name in self.__slots__))
 
 
-def plant(
+def start_trees(
     trees: Growing, token_Rw: Tensor, score_Rw: Tensor, state_RD: Tensor, position_R: Tensor, *, pdl: bool = False
 ) -> None:
     """The first level: successors of each row's root, named from its state; `position` is the root's."""
@@ -61,7 +61,7 @@ def plant(
     _grown(trees, token_Rw, torch.full_like(token_Rw, -1), score_Rw)
 
 
-def deepen(trees: Growing, token_Nk: Tensor, score_Nk: Tensor, state_RwD: Tensor, *, pdl: bool = False) -> None:
+def expand(trees: Growing, token_Nk: Tensor, score_Nk: Tensor, state_RwD: Tensor, *, pdl: bool = False) -> None:
     """One level more: the w likeliest of the newest level's successors, w of each, named from `state`.
 
     The kernel takes equals in the order they come. A tree that is full has its last level replaced.

@@ -80,15 +80,15 @@ def _grow_kernel(
     tl.store(level_ptr + row, next_level)
 
 
-def plant(
+def start_trees(
     trees: Growing, token_Rw: Tensor, score_Rw: Tensor, state_RD: Tensor, position_R: Tensor, *, pdl: bool = False
 ) -> None:
-    """As `growth.plant`."""
+    """As `growth.start_trees`."""
     _launch(trees, token_Rw, score_Rw, state_RD, position_R, pdl)
 
 
-def deepen(trees: Growing, token_Nk: Tensor, score_Nk: Tensor, state_RwD: Tensor, *, pdl: bool = False) -> None:
-    """As `growth.deepen`."""
+def expand(trees: Growing, token_Nk: Tensor, score_Nk: Tensor, state_RwD: Tensor, *, pdl: bool = False) -> None:
+    """As `growth.expand`."""
     _launch(trees, token_Nk, score_Nk, state_RwD, None, pdl)
 
 

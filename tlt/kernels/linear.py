@@ -2,9 +2,9 @@
 
 What always holds: `linear` here defines what the fused kernels in `linear_triton` must compute, and rounds where a
 Hugging Face model rounds (the normed row, each product and the activation are cast back to the dtype of `x`).
-On a GPU the rows of the residual stream travel `Weighed` for the norm that reads them next; `weigh` and
+On a GPU the rows of the residual stream travel `PreNormed` for the norm that reads them next; `weigh` and
 `weighed_linear` define that: the sums are scaled where `linear` scales the rows, so bfloat16 rounds once less.
-A matrix may have a `Light` copy in 8 bits beside it, which only kernels for few rows read.
+A matrix may have a `QuantizedMatrix` copy in 8 bits beside it, which only kernels for few rows read.
 Knows nothing of devices, tiles, or which layer of a model it serves.
 """
 
@@ -48,7 +48,7 @@ _ROWS = 8192  # of a matrix rounded to such numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Light:
+class QuantizedMatrix:
     """A matrix, and the same in 8 bits, each row in a scale of its own: half as much to read. What it computes is a
     little off: for drafts alone, which the policy verifies."""
 
@@ -57,7 +57,7 @@ class Light:
     scale_N: Tensor  # float32: fine ≈ light · scale
 
     @classmethod
-    def of(cls, fine_NK: Tensor) -> "Light":
+    def of(cls, fine_NK: Tensor) -> "QuantizedMatrix":
         scale_N = torch.empty(len(fine_NK), dtype=torch.float32, device=fine_NK.device)
         light = cls(fine_NK, torch.empty_like(fine_NK, dtype=torch.float8_e4m3fn), scale_N)
         light.renew()
@@ -73,15 +73,15 @@ class Light:
             self.light_NK[rows].copy_((wide_NK / scale_N[:, None]).clamp_(-_LARGEST, _LARGEST))
 
 
-Matrix = Tensor | Light
+Matrix = Tensor | QuantizedMatrix
 
 
 def fine(matrix: Matrix) -> Tensor:
-    return matrix.fine_NK if isinstance(matrix, Light) else matrix
+    return matrix.fine_NK if isinstance(matrix, QuantizedMatrix) else matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class PreNormed:
     """Rows ready for the norm that reads them next, but for its scale: norm(x) = weighed · rsqrt(mean(x²) + eps)."""
 
     x_MD: Tensor
@@ -90,15 +90,15 @@ class Weighed:
     squares_MP: Tensor  # float32: sums of x² over parts of the row
 
 
-def weigh(x_MD: Tensor, norm_D: Tensor, part: int) -> Weighed:
+def weigh(x_MD: Tensor, norm_D: Tensor, part: int) -> PreNormed:
     """With squares in parts of `part` columns."""
     fine_MD = x_MD.float()
     squares = [columns.square().sum(-1) for columns in fine_MD.split(part, dim=-1)]
-    return Weighed(x_MD, norm_D, (fine_MD * norm_D.float()).to(x_MD.dtype), torch.stack(squares, dim=-1))
+    return PreNormed(x_MD, norm_D, (fine_MD * norm_D.float()).to(x_MD.dtype), torch.stack(squares, dim=-1))
 
 
 def weighed_linear(
-    x: Weighed, weight_NK: Tensor, *, bias: Tensor | None = None, norm_eps: float = 0.0, gated: bool = False
+    x: PreNormed, weight_NK: Tensor, *, bias: Tensor | None = None, norm_eps: float = 0.0, gated: bool = False
 ) -> Tensor:
     """act(norm(x)·Wᵀ + bias), with the products scaled instead of the rows."""
     scale_M1 = torch.rsqrt(x.squares_MP.sum(-1, keepdim=True) / x.x_MD.shape[1] + norm_eps)

@@ -183,7 +183,7 @@ LIGHT: Table = {
 }
 
 
-def choose_light(m: int, n: int, k: int, gated: bool) -> Config | None:
+def choose_quantized(m: int, n: int, k: int, gated: bool) -> Config | None:
     """The configuration for a matrix in 8 bits; None: read it in 16."""
     return _chosen(LIGHT, _guess_light, m, n, k, gated)
 
@@ -192,9 +192,9 @@ LEAST_LIGHT = {16: 8_000_000, 32: 20_000_000}
 """Outputs (after gating) × inputs, by bucket, up to which a matrix is read so fast that half the bytes save nothing."""
 
 
-def ever_light(n: int, k: int, gated: bool) -> bool:
+def ever_quantized(n: int, k: int, gated: bool) -> bool:
     """Whether any number of rows reads such a matrix in 8 bits."""
-    return any(choose_light(bucket, n, k, gated) is not None for bucket in BUCKETS)
+    return any(choose_quantized(bucket, n, k, gated) is not None for bucket in BUCKETS)
 
 
 def _guess_light(bucket: int, n: int, k: int, gated: bool) -> Config | None:

@@ -4,7 +4,7 @@ What always holds
 - Routes are chosen by shape alone, from `linear_table`: our kernels (`linear_tiles`) or the vendor's library.
 - With `exact` there is one route for any number of rows, never the library's: a row's bits do not depend on the others.
 - The norm between two layers is the business of both: the one that writes the residual stream weighs it for the norm
-  that comes next and adds up its squares (`Weighed`), the one that reads it scales its sums. Rows that come plain (the
+  that comes next and adds up its squares (`PreNormed`), the one that reads it scales its sums. Plain rows (the
   library wrote them, or they are a drafter's) are normed by whoever reads them: our kernels weigh them as they read, or
   where that was slower (`apart`) and before the library's product a kernel of its own does.
 
@@ -22,8 +22,8 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt.kernels import elementwise_triton
-from tlt.kernels.linear import Light, Matrix, Weighed, fine
-from tlt.kernels.linear_table import Config, bucket_of, choose, choose_exact, choose_light
+from tlt.kernels.linear import Matrix, PreNormed, QuantizedMatrix, fine
+from tlt.kernels.linear_table import Config, bucket_of, choose, choose_exact, choose_quantized
 from tlt.kernels.linear_tiles import copy_rows_kernel, skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
 from tlt.kernels.workspace import Workspace, shared_workspace
 
@@ -32,7 +32,7 @@ INTERPRETED = not isinstance(skinny_linear_kernel, triton.JITFunction)
 
 
 def linear(
-    x: Tensor | Weighed,
+    x: Tensor | PreNormed,
     weight: Matrix,
     *,
     bias: Tensor | None = None,
@@ -61,8 +61,8 @@ def linear(
 
 def _route(weight: Matrix, shape: tuple[int, int, int, bool]) -> tuple[Matrix, Config | None]:
     """In how many bits a matrix is read, and by which tiles; None: by the library."""
-    if isinstance(weight, Light):
-        light = choose_light(*shape)
+    if isinstance(weight, QuantizedMatrix):
+        light = choose_quantized(*shape)
         if light is not None:
             return weight, light
     return fine(weight), choose(*shape)
@@ -78,7 +78,7 @@ def add_linear(
     keep_residual: bool = False,
     pdl: bool = False,
     exact: bool = False,
-) -> Tensor | Weighed:
+) -> Tensor | PreNormed:
     """`residual += x·Wᵀ + bias`, in place unless it is to be kept, and made ready for the norm that reads it next where
     that costs nothing. The sum has the same bits wherever it is written."""
     shape = (x_MK.shape[0], len(fine(weight)), x_MK.shape[1], False)
@@ -111,7 +111,7 @@ _COPIED = 1024
 
 def take_rows(
     table_VD: Tensor, index_M: Tensor, next_norm: Tensor, *, pdl: bool = False, exact: bool = False
-) -> Tensor | Weighed:
+) -> Tensor | PreNormed:
     """`table[index]`, made ready for the norm that reads it first where its reader can make use of that."""
     if bucket_of(len(index_M)) is None and not exact:
         return table_VD[index_M]
@@ -133,15 +133,15 @@ _PART = 64
 """As most entries of the table cut the residual stream, so that the first layer runs the same kernel as the others."""
 
 
-def room_for(x_MD: Tensor, norm_D: Tensor, part: int) -> Weighed:
+def room_for(x_MD: Tensor, norm_D: Tensor, part: int) -> PreNormed:
     """Buffers yet to be filled, with squares in parts of `part` columns."""
     rows, width = x_MD.shape
     squares_MP = torch.empty((rows, triton.cdiv(width, part)), dtype=torch.float32, device=x_MD.device)
-    return Weighed(x_MD, norm_D, torch.empty((rows, width), dtype=x_MD.dtype, device=x_MD.device), squares_MP)
+    return PreNormed(x_MD, norm_D, torch.empty((rows, width), dtype=x_MD.dtype, device=x_MD.device), squares_MP)
 
 
 def skinny_linear(
-    x: Tensor | Weighed,
+    x: Tensor | PreNormed,
     weight: Matrix,
     config: Config,
     *,
@@ -151,7 +151,7 @@ def skinny_linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    leave: Weighed | None = None,
+    leave: PreNormed | None = None,
     pdl: bool = False,
     workspace: Workspace | None = None,
 ) -> Tensor:
@@ -160,9 +160,9 @@ def skinny_linear(
     `leave`: buffers to fill with the result as the next norm wants it; its x is `out`.
     """
     pdl = pdl and not INTERPRETED
-    weight_NK, scale_N = (weight.light_NK, weight.scale_N) if isinstance(weight, Light) else (weight, None)
+    weight_NK, scale_N = (weight.light_NK, weight.scale_N) if isinstance(weight, QuantizedMatrix) else (weight, None)
     carried = None
-    if isinstance(x, Weighed):
+    if isinstance(x, PreNormed):
         x_MK, carried, norm_weight = x.weighed_MD, x.squares_MP, None
     elif config.apart and norm_weight is not None:
         x_MK, norm_weight = elementwise_triton.rms_norm(x, norm_weight, norm_eps, pdl=pdl), None
@@ -200,14 +200,14 @@ def skinny_linear(
 
 
 def exact_linear(
-    x: Tensor | Weighed,
+    x: Tensor | PreNormed,
     weight_NK: Tensor,
     config: Config,
     *,
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    leave: Weighed | None = None,
+    leave: PreNormed | None = None,
     workspace: Workspace | None = None,
     **fused: Any,
 ) -> Tensor:
@@ -237,8 +237,8 @@ def exact_linear(
     return out
 
 
-def _part(x: Weighed, rows: slice) -> Weighed:
-    return Weighed(x.x_MD[rows], x.norm_D, x.weighed_MD[rows], x.squares_MP[rows])
+def _part(x: PreNormed, rows: slice) -> PreNormed:
+    return PreNormed(x.x_MD[rows], x.norm_D, x.weighed_MD[rows], x.squares_MP[rows])
 
 
 def _launch_options(pdl: bool) -> dict[str, bool]:
@@ -303,7 +303,7 @@ def _descriptor(rows: Tensor, block: list[int]) -> TensorDescriptor | None:
 
 
 def _check(
-    x_MK: Tensor, weight_NK: Tensor, residual: Tensor | None, out: Tensor | None, leave: Weighed | None, n: int
+    x_MK: Tensor, weight_NK: Tensor, residual: Tensor | None, out: Tensor | None, leave: PreNormed | None, n: int
 ) -> None:
     if x_MK.shape[1] != weight_NK.shape[1]:
         raise ValueError(f"x has {x_MK.shape[1]} columns and the weight {weight_NK.shape[1]}; they must be equal")

@@ -6,7 +6,7 @@ A score that is no number is the worst.
 Each row may keep as many as its tree has room for; where rows share, only those among the likeliest of all rows' nodes:
 so a tree is as large as its row is predictable. Of equals, and many rows may be quite sure, the first rows' stay. A
 batch lasts as long as its last row: those that have less left to write than others may be held back a little
-(`Shared.favour`).
+(`Shared.remaining_bias`).
 """
 # R rows, L nodes grown, k nodes kept, Q nodes of a tree (the root is 0), W mask words of 32 bits
 
@@ -36,7 +36,7 @@ class Shared:
 
     nodes: int  # in all of them together, roots left out
     left_R: Tensor  # int64: tokens that each may still write
-    favour: Tensor  # float32, one number: by how much a row with nothing left would be held back, in nats …
+    remaining_bias: Tensor  # float32, one number: by how much a row with nothing left would be held back, in nats …
     most: float = 0.0  # … and by how much any is
 
 
@@ -81,7 +81,7 @@ def prune(
 def handicap(shared: Shared, ready_R: Tensor) -> Tensor:
     """float32 [R], from 0 on: nothing for the row that has most left of those that are ready."""
     left_R = shared.left_R.clamp(min=0).float() * ready_R
-    return (shared.favour * (1.0 - left_R / left_R.amax().clamp(min=1.0))).clamp(max=shared.most)
+    return (shared.remaining_bias * (1.0 - left_R / left_R.amax().clamp(min=1.0))).clamp(max=shared.most)
 
 
 def _likeliest(unlikely_RL: Tensor, nodes: int) -> Tensor:

@@ -147,7 +147,7 @@ def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, shared: Shar
     handicap_R, cut = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 1))
     first = torch.empty(1, dtype=torch.int32, device=device)
     _handicap_kernel[(1,)](
-        shared.left_R, ready_R, shared.favour, handicap_R, rows, shared.most,
+        shared.left_R, ready_R, shared.remaining_bias, handicap_R, rows, shared.most,
         BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
     block = max(32, triton.next_power_of_2(rows * grown))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StatePlaces:
     """What a tick drew in each row, and from which states: one each, or those of a walk through the row's tree."""
 
     position_T: Tensor  # int64, of every state of the forward
@@ -23,7 +23,7 @@ class Kept:
 
 
 def keep_states(
-    states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], kept: Kept, *, pdl: bool = False
+    states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], kept: StatePlaces, *, pdl: bool = False
 ) -> None:
     """states[r, position % W] = the taps at that state, side by side; tokens[r, position % W] = the token drawn there.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt.kernels.cache_triton import start
-from tlt.kernels.states import Kept
+from tlt.kernels.states import StatePlaces
 
 _BLOCK = 1024  # columns per program
 
@@ -48,7 +48,7 @@ def _keep_kernel(
 
 
 def keep_states(
-    states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], kept: Kept, *, pdl: bool = False
+    states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], kept: StatePlaces, *, pdl: bool = False
 ) -> None:
     """As `states.keep_states`, for three taps of one width."""
     low, middle, high = taps

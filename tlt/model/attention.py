@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt.kernels import attention as torch_kernels
-from tlt.kernels.twin import twin
+from tlt.kernels.dispatch import dispatch
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
 from tlt.model.kv import KVCache
@@ -211,7 +211,7 @@ class PagedLayout:
 
 def kernels_for(device: torch.device) -> Any:
     """The module of attention kernels."""
-    return twin(torch_kernels, device)
+    return dispatch(torch_kernels, device)
 
 
 def shares_of(context_R: Tensor, config: ModelConfig, max_query: int) -> Tensor | None:

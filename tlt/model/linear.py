@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import linear as torch_linear
-from tlt.kernels.linear import Matrix, Weighed, fine
+from tlt.kernels.linear import Matrix, PreNormed, fine
 
-Stream = Tensor | Weighed
+Stream = Tensor | PreNormed
 """The residual stream: rows, or in GPU rollout rows and what their next norm needs of them."""
 
 
@@ -33,9 +33,9 @@ def linear(
     """`residual + activation(norm(x) @ weightᵀ + bias)`; gated: weight holds gate rows, then up rows.
 
     In GPU rollout the sum is written over `residual`: whoever wants to keep that must copy it before. And there alone a
-    `Light` weight is read in 8 bits, where our kernels read it.
+    `QuantizedMatrix` weight is read in 8 bits, where our kernels read it.
     """
-    if isinstance(x, Weighed) and x.norm_D is not norm_weight:
+    if isinstance(x, PreNormed) and x.norm_D is not norm_weight:
         raise ValueError("x was weighed for another norm than the one given; hand that norm to whoever made x")
     x_TK = rows_of(x)
     options: dict[str, Any] = {
@@ -85,7 +85,7 @@ def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool 
 
 
 def rows_of(x: Stream) -> Tensor:
-    return x.x_MD if isinstance(x, Weighed) else x
+    return x.x_MD if isinstance(x, PreNormed) else x
 
 
 def _trained_linear(
@@ -155,7 +155,7 @@ def in_gpu_rollout(x: Tensor) -> bool:
     return x.is_cuda and not torch.is_grad_enabled() and x.dtype == torch.bfloat16
 
 
-def reads_light(weight: Tensor) -> bool:
+def reads_quantized(weight: Tensor) -> bool:
     """Whether rollout may read such a matrix in 8 bits: our kernels for that are made for Hopper."""
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         return False

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from tlt.config import EngineSettings
 from tlt.dispatch import Dispatch
-from tlt.drafting.idle import Coordinator, Seat, State
+from tlt.drafting.idle import Coordinator, State, WorkerStatus
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.sim.book import CostBook
 from tlt.sim.trace import Trace
-from tlt.sim.worker import Answered, SimWorker
+from tlt.sim.worker import SimCompletion, SimWorker
 from tlt.sim.world import World
-from tlt.spec.chooser import TunerPolicy
 from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.shape_policy import ShapePolicy
 from tlt.types import Completion, Key, SamplingParams, Timing
 
 
@@ -57,18 +57,18 @@ class SimFleet:
         workers: int,
         world: Callable[[int], World],
         settings: EngineSettings,
-        chooser: Callable[[], TunerPolicy | None],
+        shape_policy: Callable[[], ShapePolicy | None],
         deepest: int = 0,
     ) -> None:
-        """`world` of a worker with this number, and a `chooser` for it; None: plain decoding."""
+        """`world` of a worker with this number, and a `shape_policy` for it; None: plain decoding."""
         self._trace, self._rollouts = trace, 0
         self._lengths: dict[Key, int] = {}
         worlds = [world(number) for number in range(workers)]
         check_room(trace, worlds[0].book)
-        self._workers = [SimWorker(one, settings, self._lengths, chooser(), deepest) for one in worlds]
+        self._workers = [SimWorker(one, settings, self._lengths, shape_policy(), deepest) for one in worlds]
         self._dispatch = Dispatch(worlds[0].book.rows)
         self._desk = Coordinator(range(workers))
-        self._seats = [Seat(number) for number in range(workers)]
+        self._seats = [WorkerStatus(number) for number in range(workers)]
         self._dry_s = [0.0] * workers  # since when a worker has had nothing to write
 
     def rollout(self) -> Simulated:
@@ -78,7 +78,7 @@ class SimFleet:
         self._dispatch.begin(self._requests(), range(len(self._workers)))
         self._desk.begin(drafting=True)
         self._tell()
-        finished: list[Answered] = []
+        finished: list[SimCompletion] = []
         now = 0.0
         while self._dispatch.open:
             self._hand_out(now)
@@ -119,11 +119,11 @@ class SimFleet:
         for number, asked in given.items():
             self._workers[number].take(sorted(asked, key=lambda one: one.key) if alone else asked, now)
 
-    def _hear(self, number: int, answered: Sequence[Answered]) -> None:
-        for answer in answered:
+    def _hear(self, number: int, answered: Sequence[SimCompletion]) -> None:
+        for completion in answered:
             self._seats[number].answered()
-            if not self._dispatch.answered(number, _completion(answer)):
-                raise AssertionError(f"request {answer.key.request} was answered twice")
+            if not self._dispatch.answered(number, _completion(completion)):
+                raise AssertionError(f"request {completion.key.request} was answered twice")
         if answered:
             self._dry_s[number] = self._now(number)
             self._tell()
@@ -146,15 +146,17 @@ class SimFleet:
             raise AssertionError("some worker has not heard that the rollout is over")
         return drafting_s
 
-    def _told(self, finished: Sequence[Answered], writing_s: Sequence[float], drafting_s: Sequence[float]) -> Simulated:
+    def _told(
+        self, finished: Sequence[SimCompletion], writing_s: Sequence[float], drafting_s: Sequence[float]
+    ) -> Simulated:
         shapes = sum((worker.shapes for worker in self._workers), Counter[tuple[int, Shape]]())
         verifies = sum(worker.verifies for worker in self._workers)
         return Simulated(
             workers=len(self._workers),
-            seconds=max(answer.at_s for answer in finished),
-            tokens=sum(answer.tokens for answer in finished),
+            seconds=max(completion.at_s for completion in finished),
+            tokens=sum(completion.tokens for completion in finished),
             ticks=sum(worker.ticks for worker in self._workers),
-            finished_s=tuple(sorted(answer.at_s for answer in finished)),
+            finished_s=tuple(sorted(completion.at_s for completion in finished)),
             writing_s=tuple(writing_s),
             drafting_s=tuple(drafting_s),
             accept_length=1.0 + sum(worker.accepted for worker in self._workers) / max(1, verifies),
@@ -173,6 +175,6 @@ def check_room(trace: Trace, book: CostBook) -> None:
         )
 
 
-def _completion(answer: Answered) -> Completion:
-    tokens = (0,) * answer.tokens
-    return Completion(answer.key, (), tokens, "", (), (), "eos", 0, Timing(0.0, answer.at_s))
+def _completion(completion: SimCompletion) -> Completion:
+    tokens = (0,) * completion.tokens
+    return Completion(completion.key, (), tokens, "", (), (), "eos", 0, Timing(0.0, completion.at_s))

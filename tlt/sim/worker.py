@@ -11,39 +11,43 @@ from dataclasses import dataclass, replace
 
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
-from tlt.engine.pages import PageBook
-from tlt.engine.request import Progress, Request
-from tlt.engine.scheduler import Plan, Scheduler, Stay
+from tlt.engine.pages import PageAllocator
+from tlt.engine.request import Request, RequestState
+from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
 from tlt.sim.world import EAGLE, World
-from tlt.spec.acceptance import Walked
+from tlt.spec.acceptance import AcceptResult
 from tlt.spec.backlog import Backlog
-from tlt.spec.chooser import Outcome, TunerPolicy
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Outcome, ShapePolicy
 from tlt.types import Key
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class SimCompletion:
     key: Key
     tokens: int
     at_s: float  # by the worker's clock
 
 
 class SimWorker:
-    """`take` requests, `tick` while busy. `chooser` None: plain decoding."""
+    """`take` requests, `tick` while busy. `shape_policy` None: plain decoding."""
 
     def __init__(
         self,
         world: World,
         settings: EngineSettings,
         lengths: Mapping[Key, int],
-        chooser: TunerPolicy | None = None,
+        shape_policy: ShapePolicy | None = None,
         deepest: int = 0,
     ) -> None:
         book = world.book
-        self._world, self._lengths, self._chooser = world, lengths, chooser
+        self._world, self._lengths, self._shape_policy = world, lengths, shape_policy
         self._scheduler = Scheduler(
-            PageBook(book.pages), book.page_size, book.rows, settings.prefill_tokens, ADMISSIONS[settings.admission]()
+            PageAllocator(book.pages),
+            book.page_size,
+            book.rows,
+            settings.prefill_tokens,
+            ADMISSIONS[settings.admission](),
         )
         self._backlog = Backlog(max(1, book.window), deepest + 1)
         self._arrived = self._taken = self._open = 0  # positions newcomers brought; requests ever, and unanswered
@@ -66,90 +70,90 @@ class SimWorker:
         if not self.busy:
             self.now = max(self.now, at_s)  # until then there was nothing to do
         for request in requests:
-            self._scheduler.submit(Progress(request, self._taken, at_s))
+            self._scheduler.submit(RequestState(request, self._taken, at_s))
             self._taken += 1
             self._open += 1
-            if self._chooser is not None:
-                self._chooser.expect(request.params.max_tokens)
+            if self._shape_policy is not None:
+                self._shape_policy.set_max_len(request.params.max_tokens)
 
-    def tick(self) -> list[Answered]:
+    def tick(self) -> list[SimCompletion]:
         """One step for every running request; who was answered in it."""
         shape = self._choose()
         plan = self._scheduler.plan(nodes=shape.verify)
         self._enter(plan)
         self.now += self._world.prefill_s(sum(len(chunk.tokens) for chunk in plan.chunks))
         if plan.empty:
-            raise AssertionError(f"nothing to run, yet {self._open} requests wait: {self._scheduler.census}")
+            raise AssertionError(f"nothing to run, yet {self._open} requests wait: {self._scheduler.page_stats}")
         self.ticks += 1
-        if not plan.stays:
+        if not plan.reqs:
             return []
-        self.shapes[len(plan.stays), shape] += 1
+        self.shapes[len(plan.reqs), shape] += 1
         return self._plain(plan) if shape.off else self._verify(plan, shape)
 
     def _choose(self) -> Shape:
         running = self._scheduler.running
-        if self._chooser is None or not running:
+        if self._shape_policy is None or not running:
             return OFF
-        return self._chooser.choose(running, self._backlog.before(running))
+        return self._shape_policy.choose(running, self._backlog.before(running))
 
     def _enter(self, plan: Plan) -> None:
         if self._world.book.window:
             for entry in plan.entries:
                 self._backlog.came(1, min(self._world.book.window, len(entry.prefix)))
 
-    def _plain(self, plan: Plan) -> list[Answered]:
+    def _plain(self, plan: Plan) -> list[SimCompletion]:
         seconds = self._tick_s(plan, OFF)
         self.now += seconds
         self._backlog.wrote(1, 1.0)
-        self._observe(Outcome(OFF, len(plan.stays), seconds=None if plan.chunks else seconds))
-        return self._written(plan.stays, [1] * len(plan.stays))
+        self._observe(Outcome(OFF, len(plan.reqs), seconds=None if plan.chunks else seconds))
+        return self._written(plan.reqs, [1] * len(plan.reqs))
 
-    def _verify(self, plan: Plan, shape: Shape) -> list[Answered]:
-        count, drafts = len(plan.stays), EAGLE in shape.drafters
-        behind = self._backlog.before(count) if drafts else 0
-        newly = self._backlog.newly(count) if drafts and not behind else 0.0
-        caught_up_s = self._world.catch_up_s(shape, count, behind) if behind else 0.0
+    def _verify(self, plan: Plan, shape: Shape) -> list[SimCompletion]:
+        count, drafts = len(plan.reqs), EAGLE in shape.drafters
+        lag = self._backlog.before(count) if drafts else 0
+        newly = self._backlog.newly(count) if drafts and not lag else 0.0
+        caught_up_s = self._world.catch_up_s(shape, count, lag) if lag else 0.0
         seconds = self._tick_s(plan, shape) + self._world.entering_s(shape, count, newly)
         self.now += caught_up_s + seconds
         self._backlog.clear()
         self._backlog.wrote(shape.depth + 1, shape.most_tokens)
-        walks = self._world.walks(shape, (stay.progress.request.key.request for stay in plan.stays))
-        emitted = self._cut(plan.stays, walks)
-        self._scheduler.advance(plan.stays, emitted)
+        results = self._world.results(shape, (req.state.request.key.request for req in plan.reqs))
+        emitted = self._cut(plan.reqs, results)
+        self._scheduler.advance(plan.reqs, emitted)
         self.verifies += count
         self.accepted += sum(emitted) - count
         told = None if plan.chunks else seconds
-        spent = (told, caught_up_s, (), caught_up_s, behind, newly)
-        self._observe(Outcome(shape, count, walks, *spent))
-        return self._written(plan.stays, emitted)
+        spent = (told, caught_up_s, (), caught_up_s, lag, newly)
+        self._observe(Outcome(shape, count, results, *spent))
+        return self._written(plan.reqs, emitted)
 
     def _tick_s(self, plan: Plan, shape: Shape) -> float:
-        looked_back = [stay.position for stay in plan.stays]
-        return self._world.tick_s(shape, looked_back, may_draft=self._chooser is not None)
+        looked_back = [req.position for req in plan.reqs]
+        return self._world.tick_s(shape, looked_back, may_draft=self._shape_policy is not None)
 
     def _observe(self, outcome: Outcome) -> None:
         """With what the engine knows beside the tick."""
-        if self._chooser is not None:
+        if self._shape_policy is not None:
             arrived = self._newly_arrived()
-            self._chooser.observe(replace(outcome, arrived=arrived, to_come=lambda: self._scheduler.to_come))
+            self._shape_policy.observe(replace(outcome, arrived=arrived, to_come=lambda: self._scheduler.to_come))
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._backlog.arrived
         return self._arrived - before
 
-    def _cut(self, stays: Sequence[Stay], walks: Sequence[Walked]) -> list[int]:
+    def _cut(self, reqs: Sequence[RunningRequest], results: Sequence[AcceptResult]) -> list[int]:
         """An answer ends where it ends, in the middle of an accepted block too."""
-        return [min(walked.accepted + 1, self._left(stay)) for stay, walked in zip(stays, walks, strict=True)]
+        return [min(walked.accepted + 1, self._left(req)) for req, walked in zip(reqs, results, strict=True)]
 
-    def _left(self, stay: Stay) -> int:
-        return self._lengths[stay.progress.request.key] - len(stay.progress.tokens)
+    def _left(self, req: RunningRequest) -> int:
+        return self._lengths[req.state.request.key] - len(req.state.tokens)
 
-    def _written(self, stays: Sequence[Stay], emitted: Sequence[int]) -> list[Answered]:
+    def _written(self, reqs: Sequence[RunningRequest], emitted: Sequence[int]) -> list[SimCompletion]:
         answered = []
-        for stay, count in zip(stays, emitted, strict=True):
-            stay.progress.tokens.extend([0] * count)
-            if not self._left(stay):
-                self._scheduler.finish(stay)
+        for req, count in zip(reqs, emitted, strict=True):
+            req.state.tokens.extend([0] * count)
+            if not self._left(req):
+                self._scheduler.finish(req)
                 self._open -= 1
-                answered.append(Answered(stay.progress.request.key, len(stay.progress.tokens), self.now))
+                answered.append(SimCompletion(req.state.request.key, len(req.state.tokens), self.now))
         return answered

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from tlt.sim.book import CostBook
-from tlt.spec.acceptance import Acceptance, Track, Walked
+from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
 from tlt.spec.costs import CostTable, TickCosts
 from tlt.spec.shape import OFF, Shape
 
@@ -27,11 +27,11 @@ class World:
         self.book = book
         self._costs = TickCosts(CostTable(), pad, learned=(EAGLE,), context_read_once=book.gpu)
         for measured in book.measured:
-            self._costs.know(measured)
+            self._costs.load_costs(measured)
         self._luck = random.Random(seed)
         self._acceptance = Acceptance(shapes, horizon=_CERTAIN)
         if book.ranks and any(EAGLE in shape.drafters for shape in shapes):
-            self._acceptance.recall(EAGLE, book.ranks, _CERTAIN)
+            self._acceptance.load_prior(EAGLE, book.ranks, _CERTAIN)
         self._hits = [list(accumulate(row)) for row in book.ranks]
         self._trees: dict[Shape, Paths] = {}
 
@@ -50,15 +50,15 @@ class World:
     def prefill_s(self, tokens: int) -> float:
         return self.book.prefill_s * tokens
 
-    def catch_up_s(self, shape: Shape, batch: int, behind: int) -> float:
-        return self._costs.catching_up(shape, OFF, batch, behind)
+    def catch_up_s(self, shape: Shape, batch: int, lag: int) -> float:
+        return self._costs.catching_up(shape, OFF, batch, lag)
 
     def entering_s(self, shape: Shape, batch: int, positions: float) -> float:
         return self._costs.entering(shape, batch, positions)
 
     # ---- luck
 
-    def walks(self, shape: Shape, requests: Iterable[int]) -> list[Walked]:
+    def results(self, shape: Shape, requests: Iterable[int]) -> list[AcceptResult]:
         """What each request does with its draft."""
         if shape.share:
             return [self._shared(shape, request) for request in requests]
@@ -67,18 +67,18 @@ class World:
             tree = self._trees[shape] = grown(self._ranks(shape.depth), shape)
         return [self._walk(shape, tree, request) for request in requests]
 
-    def _walk(self, shape: Shape, tree: Paths, request: int) -> Walked:
+    def _walk(self, shape: Shape, tree: Paths, request: int) -> AcceptResult:
         path: tuple[int, ...] = ()
         accepted = 0
         while len(path) < shape.depth:
             rank = self._rank(len(path), shape.width)
             if rank is None:
-                return Walked(accepted, (Track(path, shape.width),), request)
+                return AcceptResult(accepted, (RankHits(path, shape.width),), request)
             path = (*path, rank)
             if path not in tree:  # the drafter knew, but there was no room for it
-                return Walked(accepted, (Track(path),), request)
+                return AcceptResult(accepted, (RankHits(path),), request)
             accepted += 1
-        return Walked(accepted, (Track(path),), request)
+        return AcceptResult(accepted, (RankHits(path),), request)
 
     def _rank(self, depth: int, width: int) -> int | None:
         """Of the policy's token among the drafter's first candidates; None: it is none of them."""
@@ -86,11 +86,11 @@ class World:
         rank = bisect_right(hits, self._luck.random()) + 1
         return rank if rank <= min(width, len(hits)) else None
 
-    def _shared(self, shape: Shape, request: int) -> Walked:
+    def _shared(self, shape: Shape, request: int) -> AcceptResult:
         """Where requests share, only the length on average is known."""
         length = self._acceptance.length(shape)
         accepted = min(shape.depth, int(length - 1.0 + self._luck.random()))
-        return Walked(accepted, (Track((1,)) if accepted else Track((), shape.width),), request)
+        return AcceptResult(accepted, (RankHits((1,)) if accepted else RankHits((), shape.width),), request)
 
     def _ranks(self, depth: int) -> list[tuple[float, ...]]:
         ranks = self.book.ranks

@@ -24,7 +24,7 @@ Drafters = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
+class RankHits:
     """How far one drafter's own branches, alone, go along with the policy, as far as the policy's tokens are known."""
 
     ranks: tuple[int, ...] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, from 1
@@ -32,15 +32,15 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class AcceptResult:
     """What one request did with its draft."""
 
     accepted: int  # draft tokens the policy walked through; the verify emitted one more
-    tracks: tuple[Track, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
+    rank_hits: tuple[RankHits, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
     request: Hashable = None  # which one it was, if somebody looked; None: nobody says, it counts as one of its own
 
 
-def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:
+def rank_hits_of(draft: Draft, emitted: Sequence[int], shape: Shape) -> RankHits:
     """Of a drafter's own draft, before anything was pruned, against the tokens a verify emitted.
 
     A drafter that named fewer candidates than it was asked for has missed among all it could have named.
@@ -53,18 +53,18 @@ def track(draft: Draft, emitted: Sequence[int], shape: Shape) -> Track:
         best = sorted(children.get(node, ()), key=draft.scores.__getitem__, reverse=True)[: shape.width]
         named = [draft.tokens[child] for child in best]
         if token not in named:
-            return Track(tuple(ranks), shape.width)
+            return RankHits(tuple(ranks), shape.width)
         node = best[named.index(token)]
         ranks.append(named.index(token) + 1)
-    return Track(tuple(ranks))
+    return RankHits(tuple(ranks))
 
 
-def together(tracks: Sequence[Track]) -> Track:
+def together(rank_hits: Sequence[RankHits]) -> RankHits:
     """Of several drafters in one tree: the best rank at each depth, until all that are still in the race miss."""
     ranks: list[int] = []
-    while hits := [found.ranks[len(ranks)] for found in tracks if len(found.ranks) > len(ranks)]:
+    while hits := [found.ranks[len(ranks)] for found in rank_hits if len(found.ranks) > len(ranks)]:
         ranks.append(min(hits))
-    return Track(tuple(ranks), min(found.missed_among for found in tracks if len(found.ranks) == len(ranks)))
+    return RankHits(tuple(ranks), min(found.missed_among for found in rank_hits if len(found.ranks) == len(ranks)))
 
 
 _COLD = 0.15  # chance of the first candidate before anything is known …
@@ -89,10 +89,10 @@ class Survival:
         """Verifies it rests on; those of long ago count for little."""
         return (sum(self._hits[0]) + sum(self._misses[0])) / self._weight
 
-    def see(self, tracks: Iterable[Track], shallow: bool = False) -> None:
+    def see(self, rank_hits: Iterable[RankHits], shallow: bool = False) -> None:
         """`shallow`: they speak of depth 1 alone, and what is known of the others keeps its worth."""
         before = self._weight
-        for seen in tracks:
+        for seen in rank_hits:
             self._weight *= self._growth
             self.fresh += 1
             self._add(_first_only(seen) if shallow else seen)
@@ -103,7 +103,7 @@ class Survival:
             self._scale(1.0 / self._weight)
             self._weight = 1.0
 
-    def recall(self, ranks: Sequence[Sequence[float]], worth: float) -> None:
+    def load_prior(self, ranks: Sequence[Sequence[float]], worth: float) -> None:
         """As if `worth` verifies had gone as a table of p_d(r) says, below its last row as in that row. Where few of
         them would have got, the table is leaned on all the same."""
         reaching = worth * self._weight
@@ -165,7 +165,7 @@ class Survival:
             chances.append((hits[rank] + strength * prior) / (at_risk[rank] + strength))
         return chances
 
-    def _add(self, seen: Track) -> None:
+    def _add(self, seen: RankHits) -> None:
         for depth, rank in enumerate(seen.ranks[: self._depth]):
             if rank > self._width:
                 self._misses[depth][-1] += self._weight
@@ -179,9 +179,9 @@ class Survival:
             row[:] = [value * factor for value in row]
 
 
-def _first_only(seen: Track) -> Track:
+def _first_only(seen: RankHits) -> RankHits:
     """What happened at depth 1."""
-    return seen if not seen.ranks else Track(seen.ranks[:1])
+    return seen if not seen.ranks else RankHits(seen.ranks[:1])
 
 
 def likeliest_nodes(ranks: list[list[float]], count: int) -> list[tuple[float, int, int]]:
@@ -224,7 +224,7 @@ class Acceptance:
         self._sets = {shape.drafters for shape in shapes if not shape.off}
         keys = self._sets | {(drafter,) for drafters in self._sets for drafter in drafters}
         self._survival = {key: self._new_survival() for key in keys}
-        self._foreseen = {key: _Foreseen() for key in keys}
+        self._expected = {key: _Foreseen() for key in keys}
         self._shapes = tuple(shapes)
         self._index = {shape: place for place, shape in enumerate(self._shapes)}
         self._rules: dict[Shape, float] = {}  # accept lengths by the rule of the tree, as of the last review …
@@ -245,8 +245,8 @@ class Acceptance:
             return 1.0
         return self._length(self._rule(shape), *self._real.get(shape, (0.0, 0.0)))
 
-    def _length(self, rule: float, emitted: float, foreseen: float) -> float:
-        return max(1.0, rule * (emitted + _MODEL_WORTH * rule) / (foreseen + _MODEL_WORTH * rule))
+    def _length(self, rule: float, emitted: float, expected: float) -> float:
+        return max(1.0, rule * (emitted + _MODEL_WORTH * rule) / (expected + _MODEL_WORTH * rule))
 
     def lengths(self) -> list[float]:
         """`length` of every shape, in the order they were given in, for less: few of them were ever in use."""
@@ -259,27 +259,27 @@ class Acceptance:
             found[self._index[shape]] = self.length(shape)
         return found
 
-    def see(self, shape: Shape, walks: Sequence[Walked]) -> None:
-        looked = [walked for walked in walks if walked.tracks]
+    def see(self, shape: Shape, results: Sequence[AcceptResult]) -> None:
+        looked = [walked for walked in results if walked.rank_hits]
         stride = max(1, -(-len(looked) // _SAMPLE))
         sample = looked[self._sampled % stride :: stride]
         self._sampled += 1
         shallow = shape.share > 0  # deeper, only those were verified of which much was expected
         for index, drafter in enumerate(shape.drafters):
-            self._survival[(drafter,)].see((walked.tracks[index] for walked in sample), shallow)
+            self._survival[(drafter,)].see((walked.rank_hits[index] for walked in sample), shallow)
         if len(shape.drafters) > 1:
             if not self.evidence(shape.drafters):
                 self._forget_rules()  # from here on there is more to go by than what each gives alone
-            self._survival[shape.drafters].see((together(walked.tracks) for walked in sample), shallow)
+            self._survival[shape.drafters].see((together(walked.rank_hits) for walked in sample), shallow)
         if self.known(shape.drafters) > _SETTLED:
-            self._compare(shape, len(walks), len(walks) + sum(walked.accepted for walked in walks))
+            self._compare(shape, len(results), len(results) + sum(walked.accepted for walked in results))
 
-    def recall(self, drafter: str, ranks: Sequence[Sequence[float]], worth: float) -> None:
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]], worth: float) -> None:
         """This drafter alone was measured elsewhere: p_d(r), a row per depth. It counts like so many verifies."""
         if (drafter,) not in self._survival:
             known = sorted(key[0] for key in self._survival if len(key) == 1)
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {known}")
-        self._survival[(drafter,)].recall(ranks, worth)
+        self._survival[(drafter,)].load_prior(ranks, worth)
 
     def supposing(self, share: float) -> "Acceptance":
         """As if so many times as many of each drafter's guesses were right, at any depth. By the rule of the tree only,
@@ -288,14 +288,14 @@ class Acceptance:
         for key, survival in self._survival.items():
             if len(key) == 1 and survival.evidence:
                 table = [[share * probability for probability in row] for row in survival.ranks()]
-                other.recall(key[0], table, survival.evidence)
+                other.load_prior(key[0], table, survival.evidence)
         return other
 
     def refresh(self) -> None:
         """Takes new evidence into the accept lengths, where there is enough of it to matter."""
         for key, survival in self._survival.items():
             if survival.fresh > _NEWS * survival.evidence:
-                self._foreseen[key] = _Foreseen()
+                self._expected[key] = _Foreseen()
                 self._forget_rules()
                 survival.fresh = 0.0
 
@@ -307,7 +307,7 @@ class Acceptance:
 
     def forget(self, drafter: str) -> None:
         for key in self._of(drafter):
-            self._survival[key], self._foreseen[key] = self._new_survival(), _Foreseen()
+            self._survival[key], self._expected[key] = self._new_survival(), _Foreseen()
         self._forget_rules()
         self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
 
@@ -322,8 +322,8 @@ class Acceptance:
 
     def _compare(self, shape: Shape, verifies: int, tokens: int) -> None:
         kept = max(0.0, 1.0 - verifies / self._horizon)
-        emitted, foreseen = self._real.get(shape, (0.0, 0.0))
-        self._real[shape] = (emitted * kept + tokens, foreseen * kept + verifies * self._rule(shape))
+        emitted, expected = self._real.get(shape, (0.0, 0.0))
+        self._real[shape] = (emitted * kept + tokens, expected * kept + verifies * self._rule(shape))
 
     def _rule(self, shape: Shape) -> float:
         """Accept length by the rule of the tree alone."""
@@ -356,13 +356,13 @@ class Acceptance:
 
     def _cut(self, key: Drafters, shape: Shape) -> list[float]:
         """Accept lengths of trees of 0, 1, … nodes within the shape's depth and width."""
-        foreseen = self._foreseen[key]
-        lengths = foreseen.lengths.get((shape.depth, shape.width))
+        expected = self._expected[key]
+        lengths = expected.lengths.get((shape.depth, shape.width))
         if lengths is None:
-            foreseen.nodes = foreseen.nodes or likeliest_nodes(self._survival[key].ranks(), self._nodes)
+            expected.nodes = expected.nodes or likeliest_nodes(self._survival[key].ranks(), self._nodes)
             lengths = [1.0]
-            for probability, depth, rank in foreseen.nodes:
+            for probability, depth, rank in expected.nodes:
                 if depth <= shape.depth and rank <= shape.width:
                     lengths.append(lengths[-1] + probability)
-            foreseen.lengths[(shape.depth, shape.width)] = lengths
+            expected.lengths[(shape.depth, shape.width)] = lengths
         return lengths

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from tlt.spec.acceptance import Walked
+from tlt.spec.acceptance import AcceptResult
 from tlt.spec.shape import Shape
 
 
@@ -22,7 +22,7 @@ class Alarm:
     drafter: str
     shape: Shape  # in use when it showed
     recent: float  # accept length of the drafter alone over the last verifies …
-    usual: float  # … and what it used to be in the same shapes
+    baseline: float  # … and what it used to be in the same shapes
     verifies: int  # that `recent` rests on
 
 
@@ -71,19 +71,19 @@ class CollapseWatch:
 
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
-        self._usual: dict[Shape, _Usual] = {}
+        self._baseline: dict[Shape, _Usual] = {}
         self._spoke: OrderedDict[tuple[Hashable, Shape], int] = OrderedDict()
         self._window: OrderedDict[Hashable, _Said] = OrderedDict()  # oldest first
         self._total = _Said()  # of the window
         self._squares = 0.0  # Σ expected² of the window
         self._noise, self._noise_squares, self._noise_from = 0.0, 0.0, 0  # of answers before: Σ (accepted − expected)²
 
-    def see(self, shape: Shape, walks: Sequence[Walked]) -> Alarm | None:
+    def see(self, shape: Shape, results: Sequence[AcceptResult]) -> Alarm | None:
         """An alarm at the moment the collapse shows. It would repeat: whoever acts on it starts a new watch."""
         index = shape.drafters.index(self._drafter)
-        for walked in walks:
-            if walked.tracks:
-                self._hear(shape, walked.request, len(walked.tracks[index].ranks))
+        for walked in results:
+            if walked.rank_hits:
+                self._hear(shape, walked.request, len(walked.rank_hits[index].ranks))
         return self._alarm(shape) if self._collapsed() else None
 
     def _hear(self, shape: Shape, request: Hashable, accepted: int) -> None:
@@ -94,10 +94,10 @@ class CollapseWatch:
             self._spoke.popitem(last=False)
         if spoke >= _SPEAKS:
             return
-        usual = self._usual.setdefault(shape, _Usual())
-        if usual.known:
-            self._enter(request, accepted, usual.accepted)
-        usual.see(accepted, first=not spoke)
+        baseline = self._baseline.setdefault(shape, _Usual())
+        if baseline.known:
+            self._enter(request, accepted, baseline.accepted)
+        baseline.see(accepted, first=not spoke)
 
     def _enter(self, request: Hashable, accepted: int, expected: float) -> None:
         said, total = self._window.setdefault(request, _Said()), self._total
@@ -125,14 +125,14 @@ class CollapseWatch:
     def _collapsed(self) -> bool:
         if not self._long_enough(_Said(), 0) or self._noise_from < _NOISE_FROM:
             return False
-        recent, usual = self._total.accepted / self._total.verifies, self._total.expected / self._total.verifies
-        halved = 1.0 + recent < _HALF * (1.0 + usual) or recent < _QUARTER * usual
-        return halved and 1.0 - recent / usual > _BEYOND * self._chance()
+        recent, baseline = self._total.accepted / self._total.verifies, self._total.expected / self._total.verifies
+        halved = 1.0 + recent < _HALF * (1.0 + baseline) or recent < _QUARTER * baseline
+        return halved and 1.0 - recent / baseline > _BEYOND * self._chance()
 
     def _chance(self) -> float:
         """Standard deviation of accepted ÷ expected over the window, if nothing has changed."""
         return sqrt(self._noise / max(self._noise_squares, 1e-9) * max(0.0, self._squares)) / self._total.expected
 
     def _alarm(self, shape: Shape) -> Alarm:
-        recent, usual = self._total.accepted / self._total.verifies, self._total.expected / self._total.verifies
-        return Alarm(self._drafter, shape, 1.0 + recent, 1.0 + usual, self._total.verifies)
+        recent, baseline = self._total.accepted / self._total.verifies, self._total.expected / self._total.verifies
+        return Alarm(self._drafter, shape, 1.0 + recent, 1.0 + baseline, self._total.verifies)

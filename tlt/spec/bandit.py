@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from tlt.spec.alarm import Alarm
-from tlt.spec.chooser import Outcome
 from tlt.spec.costs import Measured
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Outcome
 
 
 class Bandit:
@@ -45,7 +45,7 @@ class Bandit:
         rewards = self._rewards[shape]
         return median(rewards) if rewards else None
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
+    def choose(self, batch: int, lag: int = 0) -> Shape:
         """An unseen shape first, then at random with probability ε, else the best."""
         group = self.group(batch)
         if not group:
@@ -60,21 +60,21 @@ class Bandit:
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         """Never alarms: the paper's tuner has no notion of a collapse."""
         if not outcome.shape.off and outcome.seconds:
-            accepted = sum(walked.accepted for walked in outcome.walks)
+            accepted = sum(walked.accepted for walked in outcome.results)
             reward = (accepted / outcome.batch + 1.0) * outcome.batch / outcome.seconds
             self._rewards[outcome.shape].append(reward)
         return ()
 
-    def know(self, costs: Iterable[Measured]) -> None:
+    def load_costs(self, costs: Iterable[Measured]) -> None:
         """It learns from rewards alone."""
 
-    def expect(self, ticks: int) -> None:
+    def set_max_len(self, ticks: int) -> None:
         pass
 
-    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         """Rewards are not accept lengths."""
 
-    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
         return ()  # it tries all of them
 
     def drafter_changed(self, drafter: str) -> None:

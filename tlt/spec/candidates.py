@@ -3,7 +3,7 @@
 The policy's token is the largest of `logits/T + G`, G keyed noise anyone can compute beforehand. A drafter names the
 top of `β·q_logits/T + G` with the very same G: β = 1 for a calibrated drafter, more for one that is too flat, and
 β = ∞ leaves the noise out (greedy drafts). At temperature 0 there is no noise. Every verified node tells which β would
-have hit: `Sharpness` counts and chooses. Candidates are advice: whatever is named here, the policy's tokens stay.
+have hit: `BetaCalibrator` counts and chooses. Candidates are advice: whatever is named here, the policy's tokens stay.
 """
 # N nodes to name successors of, k candidates each, v draft vocabulary, B values of β
 
@@ -21,9 +21,9 @@ __all__ = [
     "BETAS",
     "GREEDY",
     "GREEDY_BELOW",
+    "BetaCalibrator",
     "Candidates",
     "DrawKeys",
-    "Sharpness",
     "beta_hits",
     "candidates",
     "draft_ids",
@@ -108,7 +108,7 @@ def draft_ids(token_N: Tensor, token_of_draft_v: Tensor | None) -> tuple[Tensor,
     return column_N, token_of_draft_v[column_N] == token_N
 
 
-class Sharpness:
+class BetaCalibrator:
     """The β that would have hit most often of late. Greedy and 1 are among the choices, so it ends no worse than they.
 
     Pure counting: hand it, per β of `BETAS`, how many of so many verified nodes it would have hit.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from statistics import median
 
-from tlt.spec.corrections import SETTLED, TRUSTED, Corrections, Newcomers, clipped
+from tlt.spec.residuals import SETTLED, TRUSTED, CostResiduals, IngestCost, clipped
 from tlt.spec.shape import OFF, Shape
 
 POLICY = "policy"  # one run of the policy; size = tokens, those of rows that no request has too
@@ -135,10 +135,10 @@ class TickCosts:
         self._read_once = context_read_once
         self._drift = 1.0  # what all shapes share: a factor …
         self._shared_s = 0.0  # … or seconds
-        self._own = Corrections()
+        self._own = CostResiduals()
         self._idle = CostTable()  # of catching up, measured beforehand
         self._caught_up = False  # ever
-        self._newcomers = Newcomers()
+        self._ingest_cost = IngestCost()
         self._last: Shape | None = None
         self._like = False  # the kind of the shape before …
         self._in_use = 0  # … and the ticks it ran …
@@ -151,20 +151,20 @@ class TickCosts:
         self._plain: dict[int, int] = {}  # size → plain ticks recorded of it, where nobody measured it
         self._kept_of: dict[int, _Kept] = {}  # by size
 
-    def know(self, measured: Measured) -> None:
+    def load_costs(self, measured: Measured) -> None:
         """Measured beforehand."""
         self._table.record(measured.role, measured.size, measured.seconds)
         if measured.role == CATCH_UP:
-            self._newcomers.changed()
+            self._ingest_cost.changed()
             self._idle.record(CATCH_UP, measured.size, measured.seconds)
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
         """Expected of one tick; None as long as no run of the policy was ever measured."""
-        foreseen = self._foreseen(shape, batch)
-        if foreseen is None:
+        expected = self._expected(shape, batch)
+        if expected is None:
             return None
         own = 0.0 if shape.off else self._own.of(self._kind(shape), shape, self.pad(batch))
-        return max(_LEAST * foreseen, foreseen + own + self._shared_s) * self._drift
+        return max(_LEAST * expected, expected + own + self._shared_s) * self._drift
 
     def seconds_of(self, shapes: Sequence[Shape], index: Mapping[Shape, int], batch: int) -> list[float]:
         """`seconds` of each, for less; 0 where they cannot be told. `index`: where among them each shape stands."""
@@ -173,8 +173,8 @@ class TickCosts:
         lookup_s, shared_s, drift = self._lookup_s(size), self._shared_s, self._drift
         found = []
         for (runs_s, lookups), own_s in zip(kept.runs, self._own.of_all(kept.kinds, index, size), strict=True):
-            foreseen = runs_s + lookups * lookup_s
-            found.append(max(_LEAST * foreseen, foreseen + own_s + shared_s) * drift)
+            expected = runs_s + lookups * lookup_s
+            found.append(max(_LEAST * expected, expected + own_s + shared_s) * drift)
         if OFF in index:
             found[index[OFF]] = self.seconds(OFF, size) or 0.0
         return found
@@ -189,9 +189,9 @@ class TickCosts:
             kept = self._kept_of[size] = _Kept(changes, shapes, kinds, [*zip(runs_s, lookups, strict=True)])
         return kept
 
-    def catching_up(self, shape: Shape, before: Shape, batch: int, behind: int) -> float:
+    def catching_up(self, shape: Shape, before: Shape, batch: int, lag: int) -> float:
         """Seconds that learned drafters need before they can be asked, where the shape before left them out."""
-        return 0.0 if self._kind(before) else self._taking_in(shape, batch, behind)
+        return 0.0 if self._kind(before) else self._taking_in(shape, batch, lag)
 
     def looks_up_anew(self, shape: Shape, before: Shape) -> bool:
         """Whether somebody on the host is asked whom the shape before left out."""
@@ -203,7 +203,7 @@ class TickCosts:
 
     def _newcomer_s(self, batch: int) -> float:
         """Of one position of every request, if a learned drafter takes part."""
-        return self._newcomers.times(self._idle_times, self._position_s) * self._position_s(self.pad(batch))
+        return self._ingest_cost.times(self._idle_times, self._position_s) * self._position_s(self.pad(batch))
 
     def _taking_in(self, shape: Shape, batch: int, positions: float) -> float:
         """The same if all requests have as many."""
@@ -220,24 +220,24 @@ class TickCosts:
     def entered(self, shape: Shape, batch: int, positions: float, seconds: float) -> None:
         """A tick in which newcomers' positions were taken in took so long: what is beyond the tick is theirs."""
         beyond = seconds - (self.seconds(shape, batch) or seconds)  # less than nothing, if the one before was read late
-        self._newcomers.see(beyond, positions, self.pad(batch))
+        self._ingest_cost.see(beyond, positions, self.pad(batch))
 
-    def caught_up(self, batch: int, behind: int, seconds: float) -> None:
+    def caught_up(self, batch: int, lag: int, seconds: float) -> None:
         """So long it took, all rows and so many positions: what was measured over idle rows counts no more."""
-        self._newcomers.changed()
+        self._ingest_cost.changed()
         if not self._caught_up:
             self._table.forget(CATCH_UP)
         self._caught_up = True
         idle = self._idle.estimate(CATCH_UP, self.pad(batch))
         most = _IDLE * idle if idle else inf  # or whoever stood still for a moment would never be asked again
-        self._table.record(CATCH_UP, self.pad(batch), min(most, seconds / behind))
+        self._table.record(CATCH_UP, self.pad(batch), min(most, seconds / lag))
 
     def observe(self, shape: Shape, batch: int, seconds: float, drafts_s: Sequence[float] = ()) -> None:
         """A tick took this long, one-off work left out; each of the shape's drafters so much of it, if told."""
         self._count(shape, self.pad(batch))
         if self._ticks % _FADE == 0:
             self._own.fade(shape)
-            self._newcomers.fade()
+            self._ingest_cost.fade()
         if not shape.off:
             for drafter, spent in zip(shape.drafters, drafts_s, strict=False):
                 if drafter not in self._learned:
@@ -253,7 +253,7 @@ class TickCosts:
             if shape.off and self._since <= _LOOKS:
                 self._look_back(self.pad(batch), seconds)
         elif expected is not None:
-            beyond = seconds / self._drift - self._shared_s - (self._foreseen(shape, batch) or 0.0)
+            beyond = seconds / self._drift - self._shared_s - (self._expected(shape, batch) or 0.0)
             self._own.see(self._kind(shape), shape, self.pad(batch), beyond)
 
     def _count(self, shape: Shape, size: int) -> None:
@@ -288,9 +288,9 @@ class TickCosts:
         """Plain ticks just after a shape that was in use may show that its ticks had become dearer, and no others. They
         are believed if they are quick: what seems slow may be a bad moment, which is followed little by little."""
         drift, shared_s = self._then
-        foreseen = self._foreseen(OFF, size) or seconds
-        foreseen = max(_LEAST * foreseen, foreseen + shared_s) * drift
-        self._looks.append(seconds / foreseen)
+        expected = self._expected(OFF, size) or seconds
+        expected = max(_LEAST * expected, expected + shared_s) * drift
+        self._looks.append(seconds / expected)
         if not len(self._looks) == self._since == _LOOKS or not self._in_use:  # nothing came before, or some were odd
             return
         took = median(self._looks)
@@ -301,11 +301,11 @@ class TickCosts:
             or self._alike <= self._since  # other ticks are compared with others
         ):
             return
-        now = self.seconds(OFF, size) or took * foreseen
+        now = self.seconds(OFF, size) or took * expected
         if self._read_once:
-            self._shared_s = max(self._least_shared_s, self._shared_s + took * foreseen - now)
+            self._shared_s = max(self._least_shared_s, self._shared_s + took * expected - now)
         else:
-            self._drift *= took * foreseen / now
+            self._drift *= took * expected / now
         self._own.forget(self._like, self._kind, size)
 
     def _learns(self, size: int) -> bool:
@@ -320,7 +320,7 @@ class TickCosts:
         """Whether a learned drafter takes part."""
         return not self._learned.isdisjoint(shape.drafters)
 
-    def _foreseen(self, shape: Shape, batch: int) -> float | None:
+    def _expected(self, shape: Shape, batch: int) -> float | None:
         """By the table alone."""
         size = self.pad(batch)  # graphs compute rows that no request has too, and nothing beyond them
         runs_s, lookups = self._run_s(shape, size), len(shape.drafters) - self._kind(shape)

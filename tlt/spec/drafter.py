@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from tlt.kernels.states import Kept
+from tlt.kernels.states import StatePlaces
 from tlt.spec.costs import Measured
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.suffix import SuffixDrafter
@@ -24,20 +24,20 @@ class Drafter(Protocol):
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Sequence[int]) -> None:
         """The answer is complete."""
 
-    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         """Called before `propose`: takes in what is more than the last tick can have added.
 
         That is work done once, after a start or a pause, and not what drafting in this shape costs.
         """
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        """A draft of at most `shape.verify − 1` nodes for each request; `answers` is what they have written so far."""
+    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        """A draft of at most `shape.verify − 1` nodes per request; `completions` holds the tokens written so far."""
         ...
 
-    def plant(self, keys: Sequence[Key], shape: Shape) -> "Planted | None":
+    def start_trees(self, keys: Sequence[Key], shape: Shape) -> "StartedTrees | None":
         """Trees for the rows of these requests, on the device: launched, not waited for. None: it drafts on the host.
 
         May be called behind a verification whose tokens nobody has read yet.
@@ -55,7 +55,7 @@ class Indexing(Protocol):
         """Seconds that it would need before it could be asked about these."""
 
 
-class Planted(Protocol):
+class StartedTrees(Protocol):
     """Trees that lie on the device, ready to be verified."""
 
     def draft(self, key: Key) -> Draft:
@@ -71,12 +71,12 @@ class RowView:
     request_R: Tensor
     temperature_R: Tensor
     end_R: Tensor  # int64, position of the last token that it may have
-    favour: Tensor  # float32, one number: how much those with more left come first where requests share
+    remaining_bias: Tensor  # float32, one number: how much those with more left come first where requests share
     count: Tensor  # rows from here on are idle
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """A piece of work on the device, always the same for a role and a number of rows."""
 
     role: Hashable
@@ -85,7 +85,7 @@ class Part:
     exactly: bool = False  # … unless it must not be
 
 
-class Stage(Protocol):
+class GraphRunner(Protocol):
     """Where a drafter's work on the device is played: in the engine's graphs, or just so."""
 
     def view(self) -> RowView: ...
@@ -96,13 +96,13 @@ class Stage(Protocol):
     def trees(self, nodes: int) -> Trees:
         """The trees that the policy verifies."""
 
-    def play(self, parts: Sequence[Part]) -> None:
+    def run_segments(self, parts: Sequence[Segment]) -> None:
         """One piece of work after the other. Before the first, each may be run with all rows idle, to capture it."""
 
-    def ready(self, parts: Sequence[Part]) -> None:
+    def ready(self, parts: Sequence[Segment]) -> None:
         """Has their graphs captured, where there are graphs."""
 
-    def time(self, part: Part) -> float:
+    def time(self, part: Segment) -> float:
         """Seconds the work takes, all rows idle."""
 
     @property
@@ -130,15 +130,15 @@ class Piece:
     last: int  # … up to, but not with
 
 
-class Keeper(Protocol):
+class HiddenStateSink(Protocol):
     """Keeps states of the policy as the engine computes them, row by row, on the device."""
 
     taps: tuple[int, ...]  # layers whose states it wants; none: it keeps nothing
 
-    def attach(self, stage: Stage) -> None:
+    def attach(self, runner: GraphRunner) -> None:
         """Called once, by the engine that feeds it."""
 
-    def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
+    def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
         """States of the rows, and the tokens drawn from them. Part of the engine's graphs: tensor work of static shape,
         and little of it, for plain ticks do it too."""
 
@@ -158,13 +158,13 @@ class Keeper(Protocol):
         """Drafts of this shape will be asked for, of so many rows: whatever has to be captured may be now."""
 
 
-class NoKeeper:
+class NoSink:
     taps: tuple[int, ...] = ()
 
-    def attach(self, stage: Stage) -> None:
+    def attach(self, runner: GraphRunner) -> None:
         pass
 
-    def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
+    def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
         pass
 
     def prefilled(self, pieces: Sequence["Piece"], taps: Sequence[Tensor]) -> None:
@@ -191,20 +191,20 @@ class NoDrafter:
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Sequence[int]) -> None:
         pass
 
-    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         pass
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         return [EMPTY] * len(keys)
 
-    def plant(self, keys: Sequence[Key], shape: Shape) -> Planted | None:
+    def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees | None:
         return None
 
 
-_ANSWERS_KEPT = 16  # finished answers per prompt that wait to be indexed
+_COMPLETIONS_KEPT = 16  # finished answers per prompt that wait to be indexed
 _PAST = Key(0, 1 << 64)  # no request has this key: finished answers are indexed under it, one after the other
 
 _TOKEN_S = 4e-6  # to index one, before that was timed …
@@ -237,54 +237,54 @@ class SuffixDrafting:
         """Tokens: what they have written since they were indexed; or else all of it, with what was finished there, and
         their prompts, unless these are known."""
         due, prompts = 0, dict[str, int]()
-        for key, answer in running:
-            due += len(answer) - self._indexed.get(key, 0)
+        for key, completion in running:
+            due += len(completion) - self._indexed.get(key, 0)
             if key in self._waiting:
                 prompt_id, prompt = self._waiting[key]
                 prompts[prompt_id] = 0 if self._suffix.holds(prompt_id) else len(prompt)
         finished = (self._finished.get(prompt_id, ()) for prompt_id in prompts)
-        return due + sum(prompts.values()) + sum(len(answer) for kept in finished for _, answer in kept)
+        return due + sum(prompts.values()) + sum(len(completion) for kept in finished for _, completion in kept)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._waiting[key] = (prompt_id, prompt)
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Sequence[int]) -> None:
         if key in self._indexed:
-            self._suffix.extend(key, answer[self._indexed.pop(key) :])
+            self._suffix.extend(key, completion[self._indexed.pop(key) :])
             self._suffix.end(key)
             return
         prompt_id, prompt = self._waiting.pop(key)
-        self._keep(prompt_id, (prompt, tuple(answer)))
+        self._keep(prompt_id, (prompt, tuple(completion)))
 
-    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
-        behind = [
-            (key, answer)
-            for key, answer in zip(keys, answers, strict=True)
-            if key in self._waiting or len(answer) - self._indexed[key] > shape.depth + 1
+    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
+        lag = [
+            (key, completion)
+            for key, completion in zip(keys, completions, strict=True)
+            if key in self._waiting or len(completion) - self._indexed[key] > shape.depth + 1
         ]
-        if not behind:
+        if not lag:
             return
-        due, started = self._due(behind), time.perf_counter()
-        for key, answer in behind:
+        due, started = self._due(lag), time.perf_counter()
+        for key, completion in lag:
             if key in self._waiting:
                 self._index(key)
-            self._extend(key, answer)
+            self._extend(key, completion)
         if due >= _TIMED:
             self._token_s.append((time.perf_counter() - started) / due)
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         drafts = []
-        for key, answer in zip(keys, answers, strict=True):
-            self._extend(key, answer)
+        for key, completion in zip(keys, completions, strict=True):
+            self._extend(key, completion)
             drafts.append(self._suffix.propose(key, shape.depth, shape.width, shape.verify - 1))
         return drafts
 
-    def plant(self, keys: Sequence[Key], shape: Shape) -> Planted | None:
+    def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees | None:
         return None
 
-    def _extend(self, key: Key, answer: Sequence[int]) -> None:
-        self._suffix.extend(key, answer[self._indexed[key] :])
-        self._indexed[key] = len(answer)
+    def _extend(self, key: Key, completion: Sequence[int]) -> None:
+        self._suffix.extend(key, completion[self._indexed[key] :])
+        self._indexed[key] = len(completion)
 
     def _keep(self, prompt_id: str, finished: _Finished) -> None:
         """Until somebody asks about the prompt. No more than the index could hold: the oldest prompts go."""
@@ -292,7 +292,7 @@ class SuffixDrafting:
         self._finished.move_to_end(prompt_id)
         kept.append(finished)
         self._kept_tokens += _size(finished)
-        if len(kept) > _ANSWERS_KEPT:
+        if len(kept) > _COMPLETIONS_KEPT:
             self._kept_tokens -= _size(kept.popleft())
         while self._kept_tokens > self._memory_tokens:
             self._give_up(next(iter(self._finished)))
@@ -305,14 +305,14 @@ class SuffixDrafting:
     def _index(self, key: Key) -> None:
         """The request, and whatever its group has finished."""
         prompt_id, prompt = self._waiting.pop(key)
-        for earlier_prompt, answer in self._give_up(prompt_id):
+        for earlier_prompt, completion in self._give_up(prompt_id):
             self._suffix.begin(_PAST, prompt_id, earlier_prompt)
-            self._suffix.extend(_PAST, answer)
+            self._suffix.extend(_PAST, completion)
             self._suffix.end(_PAST)
         self._suffix.begin(key, prompt_id, prompt)
         self._indexed[key] = 0
 
 
 def _size(finished: _Finished) -> int:
-    prompt, answer = finished
-    return len(prompt) + len(answer)
+    prompt, completion = finished
+    return len(prompt) + len(completion)

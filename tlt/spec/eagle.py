@@ -20,8 +20,8 @@ from tlt.errors import ModelError
 from tlt.kernels import drafter as torch_kernels
 from tlt.kernels import training as training_kernels
 from tlt.kernels.drafter import New
-from tlt.kernels.linear import Light, Matrix
-from tlt.kernels.linear_table import ever_light
+from tlt.kernels.linear import Matrix, QuantizedMatrix
+from tlt.kernels.linear_table import ever_quantized
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
@@ -138,7 +138,7 @@ class Eagle(nn.Module):
         cos_PR, sin_PR = rotary_tables(layer)
         self.register_buffer("cos_PR", cos_PR.to(device), persistent=False)
         self.register_buffer("sin_PR", sin_PR.to(device), persistent=False)
-        self._light: dict[str, Light] = {}  # matrices that rollout reads in 8 bits on a GPU
+        self._quantized: dict[str, QuantizedMatrix] = {}  # matrices that rollout reads in 8 bits on a GPU
 
     # ---- values
 
@@ -153,29 +153,29 @@ class Eagle(nn.Module):
             else:
                 weight.normal_(0.0, 0.02, generator=generator)
 
-    def lighten(self, light: bool = True) -> None:
+    def quantize(self, quantized: bool = True) -> None:
         """From now on a GPU's rollout reads its large matrices in 8 bits, where few rows do; again whenever they have
         changed."""
-        if not light:
-            self._light = {}
+        if not quantized:
+            self._quantized = {}
             return
         for name, gated in _MATRICES.items():
             matrix: Tensor = getattr(self, name).detach()
-            if not ever_light(len(matrix) // (2 if gated else 1), matrix.shape[1], gated):
+            if not ever_quantized(len(matrix) // (2 if gated else 1), matrix.shape[1], gated):
                 continue
-            known = self._light.get(name)
+            known = self._quantized.get(name)
             if known is not None and known.fine_NK.data_ptr() == matrix.data_ptr():
                 known.renew()
             else:
-                self._light[name] = Light.of(matrix)
+                self._quantized[name] = QuantizedMatrix.of(matrix)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have matrices of their own, and whoever makes them mostly wants to train."""
-        return self.__dict__ | {"_light": {}}
+        return self.__dict__ | {"_quantized": {}}
 
     def _matrix(self, name: str) -> Matrix:
         matrix: Tensor = getattr(self, name)
-        return self._light.get(name, matrix)
+        return self._quantized.get(name, matrix)
 
     @torch.no_grad()
     def set_vocabulary(self, token_of_draft_v: Tensor | None) -> None:

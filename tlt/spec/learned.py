@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import compiling, entering, moving, states
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.drafter import Intake
-from tlt.kernels.linear import Light
-from tlt.kernels.linear_table import ever_light
+from tlt.kernels.linear import QuantizedMatrix
+from tlt.kernels.linear_table import ever_quantized
 from tlt.kernels.pruning import Shared
-from tlt.kernels.states import Kept
-from tlt.kernels.twin import twin
+from tlt.kernels.states import StatePlaces
 from tlt.model.device import upload_columns
-from tlt.model.linear import reads_light
+from tlt.model.linear import reads_quantized
 from tlt.model.transformer import Transformer
 from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
+from tlt.spec.beta import MOST_ROWS, BetaProbe, fetch
+from tlt.spec.built_trees import BuiltTrees
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
-from tlt.spec.drafter import Entered, Part, Piece, Planted, RowView, Stage
+from tlt.spec.drafter import Entered, GraphRunner, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
-from tlt.spec.grown import GrownTrees
-from tlt.spec.growth import Grove, Soil
 from tlt.spec.prompt_states import PromptStates, Recalled
-from tlt.spec.shape import MOST_HELD_BACK, Draft, Shape
-from tlt.spec.sharpening import MOST_ROWS, Sharpening, fetch
+from tlt.spec.shape import MAX_REMAINING_BIAS, Draft, Shape
+from tlt.spec.tree_builder import DraftInputs, TreeBuilder
 from tlt.types import Key, SamplingParams
 
 _MOST_NODES = 2048  # of a level, of all rows together: so many nobody grows
@@ -46,9 +46,9 @@ class LearnedDrafting:
     name = "eagle"
 
     def __init__(
-        self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8, *, light: bool = False
+        self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8, *, quantized: bool = False
     ) -> None:
-        """`light`: what drafts are computed with is read in 8 bits, on a GPU that can."""
+        """`quantized`: what drafts are computed with is read in 8 bits, on a GPU that can."""
         device, dtype, hidden = drafter.fc.device, drafter.fc.dtype, drafter.config.layer.hidden
         self.drafter = drafter
         self.taps: tuple[int, ...] = drafter.config.taps
@@ -58,42 +58,42 @@ class LearnedDrafting:
         self._window = window = drafter.config.window
         self._beta = torch.ones((), dtype=torch.float32, device=device)
         self._head_vD = drafter.head_rows(policy.head_weight)
-        self._light = light and reads_light(drafter.fc)
-        head_is_light = self._light and ever_light(self._head_vD.shape[0], hidden, gated=False)
-        self._light_head = Light.of(self._head_vD.detach()) if head_is_light else None
-        drafter.lighten(self._light)
-        self._soil = Soil(
+        self._quantized = quantized and reads_quantized(drafter.fc)
+        head_is_light = self._quantized and ever_quantized(self._head_vD.shape[0], hidden, gated=False)
+        self._quantized_head = QuantizedMatrix.of(self._head_vD.detach()) if head_is_light else None
+        drafter.quantize(self._quantized)
+        self._inputs = DraftInputs(
             drafter,
             drafter.new_ring(rows),
             torch.zeros((rows, hidden), dtype=dtype, device=device),
             policy.embed.detach(),
-            self._light_head or self._head_vD.detach(),
+            self._quantized_head or self._head_vD.detach(),
         )
-        self._memory = entering.Memory.empty(self._soil.ring.position_RW, len(self.taps) * hidden, dtype)
-        self._groves: dict[int, Grove] = {}  # by width
+        self._memory = entering.Memory.empty(self._inputs.ring.position_RW, len(self.taps) * hidden, dtype)
+        self._builders: dict[int, TreeBuilder] = {}  # by width
         self._keys: Sequence[Key] = ()  # whom trees were grown for last, row by row …
         self._row_of: Mapping[Key, int] = {}  # … and in which row
         self._row = torch.arange(rows, device=device)
-        self._stage: Stage | None = None
+        self._runner: GraphRunner | None = None
         self._view: RowView | None = None
         self._backlog = Backlog(window, at_once=deepest + 1)
         self._took_in: tuple[int, float] | None = None  # much at once, since somebody asked: in which tick, newcomers'
         self._ticks = 0
-        self._planted: GrownTrees | None = None
+        self._started_trees: BuiltTrees | None = None
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
         self._prompts = PromptStates(window, self._memory.states_RWF[0, :0])
-        self._sharpening = Sharpening()
+        self._beta_probe = BetaProbe()
 
     @property
     def beta(self) -> float:
         """The weight of its own opinion against the shared noise, fitted to what was verified."""
-        return self._sharpening.sharpness.beta
+        return self._beta_probe.beta_calibrator.beta
 
     def late(self, rows: int) -> bool:
         """Whether it has to catch up first; a little is taken in with the first guess."""
         return self._backlog.late(rows)
 
-    def behind(self, rows: int) -> int:
+    def lag(self, rows: int) -> int:
         """Positions that would be taken in first, for each of so many rows on average."""
         return self._backlog.before(rows)
 
@@ -105,7 +105,7 @@ class LearnedDrafting:
     @property
     def capture_s(self) -> float:
         """Spent capturing graphs so far, by whoever runs them."""
-        return self._staged().capture_s
+        return self._attached_runner().capture_s
 
     # ---- weights that change
 
@@ -119,8 +119,8 @@ class LearnedDrafting:
         """What names a reduced vocabulary is copied afresh, where graphs look for it."""
         if self._head_vD is not self._policy.head_weight and self.drafter.own_head_vD is None:
             self.drafter.head_rows(self._policy.head_weight, out=self._head_vD)
-        if self._light_head is not None:
-            self._light_head.renew()
+        if self._quantized_head is not None:
+            self._quantized_head.renew()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -139,13 +139,13 @@ class LearnedDrafting:
                 raise ValueError(f"drafter tensor {name} has shape {found}; expected {expected}")
         for name, value in weights.items():
             own[name].copy_(value)
-        if self._light:
-            self.drafter.lighten()
+        if self._quantized:
+            self.drafter.quantize()
         self.version = version
         self._memory.taken_R.copy_(self._memory.held_R)
         self._memory.ready_R.zero_()
         self._backlog.fill()
-        self._planted = None
+        self._started_trees = None
         self._copy_head()
 
     # ---- the drafters' protocol
@@ -153,11 +153,11 @@ class LearnedDrafting:
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Sequence[int]) -> None:
         pass
 
     @torch.no_grad()
-    def catch_up(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> None:
+    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         """After plain ticks: takes in what they wrote, as far back as the window reaches."""
         if self.late(len(keys)):
             self._take_in(len(keys))
@@ -185,26 +185,26 @@ class LearnedDrafting:
         and otherwise in its own."""
         return self._row.is_cuda
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        trees = self.plant(keys, shape)
+    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        trees = self.start_trees(keys, shape)
         return [trees.draft(key) for key in keys]
 
     @torch.no_grad()
-    def plant(self, keys: Sequence[Key], shape: Shape) -> Planted:
+    def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees:
         """Those grown behind the last verification, if they were grown for this shape."""
-        planted = self._planted
-        if planted is None or planted.shape != shape or planted.tick != self._ticks:
-            planted = self._planted = self._grow(keys, shape)
-        planted.cleared.update(keys[row] for row in self._entered)
-        return planted
+        started_trees = self._started_trees
+        if started_trees is None or started_trees.shape != shape or started_trees.tick != self._ticks:
+            started_trees = self._started_trees = self._grow(keys, shape)
+        started_trees.cleared.update(keys[row] for row in self._entered)
+        return started_trees
 
     # ---- the keeper's protocol
 
-    def attach(self, stage: Stage) -> None:
-        self._stage, self._view = stage, stage.view()
+    def attach(self, runner: GraphRunner) -> None:
+        self._runner, self._view = runner, runner.view()
 
-    def keep(self, taps: Sequence[Tensor], kept: Kept) -> None:
-        twin(states, self._row.device).keep_states(
+    def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
+        dispatch(states, self._row.device).keep_states(
             self._memory.states_RWF, self._memory.tokens_RW, taps, kept, pdl=True
         )
 
@@ -221,7 +221,7 @@ class LearnedDrafting:
         if entered:
             self._enter(entered)
         if moves or entered:
-            self._sharpening.forget()
+            self._beta_probe.forget()
 
     def computed(self, steps: int, each: float) -> None:
         self._ticks += 1
@@ -229,89 +229,91 @@ class LearnedDrafting:
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         source_E, target_E = upload_columns([*np.array(moves).T], self._row.device)
-        ring = self._soil.ring
-        rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._soil.g_RD]
-        if self._planted is not None and self._planted.tick == self._ticks:
-            rows += self._staged().trees(self._planted.shape.verify).parts
-        twin(moving, self._row.device).move_rows(rows, source_E, target_E)
+        ring = self._inputs.ring
+        rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._inputs.g_RD]
+        if self._started_trees is not None and self._started_trees.tick == self._ticks:
+            rows += self._attached_runner().trees(self._started_trees.shape.verify).parts
+        dispatch(moving, self._row.device).move_rows(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
         rollout begins, and what is launched for each of them would hold the first ticks up."""
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
-        twin(entering, self._row.device).enter_rows(self._memory, new)
+        dispatch(entering, self._row.device).enter_rows(self._memory, new)
         for positions, rows in recalled.rows_by_positions.items():
             self._backlog.came(rows, positions)
-        if self._planted is not None and self._planted.tick == self._ticks:
-            self._staged().trees(self._planted.shape.verify).clear(new.columns_7E[0])
+        if self._started_trees is not None and self._started_trees.tick == self._ticks:
+            self._attached_runner().trees(self._started_trees.shape.verify).clear(new.columns_7E[0])
             self._entered += [entry.row for entry in entered]
 
     # ---- growing
 
-    def _staged(self) -> Stage:
-        if self._stage is None:
+    def _attached_runner(self) -> GraphRunner:
+        if self._runner is None:
             raise AssertionError("a learned drafter draws on the states an engine keeps: attach it to one")
-        return self._stage
+        return self._runner
 
     @property
     def _rows(self) -> RowView:
         assert self._view is not None
         return self._view
 
-    def _grow(self, keys: Sequence[Key], shape: Shape) -> GrownTrees:
+    def _grow(self, keys: Sequence[Key], shape: Shape) -> BuiltTrees:
         """Takes in what is new, grows `depth` levels of `width` nodes for every row, and prunes them to the shape."""
         if shape.depth > self._deepest:
             raise ValueError(f"a tree {shape.depth} deep; this drafter was made for at most {self._deepest}")
-        stage, rows = self._staged(), self._staged().padded(len(keys))
-        self._learn_sharpness(len(keys))
+        runner, rows = self._attached_runner(), self._attached_runner().padded(len(keys))
+        self._calibrate_beta(len(keys))
         self._entered = []
         if self._backlog.most > TAKEN_IN[-1]:
             self._take_in(len(keys))
-        grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
-        parts = self._parts(len(keys), grove, shape.depth, self._backlog)
-        stage.play([*parts, self._pruning(rows, grove, shape)])
-        packed_R3L = grove.packed(rows, shape.depth)
+        builder = self._builder(min(shape.width, self.drafter.config.draft_vocab))
+        parts = self._parts(len(keys), builder, shape.depth, self._backlog)
+        runner.run_segments([*parts, self._pruning(rows, builder, shape)])
+        packed_R3L = builder.packed(rows, shape.depth)
         self._backlog.clear()
-        if self._sharpening.wants_roots():
+        if self._beta_probe.wants_roots():
             draws = self._draws(min(len(keys), MOST_ROWS))
-            self._sharpening.root(grove.root_logits_Rv, draws, self._memory.ready_R, self._ticks)
+            self._beta_probe.root(builder.root_logits_Rv, draws, self._memory.ready_R, self._ticks)
         return self._fetch(packed_R3L[: len(keys)], keys, shape)
 
-    def _pruning(self, rows: int, grove: Grove, shape: Shape) -> Part:
-        trees = self._staged().trees(shape.verify)
+    def _pruning(self, rows: int, builder: TreeBuilder, shape: Shape) -> Segment:
+        trees = self._attached_runner().trees(shape.verify)
 
         def prune(rows: int) -> None:
             view, ready_R, shared = self._rows, self._memory.ready_R[:rows], None
             if shape.share:  # idle rows must take nothing of it
                 ready_R = ready_R & (self._row[:rows] < view.count)
                 left_R = view.end_R[:rows] - view.position_R[:rows]
-                shared = Shared(shape.tokens(rows) - rows, left_R, view.favour, MOST_HELD_BACK)
-            grove.prune(rows, shape.depth, ready_R, trees, shared)
-            grove.pack(rows, shape.depth, self._memory.ready_R)
+                shared = Shared(shape.tokens(rows) - rows, left_R, view.remaining_bias, MAX_REMAINING_BIAS)
+            builder.prune(rows, shape.depth, ready_R, trees, shared)
+            builder.pack(rows, shape.depth, self._memory.ready_R)
 
         # where requests share, more rows would share more than there is room for when they are verified
-        role = ("prune", grove.width, shape.depth, shape.verify, shape.share)
-        return Part(role, rows, prune, exactly=shape.share > 0)
+        role = ("prune", builder.width, shape.depth, shape.verify, shape.share)
+        return Segment(role, rows, prune, exactly=shape.share > 0)
 
-    def _parts(self, count: int, grove: Grove, depth: int, backlog: Backlog) -> list[Part]:
-        parts, rows = list[Part](), self._staged().padded(count)
+    def _parts(self, count: int, builder: TreeBuilder, depth: int, backlog: Backlog) -> list[Segment]:
+        parts, rows = list[Segment](), self._attached_runner().padded(count)
         if backlog.most:
             new = next(new for new in TAKEN_IN if new >= backlog.most)
             parts.append(self._taking_in(rows, new, backlog.room(count, new)))
-        roots, level = self._levels(rows, grove)
+        roots, level = self._levels(rows, builder)
         return [*parts, roots, *[level] * (depth - 1)]
 
-    def _levels(self, rows: int, grove: Grove) -> tuple[Part, Part]:
+    def _levels(self, rows: int, builder: TreeBuilder) -> tuple[Segment, Segment]:
         """The first level, and any other."""
-        roots = Part(("roots", grove.width), rows, lambda rows: grove.roots(rows, self._draws(rows), self._beta))
-        level = Part(("deepen", grove.width), rows, lambda rows: grove.deepen(rows, self._draws(rows), self._beta))
+        roots = Segment(("roots", builder.width), rows, lambda rows: builder.roots(rows, self._draws(rows), self._beta))
+        level = Segment(
+            ("expand", builder.width), rows, lambda rows: builder.expand(rows, self._draws(rows), self._beta)
+        )
         return roots, level
 
-    def _grove(self, width: int) -> Grove:
-        if width not in self._groves:
-            self._groves[width] = Grove(self._soil, width, self._deepest)
-        return self._groves[width]
+    def _builder(self, width: int) -> TreeBuilder:
+        if width not in self._builders:
+            self._builders[width] = TreeBuilder(self._inputs, width, self._deepest)
+        return self._builders[width]
 
     def _draws(self, rows: int) -> DrawKeys:
         """Keys of the roots. Nothing is computed: every level would do it again."""
@@ -319,39 +321,41 @@ class LearnedDrafting:
         parts = (view.seed_R, view.request_R, view.position_R, view.temperature_R)
         return DrawKeys(*(part[:rows] for part in parts))
 
-    def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> GrownTrees:
+    def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> BuiltTrees:
         """What was grown, on its way to the host, which learns from it which guesses were right."""
         landed, arrived = fetch(packed_R3L)
         if keys != self._keys:  # mostly they are those of the tick before
             self._keys, self._row_of = keys, {key: row for row, key in enumerate(keys)}
-        return GrownTrees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
+        return BuiltTrees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
 
     # ---- taking in what was written
 
     def _take_in(self, count: int) -> None:
         """All rows, many positions at a time, as far back as the window reaches."""
-        stage, rows, most = self._staged(), self._staged().padded(count), TAKEN_IN[-1]
+        runner, rows, most = self._attached_runner(), self._attached_runner().padded(count), TAKEN_IN[-1]
         for room in self._backlog.rooms(count):
-            stage.play([self._taking_in(rows, most, room)])
+            runner.run_segments([self._taking_in(rows, most, room)])
         self._took_in = self._ticks, self._backlog.newly(count)
         self._backlog.clear()
 
-    def _taking_in(self, rows: int, most: int, room: float) -> Part:
+    def _taking_in(self, rows: int, most: int, room: float) -> Segment:
         """At most so many positions of a row, and `room` on average. Where these are many, no row must be idle."""
         many = room == TAKEN_IN[-1]
-        return Part(("extend", most, room), rows, lambda rows: self._extend(rows, most, math.ceil(room * rows)), many)
+        return Segment(
+            ("extend", most, room), rows, lambda rows: self._extend(rows, most, math.ceil(room * rows)), many
+        )
 
     def _extend(self, rows: int, most: int, tokens: int) -> None:
         """Runs the drafter over the next positions that have become certain, at most so many of each row, and of all
         rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
-        view, memory, soil = self._rows, self._memory, self._soil.first(rows)
-        kernels = drafter_kernels(soil.g_RD)
+        view, memory, inputs = self._rows, self._memory, self._inputs.first(rows)
+        kernels = drafter_kernels(inputs.g_RD)
         intake = Intake(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
         new, source_T = kernels.spread(intake, most, tokens, self._window)
         states_TF = memory.states_RWF.flatten(0, 1).index_select(0, source_T)
         next_T = memory.tokens_RW.flatten().index_select(0, source_T)
-        newest_RD = self.drafter.extend(soil.ring, next_T, states_TF, new, soil.embed_VD)
-        kernels.settle(intake, new, newest_RD, soil.g_RD, pdl=True)
+        newest_RD = self.drafter.extend(inputs.ring, next_T, states_TF, new, inputs.embed_VD)
+        kernels.settle(intake, new, newest_RD, inputs.g_RD, pdl=True)
 
     # ---- what it costs
 
@@ -359,62 +363,64 @@ class LearnedDrafting:
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """Captured now: what a tuner wants to know beforehand."""
         self._enter([Entered(row=0, position=0, token=0, prefix=())])  # nobody, into an empty row: that compiles it
-        stage, grove = self._staged(), self._grove(1)
+        runner, builder = self._attached_runner(), self._builder(1)
         measured = []
         for size in sizes:
-            rows, new = stage.padded(size), TAKEN_IN[0 if size < sizes[-1] else 2]
-            roots, level = self._levels(rows, grove)
-            begun = stage.time(self._taking_in(rows, new, new)) + stage.time(roots)
-            measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, stage.time(level))]
+            rows, new = runner.padded(size), TAKEN_IN[0 if size < sizes[-1] else 2]
+            roots, level = self._levels(rows, builder)
+            begun = runner.time(self._taking_in(rows, new, new)) + runner.time(roots)
+            measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, runner.time(level))]
         return measured + [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
 
     def _measure_catching_up(self, size: int) -> Measured:
         """The cost of batches in between lies in between."""
-        rows, most = self._staged().padded(size), TAKEN_IN[-1]
-        seconds = self._staged().time(self._taking_in(rows, most, most))
+        rows, most = self._attached_runner().padded(size), TAKEN_IN[-1]
+        seconds = self._attached_runner().time(self._taking_in(rows, most, most))
         return Measured(CATCH_UP, rows, seconds / most)
 
     @torch.no_grad()
     def compile(self, shapes: Iterable[Shape]) -> None:
         """Before any request comes, so that no rollout waits for a compiler, half a second for a kernel. Which ones
         run depends on how many rows there are; pruning only where they share."""
-        twin(compiling, self._row.device).compile_ahead(partial(self._run_idle, shapes))
+        dispatch(compiling, self._row.device).compile_ahead(partial(self._run_idle, shapes))
 
     def _run_idle(self, shapes: Iterable[Shape]) -> None:
         """Takes nothing in, grows and prunes nothing, moves a row to where it is."""
-        stage, most = self._staged(), len(self._row)
+        runner, most = self._attached_runner(), len(self._row)
         shapes = [shape for shape in shapes if self.name in shape.drafters]
-        grove_of = {shape: self._grove(min(shape.width, self.drafter.config.draft_vocab)) for shape in shapes}
-        for rows in sorted({stage.padded(rows) for rows in range(1, most + 1)}):
+        grove_of = {shape: self._builder(min(shape.width, self.drafter.config.draft_vocab)) for shape in shapes}
+        for rows in sorted({runner.padded(rows) for rows in range(1, most + 1)}):
             self._taking_in(rows, TAKEN_IN[0], ROOM[0]).work(rows)
-            for grove in {grove for grove in grove_of.values() if rows * grove.width <= _MOST_NODES}:
-                for level in self._levels(rows, grove):
+            for builder in {builder for builder in grove_of.values() if rows * builder.width <= _MOST_NODES}:
+                for level in self._levels(rows, builder):
                     level.work(rows)
         self._move([(0, 0)])
-        roots_Rv, vocab = self._grove(1).root_logits_Rv, self.drafter.token_of_draft_v
-        self._sharpening.run_idle(roots_Rv, self._draws(1), self._memory.ready_R, vocab)
-        for shape, grove in grove_of.items():
+        roots_Rv, vocab = self._builder(1).root_logits_Rv, self.drafter.token_of_draft_v
+        self._beta_probe.run_idle(roots_Rv, self._draws(1), self._memory.ready_R, vocab)
+        for shape, builder in grove_of.items():
             for halved in range(most.bit_length() if shape.share else 1):
-                part = self._pruning(stage.padded(most >> halved), grove, shape)
+                part = self._pruning(runner.padded(most >> halved), builder, shape)
                 part.work(part.rows)
 
     @torch.no_grad()
     def ready(self, shape: Shape, rows: int) -> None:
         """As in a tick that comes after one of the same shape."""
         if self.name in shape.drafters:
-            grove = self._grove(min(shape.width, self.drafter.config.draft_vocab))
+            builder = self._builder(min(shape.width, self.drafter.config.draft_vocab))
             before = Backlog(self._window, self._deepest + 1)
             before.wrote(shape.depth + 1, shape.most_tokens)
-            padded = self._staged().padded(rows)
-            self._staged().ready([*self._parts(rows, grove, shape.depth, before), self._pruning(padded, grove, shape)])
+            padded = self._attached_runner().padded(rows)
+            self._attached_runner().ready(
+                [*self._parts(rows, builder, shape.depth, before), self._pruning(padded, builder, shape)]
+            )
 
     # ---- sharpness
 
-    def _learn_sharpness(self, count: int) -> None:
-        self._sharpening.read()
-        roots = self._sharpening.roots
+    def _calibrate_beta(self, count: int) -> None:
+        self._beta_probe.read()
+        roots = self._beta_probe.roots
         if roots is not None and roots.tick < self._ticks and len(roots.logits_Nv) <= count:
             position_N = roots.draws.position_N - 1  # of the states their successors were drawn from
             token_N = self._memory.tokens_RW[self._row[: len(position_N)], position_N % self._window]
-            self._sharpening.look(token_N, self.drafter.token_of_draft_v)
+            self._beta_probe.look(token_N, self.drafter.token_of_draft_v)
         self._beta.fill_(self.beta)

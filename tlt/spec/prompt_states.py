@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels.entering import Newcomers
+from tlt.kernels.entering import NewRows
 from tlt.model.device import upload_columns
 from tlt.spec.drafter import Entered
 
@@ -80,7 +80,7 @@ class Recalled:
         """How many newcomers have so many that are known."""
         return Counter(self.columns_7E[2].tolist())
 
-    def sent(self, device: torch.device) -> Newcomers:
+    def sent(self, device: torch.device) -> NewRows:
         """In one copy, without waiting for it."""
         columns_7E, token_N = upload_columns([self.columns_7E.ravel(), self.token_N], device)
-        return Newcomers(columns_7E.view(self.columns_7E.shape), token_N, self.states, int(self.columns_7E[2].max()))
+        return NewRows(columns_7E.view(self.columns_7E.shape), token_N, self.states, int(self.columns_7E[2].max()))

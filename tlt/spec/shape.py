@@ -44,7 +44,7 @@ OFF = Shape()
 # A batch that nobody waits to enter lasts as long as its last request. Where requests share, one that has a sixteenth
 # less left to write than another has to be e times as predictable to be given a node before it, but never more than e²
 # times: whoever cannot be guessed is not helped by drafts. In simulations 8 to 32 were as good, 0 four percent slower.
-FAVOUR, MOST_HELD_BACK = 16.0, 2.0
+FAVOUR, MAX_REMAINING_BIAS = 16.0, 2.0
 MOST_NODES = 128  # of a tree, the root included: what masks, cache and positions leave room for
 
 

@@ -13,13 +13,13 @@ from typing import Protocol
 from torch import Tensor
 
 from tlt.spec.alarm import Alarm
-from tlt.spec.chooser import Outcome, TunerPolicy, forever
-from tlt.spec.drafter import Drafter, Indexing, Keeper, NoKeeper, Running
+from tlt.spec.budget import TunerReport
+from tlt.spec.drafter import Drafter, HiddenStateSink, Indexing, NoSink, Running
+from tlt.spec.feedback import Proposed, TickFeedback, looked_into
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.ledger import TunerReport
-from tlt.spec.lessons import Lesson, Proposed, looked_into
-from tlt.spec.roll import Roll
+from tlt.spec.lifecycle import LifecycleQueue
 from tlt.spec.shape import OFF, Draft, Shape, merge, share_out
+from tlt.spec.shape_policy import Outcome, ShapePolicy, forever
 from tlt.types import Key, SamplingParams
 
 
@@ -32,7 +32,7 @@ class SpeculationReport:
     verifies: int  # of single requests
     accepted: int  # draft tokens
     drafting_s: float  # in which the host waited for drafts
-    once_s: float  # work done once because of speculation: drafters that caught up, captures
+    one_off_s: float  # work done once because of speculation: drafters that caught up, captures
     alarms: tuple[Alarm, ...]
     tuner: TunerReport | None  # the tuner's own books, if it keeps any
 
@@ -56,7 +56,7 @@ class SpeculationReport:
             verifies=self.verifies - before.verifies,
             accepted=self.accepted - before.accepted,
             drafting_s=self.drafting_s - before.drafting_s,
-            once_s=self.once_s - before.once_s,
+            one_off_s=self.one_off_s - before.one_off_s,
             alarms=self.alarms[len(before.alarms) :],
             tuner=self.tuner.since(before.tuner) if self.tuner and before.tuner else self.tuner,
         )
@@ -70,7 +70,7 @@ class Speculation(Protocol):
         """All there have been, oldest first."""
 
     @property
-    def keeper(self) -> Keeper:
+    def state_sink(self) -> HiddenStateSink:
         """Who wants the policy's states."""
 
     @property
@@ -92,18 +92,20 @@ class Speculation(Protocol):
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
 
-    def end(self, key: Key, answer: Sequence[int]) -> None: ...
+    def end(self, key: Key, completion: Sequence[int]) -> None: ...
 
     def choose(self, running: int) -> Shape:
         """For the tick that begins now."""
 
-    def foresee(self, running: int) -> Shape:
+    def choose_next(self, running: int) -> Shape:
         """For the tick after the one just launched; whoever then runs it says so with `chosen`."""
 
     def chosen(self, running: int, shape: Shape) -> None:
         """A tick begins in a shape that was foreseen."""
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
+    def propose(
+        self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
+    ) -> Sequence[Draft] | None:
         """A draft for each row; None: they lie on the device, in the trees the policy verifies."""
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
@@ -113,12 +115,12 @@ class Speculation(Protocol):
         """Whether trees of this shape grow where the tokens are, so that nobody has to read them first."""
 
     def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
     ) -> None:
         """The oldest tick proposed for and not verified yet emitted these tokens, row by row (none: its request was
         over), and took this long, drafting included.
 
-        None: it did other work too. `once_s` was spent beside it on what will not be needed again.
+        None: it did other work too. `one_off_s` was spent beside it on what will not be needed again.
         """
 
     def decoded(self, running: int, seconds: float) -> None:
@@ -132,7 +134,7 @@ class NoSpeculation:
     """Plain decoding."""
 
     alarms: Sequence[Alarm] = ()
-    keeper: Keeper = NoKeeper()
+    state_sink: HiddenStateSink = NoSink()
     deepest = 0
     widest = 1
 
@@ -148,19 +150,21 @@ class NoSpeculation:
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         pass
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
+    def end(self, key: Key, completion: Sequence[int]) -> None:
         pass
 
     def choose(self, running: int) -> Shape:
         return OFF
 
-    def foresee(self, running: int) -> Shape:
+    def choose_next(self, running: int) -> Shape:
         return OFF
 
     def chosen(self, running: int, shape: Shape) -> None:
         pass
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
+    def propose(
+        self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
+    ) -> Sequence[Draft] | None:
         raise AssertionError("plain decoding drafts nothing")
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
@@ -170,7 +174,7 @@ class NoSpeculation:
         return False
 
     def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
     ) -> None:
         pass
 
@@ -187,7 +191,7 @@ class Speculating:
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        tuner: TunerPolicy,
+        tuner: ShapePolicy,
         *,
         learned: LearnedDrafting | None = None,
         deepest: int = 0,
@@ -197,11 +201,11 @@ class Speculating:
         self._drafters: Mapping[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self._tuner = tuner
         self._learned = learned
-        self.keeper: Keeper = learned or NoKeeper()
+        self.state_sink: HiddenStateSink = learned or NoSink()
         self.deepest, self.widest = deepest, widest
         self._proposed: deque[Proposed] = deque()  # of the ticks under way, oldest first
-        self._roll = Roll(drafters, tuner.expect)
-        self._lesson: Lesson | None = None  # of the tick before, until somebody asks what was learned
+        self._lifecycle = LifecycleQueue(drafters, tuner.set_max_len)
+        self._feedback: TickFeedback | None = None  # of the tick before, until somebody asks what was learned
         self._looking_up = [drafter for drafter in drafters if isinstance(drafter, Indexing)]
         self._to_come: Callable[[], float] = forever  # plain ticks, at most
         self._running: Callable[[], Running] = tuple
@@ -210,7 +214,7 @@ class Speculating:
         self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
         self._switches = self._verifies = self._accepted = 0
-        self._drafting_s = self._once_s = 0.0
+        self._drafting_s = self._one_off_s = 0.0
         self._alarms: list[Alarm] = []
 
     @property
@@ -237,22 +241,22 @@ class Speculating:
             self._tuner.drafter_changed(self._learned.name)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._roll.begin(key, prompt_id, prompt, params)
+        self._lifecycle.begin(key, prompt_id, prompt, params)
 
-    def end(self, key: Key, answer: Sequence[int]) -> None:
-        self._roll.end(key, answer)
+    def end(self, key: Key, completion: Sequence[int]) -> None:
+        self._lifecycle.end(key, completion)
 
     def choose(self, running: int) -> Shape:
-        shape = self.foresee(running)
+        shape = self.choose_next(running)
         self.chosen(running, shape)
         return shape
 
-    def foresee(self, running: int) -> Shape:
+    def choose_next(self, running: int) -> Shape:
         self._learn()
         if not running:
             return OFF
-        self._roll.hear()
-        return self._tuner.choose(running, self._learned.behind(running) if self._learned is not None else 0)
+        self._lifecycle.flush()
+        return self._tuner.choose(running, self._learned.lag(running) if self._learned is not None else 0)
 
     def chosen(self, running: int, shape: Shape) -> None:
         if not running:
@@ -266,45 +270,51 @@ class Speculating:
             self._switches += self._last is not None and shape != self._last
             self._last = shape
 
-    def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> Sequence[Draft] | None:
-        self._roll.hear()
+    def propose(
+        self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
+    ) -> Sequence[Draft] | None:
+        self._lifecycle.flush()
         drafters = [self._drafters[name] for name in shape.drafters]
-        caught_up = self._catch_up(drafters, keys, answers, shape)
+        caught_up = self._catch_up(drafters, keys, completions, shape)
         started = time.perf_counter()
-        planted = drafters[0].plant(keys, shape) if len(drafters) == 1 else None
-        if planted is not None:
+        started_trees = drafters[0].start_trees(keys, shape) if len(drafters) == 1 else None
+        if started_trees is not None:
             took_s = [time.perf_counter() - started]
-            self._proposed.append(Proposed(keys, took_s, caught_up, self._odd(), self._version, planted=planted))
+            self._proposed.append(
+                Proposed(keys, took_s, caught_up, self._ingest_tokens(), self._version, started_trees=started_trees)
+            )
             return None
-        columns, drafts_s = self._ask_all(drafters, keys, answers, shape)
+        columns, drafts_s = self._ask_all(drafters, keys, completions, shape)
         parts = list(zip(*columns, strict=True))
-        self._proposed.append(Proposed(keys, drafts_s, caught_up, self._odd(), self._version, parts))
+        self._proposed.append(Proposed(keys, drafts_s, caught_up, self._ingest_tokens(), self._version, parts))
         drafts = [_joined(row, shape.verify - 1) for row in parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
 
     def _ask_all(
-        self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
+        self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> tuple[list[Sequence[Draft]], list[float]]:
         """Everyone's drafts, and the seconds each took. Whoever looks things up does so while a device grows trees."""
         drafts, seconds = dict[str, Sequence[Draft]](), dict.fromkeys((drafter.name for drafter in drafters), 0.0)
         for drafter in drafters:
             started = time.perf_counter()
-            drafter.plant(keys, shape)
+            drafter.start_trees(keys, shape)
             seconds[drafter.name] += time.perf_counter() - started
         for drafter in sorted(drafters, key=lambda drafter: drafter is self._learned):
             started = time.perf_counter()
-            drafts[drafter.name] = drafter.propose(keys, answers, shape)
+            drafts[drafter.name] = drafter.propose(keys, completions, shape)
             seconds[drafter.name] += time.perf_counter() - started
         return [drafts[drafter.name] for drafter in drafters], [seconds[drafter.name] for drafter in drafters]
 
-    def _odd(self) -> float | None:
+    def _ingest_tokens(self) -> float | None:
         """What newcomers had brought a row, if much was taken in for the trees that have just been grown."""
         return self._learned.took_in() if self._learned is not None else None
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
         for name in shape.drafters:
             if self._learned is None or name != self._learned.name or not self._learned.late(len(keys)):
-                self._drafters[name].plant(keys, shape)  # who must catch up does so when asked, and it is timed there
+                self._drafters[name].start_trees(
+                    keys, shape
+                )  # who must catch up does so when asked, and it is timed there
 
     def needs_no_tokens(self, shape: Shape) -> bool:
         return self._learned is not None and shape.drafters == (self._learned.name,)
@@ -314,58 +324,60 @@ class Speculating:
         return self._learned.version if self._learned is not None else 0
 
     def _catch_up(
-        self, drafters: Sequence[Drafter], keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape
+        self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> tuple[float, int, float]:
         """Seconds it took, captures left out, for they come once; positions that the learned drafter took in; and what
         the others took of the time."""
-        behind = self._learned.behind(len(keys)) if self._learned is not None and self._learned in drafters else 0
-        if behind and self._learned is not None:
+        lag = self._learned.lag(len(keys)) if self._learned is not None and self._learned in drafters else 0
+        if lag and self._learned is not None:
             self._learned.wait()
         started, captured_s = time.perf_counter(), self._captured_s
         for drafter in drafters:
             if drafter is not self._learned:
-                drafter.catch_up(keys, answers, shape)
+                drafter.catch_up(keys, completions, shape)
         indexed_s = time.perf_counter() - started
         if self._learned is not None and self._learned in drafters:
-            self._learned.catch_up(keys, answers, shape)
-        return time.perf_counter() - started - (self._captured_s - captured_s), behind, indexed_s
+            self._learned.catch_up(keys, completions, shape)
+        return time.perf_counter() - started - (self._captured_s - captured_s), lag, indexed_s
 
     @property
     def _captured_s(self) -> float:
         return self._learned.capture_s if self._learned is not None else 0.0
 
     def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, once_s: float = 0.0
+        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
     ) -> None:
         self._learn()
-        self._roll.hear()
+        self._lifecycle.flush()
         proposed = self._proposed.popleft()
         if self._took_in_early or any(self._read_behind(later) for later in self._proposed):
             seconds = None
         rows = looked_into(len(emitted), self._verifies)
-        answers = {row: self._roll.number(proposed.keys[row]) for row in rows}  # now: later they may have ended
-        self._lesson = Lesson(shape, proposed, emitted, answers, seconds, once_s)
+        completions = {
+            row: self._lifecycle.number(proposed.keys[row]) for row in rows
+        }  # now: later they may have ended
+        self._feedback = TickFeedback(shape, proposed, emitted, completions, seconds, one_off_s)
 
     def _learn(self) -> None:
         """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
-        lesson, self._lesson = self._lesson, None
-        if lesson is None:
+        feedback, self._feedback = self._feedback, None
+        if feedback is None:
             return
-        walks, proposed = lesson.walks(), lesson.proposed
-        caught_up_s, behind, indexed_s = proposed.caught_up
-        newly = 0.0 if behind else proposed.odd or 0.0
+        results, proposed = feedback.results(), feedback.proposed
+        caught_up_s, lag, indexed_s = proposed.caught_up
+        newly = 0.0 if lag else proposed.ingest_tokens or 0.0
         seconds = None
-        if lesson.seconds is not None and (proposed.odd is None or (newly and self._asynchronous)):
-            seconds = lesson.seconds - caught_up_s
-        once_s = lesson.once_s + caught_up_s
-        self._verifies += len(walks)
-        self._accepted += sum(map(len, lesson.emitted)) - len(walks)
+        if feedback.seconds is not None and (proposed.ingest_tokens is None or (newly and self._asynchronous)):
+            seconds = feedback.seconds - caught_up_s
+        one_off_s = feedback.one_off_s + caught_up_s
+        self._verifies += len(results)
+        self._accepted += sum(map(len, feedback.emitted)) - len(results)
         self._drafting_s += sum(proposed.drafts_s)
-        self._once_s += once_s
-        told = walks if proposed.version == self._version else []  # another drafter's walks say nothing of this one
-        spent = (seconds, once_s, proposed.drafts_s, caught_up_s, behind, newly)
+        self._one_off_s += one_off_s
+        told = results if proposed.version == self._version else []  # another drafter's walks say nothing of this one
+        spent = (seconds, one_off_s, proposed.drafts_s, caught_up_s, lag, newly)
         asked = self._newly_arrived(), self._to_come, self._due_s, indexed_s
-        self._alarms += self._tuner.observe(Outcome(lesson.shape, len(lesson.emitted), told, *spent, *asked))
+        self._alarms += self._tuner.observe(Outcome(feedback.shape, len(feedback.emitted), told, *spent, *asked))
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
@@ -386,8 +398,8 @@ class Speculating:
     def _read_behind(self, later: Proposed) -> bool:
         """Whether a tick that is read now was waited for behind another's taking in, so that it seems to have taken as
         long as both. What newcomers bring is launched behind it where the device works on by itself."""
-        _, behind, _ = later.caught_up
-        return later.odd is not None and (behind > 0 or not self._asynchronous)
+        _, lag, _ = later.caught_up
+        return later.ingest_tokens is not None and (lag > 0 or not self._asynchronous)
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0
@@ -401,7 +413,7 @@ class Speculating:
             verifies=self._verifies,
             accepted=self._accepted,
             drafting_s=self._drafting_s,
-            once_s=self._once_s,
+            one_off_s=self._one_off_s,
             alarms=tuple(self._alarms),
             tuner=self._tuner.report(),
         )

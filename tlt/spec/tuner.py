@@ -15,13 +15,13 @@ from operator import itemgetter
 
 from tlt.spec.acceptance import Acceptance, Drafters
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.chooser import Outcome, forever, nothing
+from tlt.spec.batch_state import BatchSizeState, Pause, Tally
+from tlt.spec.batch_state import TunerSettings as TunerSettings
+from tlt.spec.budget import Arrivals, Budget, FirstRuns, Probe, TunerReport
 from tlt.spec.costs import CAPTURE, Measured, TickCosts
-from tlt.spec.ledger import Arrivals, FirstRuns, Ledger, Probe, TunerReport
-from tlt.spec.outlook import SUPPOSED, outlook
+from tlt.spec.precapture import SUPPOSED, precapture_plan
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.stand import Pause, Stand, Tally
-from tlt.spec.stand import TunerSettings as TunerSettings
+from tlt.spec.shape_policy import Outcome, forever, nothing
 
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 _OFF = 0  # where plain decoding stands among the shapes
@@ -46,8 +46,8 @@ class Tuner:
         self._drafters = sorted({drafter for drafters in self._sets for drafter in drafters})
         self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
         self._pauses = {drafters: Pause(self._settings.probe_pause) for drafters in self._sets}
-        self._stands: dict[int, Stand] = {}
-        self._ledger = Ledger(self._settings.exploration)
+        self._sizes: dict[int, BatchSizeState] = {}
+        self._budget = Budget(self._settings.exploration)
         self._tally = Tally()
         self._firsts = FirstRuns()
         self._arrivals = Arrivals()
@@ -58,19 +58,19 @@ class Tuner:
         self._ticks = self._longest = 0  # ticks; tokens of any answer
         self.evaluations = 0  # of a shape's rate: what a choice costs the host
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
+    def choose(self, batch: int, lag: int = 0) -> Shape:
         size = self._costs.pad(batch)
-        stand = self._stands.get(size)
-        if stand is None or self._ticks >= stand.until or self._is_dear(stand.shape):
-            stand = self._review(size, behind)
-        if stand.plain or self._check_is_due(stand, size):
-            stand.plain -= 1
+        state = self._sizes.get(size)
+        if state is None or self._ticks >= state.until or self._is_dear(state.shape):
+            state = self._review(size, lag)
+        if state.plain or self._check_is_due(state, size):
+            state.plain -= 1
             return OFF
-        if stand.probe is not None and self._may_try(stand):
-            worst = stand.worst + self._catching_up(stand.probe, stand.shape, size, behind)
-            if worst <= self._ledger.left:
-                return self._try(stand, worst)
-        return stand.shape
+        if state.probe is not None and self._may_try(state):
+            worst = state.worst + self._catching_up(state.probe, state.shape, size, lag)
+            if worst <= self._budget.left:
+                return self._try(state, worst)
+        return state.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         """Learns from a tick. Alarms are returned once, when the collapse shows."""
@@ -83,41 +83,41 @@ class Tuner:
             self._costs.entered(outcome.shape, size, outcome.taken_in, seconds)
         else:
             self._costs.observe(outcome.shape, size, seconds, outcome.drafts_s)
-        if outcome.behind:
-            self._costs.caught_up(size, outcome.behind, outcome.caught_up_s - outcome.indexed_s)
+        if outcome.lag:
+            self._costs.caught_up(size, outcome.lag, outcome.caught_up_s - outcome.indexed_s)
         self._ticks, self._to_come = self._ticks + 1, outcome.to_come
         self._last, self._due_s, self._due = outcome.shape, outcome.due_s, None
         self._book(outcome, size, seconds)
         if outcome.shape.off:
             return ()
-        stand = self._stands.get(size)
-        if stand is not None and outcome.shape == stand.shape and outcome.seconds is not None and not outcome.taken_in:
-            stand.took(seconds, self._settings)
-        self._firsts.see(outcome.shape, size, outcome.once_s - outcome.caught_up_s)
-        if not outcome.walks:
+        state = self._sizes.get(size)
+        if state is not None and outcome.shape == state.shape and outcome.seconds is not None and not outcome.taken_in:
+            state.took(seconds, self._settings)
+        self._firsts.see(outcome.shape, size, outcome.one_off_s - outcome.caught_up_s)
+        if not outcome.results:
             return ()
-        self._acceptance.see(outcome.shape, outcome.walks)
+        self._acceptance.see(outcome.shape, outcome.results)
         return self._sound(outcome)
 
-    def know(self, costs: Iterable[Measured]) -> None:
+    def load_costs(self, costs: Iterable[Measured]) -> None:
         for cost in costs:
             if cost.role == CAPTURE:
                 self._firsts.capture_s = cost.seconds
-            self._costs.know(cost)
+            self._costs.load_costs(cost)
 
-    def expect(self, ticks: int) -> None:
+    def set_max_len(self, ticks: int) -> None:
         if ticks > self._longest:  # mostly they are as long as those before
             self._longest = ticks
-            self._ledger.loan_ticks = min(self._settings.loan, self._settings.exploration * ticks)
+            self._budget.loan_ticks = min(self._settings.loan, self._settings.exploration * ticks)
 
-    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        self._acceptance.recall(drafter, ranks, self._settings.recall_worth)
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        self._acceptance.load_prior(drafter, ranks, self._settings.prior_weight)
 
-    def likely(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
+    def precapture(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
         self._acceptance.refresh()
-        seconds = {size: self._foreseen(size)[0] for size in sizes if self._costs.seconds(OFF, size)}
+        seconds = {size: self._expected(size)[0] for size in sizes if self._costs.seconds(OFF, size)}
         supposed = [self._acceptance.supposing(share).lengths() for share in SUPPOSED]
-        found = outlook(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
+        found = precapture_plan(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
         for shape, size in found:
             self._firsts.made(shape, self._costs.pad(size))
         return found
@@ -143,35 +143,35 @@ class Tuner:
             accept_length=1.0 + tally.accepted / max(1, tally.verifies),
             by_depth={drafter: self._acceptance.by_depth(drafter) for drafter in self._drafters},
             ticks_by_shape=dict(tally.ticks + Counter({(size, OFF): ticks for size, ticks in tally.plain.items()})),
-            seconds=self._ledger.spent,
-            saved_s=self._ledger.saved,
+            seconds=self._budget.spent,
+            saved_s=self._budget.saved,
             explored_ticks=tally.explored,
-            explored_s=self._ledger.lost,
+            explored_s=self._budget.lost,
             switches=tally.switches,
             alarms=tally.alarms,
         )
 
     # ---- choosing
 
-    def _review(self, size: int, behind: int) -> Stand:
-        stand = self._stands.setdefault(size, Stand())
-        stand.reviews += 1
-        stand.until = max(stand.later, self._ticks + min(self._settings.review_ticks, 2 << stand.reviews))
+    def _review(self, size: int, lag: int) -> BatchSizeState:
+        state = self._sizes.setdefault(size, BatchSizeState())
+        state.reviews += 1
+        state.until = max(state.later, self._ticks + min(self._settings.review_ticks, 2 << state.reviews))
         plain_s = self._costs.seconds(OFF, size)
         if not plain_s:
-            return stand  # nothing was ever measured: plain ticks tell what plain ticks cost
-        self._ledger.tick_s = plain_s
+            return state  # nothing was ever measured: plain ticks tell what plain ticks cost
+        self._budget.tick_s = plain_s
         self._acceptance.refresh()
         self.evaluations += len(self._shapes)
-        seconds, rates = self._foreseen(size)
-        self._settle(stand, rates, plain_s)
-        self._decide(stand, rates, plain_s, size, behind)
-        if self._ticks - stand.since >= _SPOKEN and not stand.plain:
-            stand.usual_s = min(stand.usual_s, self._costs.seconds(stand.shape, size) or inf)
-        self._plan_probe(stand, rates, seconds, size)
-        return stand
+        seconds, rates = self._expected(size)
+        self._settle(state, rates, plain_s)
+        self._decide(state, rates, plain_s, size, lag)
+        if self._ticks - state.since >= _SPOKEN and not state.plain:
+            state.usual_s = min(state.usual_s, self._costs.seconds(state.shape, size) or inf)
+        self._plan_probe(state, rates, seconds, size)
+        return state
 
-    def _foreseen(self, size: int) -> tuple[list[float], list[float]]:
+    def _expected(self, size: int) -> tuple[list[float], list[float]]:
         """Of every shape, in their order, the seconds of a tick, and the tokens per second of a request."""
         lengths, seconds = self._acceptance.lengths(), self._costs.seconds_of(self._shapes, self._index, size)
         if per_token := self._arrivals.per_token:  # the more are answered, the more come
@@ -179,32 +179,32 @@ class Tuner:
             seconds = [cost + self._costs.entering(one, size, length * per_token) for one, cost, length in costs]
         return seconds, [length / cost for length, cost in zip(lengths, seconds, strict=True)]
 
-    def _decide(self, stand: Stand, rates: Sequence[float], plain_s: float, size: int, behind: int) -> None:
+    def _decide(self, state: BatchSizeState, rates: Sequence[float], plain_s: float, size: int, lag: int) -> None:
         """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
         known, plain = self._known_places(), rates[_OFF]
-        used = self._last if self._is_dear(stand.shape) else stand.shape
+        used = self._last if self._is_dear(state.shape) else state.shape
         used = used if self._index[used] in known else OFF
         if rates[self._index[used]] < plain * (1.0 + self._settings.least_gain):
             used = OFF
-        settled = self._ticks - stand.since >= self._settings.settle_ticks
-        doubted = stand.suspects(self._ticks, self._settings)  # then it is about to be compared, if that is lent
-        if settled and not (doubted and self._ledger.lends(stand.loss(self._settings.slower_check * plain_s))):
-            used = self._better(used, rates, known, size, behind)
-        if used != stand.shape:
-            self._tally.switches += stand.since >= 0
-            stand.change(used, self._ticks)
-            if not used.off and self._ticks + _SPOKEN < stand.until:
-                stand.look_at(self._ticks + _SPOKEN)
-            stand.check = self._ticks + stand.check_pause(self._settings)
-        stand.rate = rates[self._index[used]]
-        stand.gain = stand.rate / plain - 1.0
+        settled = self._ticks - state.since >= self._settings.settle_ticks
+        doubted = state.suspects(self._ticks, self._settings)  # then it is about to be compared, if that is lent
+        if settled and not (doubted and self._budget.lends(state.loss(self._settings.slower_check * plain_s))):
+            used = self._better(used, rates, known, size, lag)
+        if used != state.shape:
+            self._tally.switches += state.since >= 0
+            state.change(used, self._ticks)
+            if not used.off and self._ticks + _SPOKEN < state.until:
+                state.look_at(self._ticks + _SPOKEN)
+            state.check = self._ticks + state.check_pause(self._settings)
+        state.rate = rates[self._index[used]]
+        state.gain = state.rate / plain - 1.0
 
-    def _better(self, used: Shape, rates: Sequence[float], known: Sequence[int], size: int, behind: int) -> Shape:
+    def _better(self, used: Shape, rates: Sequence[float], known: Sequence[int], size: int, lag: int) -> Shape:
         """The best of those that are better beyond doubt and worth the change; else the one in use."""
         rate = rates[self._index[used]]
         better = [(self._shapes[place], rates[place]) for place in known if rates[place] > rate]
         worth = [(promise * self._readiness(shape, size), shape, promise) for shape, promise in better]
-        near_s = sum(other.spent for near, other in self._stands.items() if size <= 2 * near <= 4 * size)
+        near_s = sum(other.spent for near, other in self._sizes.items() if size <= 2 * near <= 4 * size)
         to_come_s: float | None = None  # asked for once, if at all: who answers looks at every request
         for counted, best, promise in sorted(worth, key=itemgetter(0), reverse=True):
             if counted <= rate:
@@ -212,20 +212,20 @@ class Tuner:
             promised = promise if used.off else counted
             if promised <= rate * (1.0 + self._margin(used, best, size)):
                 continue
-            caught_up_s, gain = self._catching_up(best, used, size, behind), 1.0 - rate / promise
+            caught_up_s, gain = self._catching_up(best, used, size, lag), 1.0 - rate / promise
             first_s = self._firsts.whole_s(best, size)
-            to_come_s = self._to_come() * self._ledger.tick_s if to_come_s is None else to_come_s
+            to_come_s = self._to_come() * self._budget.tick_s if to_come_s is None else to_come_s
             if (
                 caught_up_s <= gain * to_come_s  # in this rollout …
                 and first_s <= gain * near_s  # … while a graph may pay in others, if there often are so many requests
-                and self._ledger.affords(caught_up_s + first_s, gain)
+                and self._budget.affords(caught_up_s + first_s, gain)
             ):
                 return best
         return used
 
-    def _catching_up(self, shape: Shape, before: Shape, size: int, behind: int) -> float:
+    def _catching_up(self, shape: Shape, before: Shape, size: int, lag: int) -> float:
         """Seconds until drafters can be asked whom the shape before left out."""
-        return self._indexing(shape, before) + self._costs.catching_up(shape, before, size, behind)
+        return self._indexing(shape, before) + self._costs.catching_up(shape, before, size, lag)
 
     def _indexing(self, shape: Shape, before: Shape) -> float:
         """What drafters on the host take of it."""
@@ -236,7 +236,7 @@ class Tuner:
 
     def _is_dear(self, shape: Shape) -> bool:
         """Whether much would have to be indexed for it first, for it was chosen when so many requests ran before."""
-        return self._indexing(shape, self._last) > self._ledger.tick_s
+        return self._indexing(shape, self._last) > self._budget.tick_s
 
     def _readiness(self, shape: Shape, size: int) -> float:
         return 1.0 if self._firsts.ready(shape, size) else 1.0 - self._settings.unused
@@ -250,27 +250,27 @@ class Tuner:
             doubt += self._settings.cost_doubt / sqrt(1 + self._costs.ticks_of(best, size))
         return self._settings.margin + doubt
 
-    def _check_is_due(self, stand: Stand, size: int) -> bool:
+    def _check_is_due(self, state: BatchSizeState, size: int) -> bool:
         """A promise rests on costs that were learned some time ago, in other conditions: a few plain ticks show what
         plain decoding costs now, and the shape is compared with them when it comes back."""
-        slower = stand.is_slower(self._ticks, self._settings)
-        if stand.shape.off or not (slower or stand.has_its_turn(self._ticks, self._settings)):
+        slower = state.is_slower(self._ticks, self._settings)
+        if state.shape.off or not (slower or state.has_its_turn(self._ticks, self._settings)):
             return False
         ticks = self._settings.slower_check if slower else self._settings.check_ticks
-        loss = stand.loss(ticks * (self._costs.seconds(OFF, size) or 0.0))
-        if not (self._ledger.lends(loss) if slower else 2 * loss <= self._ledger.left):
+        loss = state.loss(ticks * (self._costs.seconds(OFF, size) or 0.0))
+        if not (self._budget.lends(loss) if slower else 2 * loss <= self._budget.left):
             return False  # what has its turn leaves as much for what has a reason
-        self._ledger.book(loss, slower)
-        stand.compare(self._ticks, ticks, loss, slower, self._settings)
-        stand.look_at(self._ticks + ticks + (_SPOKEN_ENOUGH if slower else _SPOKEN))
+        self._budget.book(loss, slower)
+        state.compare(self._ticks, ticks, loss, slower, self._settings)
+        state.look_at(self._ticks + ticks + (_SPOKEN_ENOUGH if slower else _SPOKEN))
         return True
 
-    def _settle(self, stand: Stand, rates: Sequence[float], plain_s: float) -> None:
+    def _settle(self, state: BatchSizeState, rates: Sequence[float], plain_s: float) -> None:
         """What a comparison did lose, or gain, by what is known after it."""
-        if stand.booked and not stand.plain:
-            lost = stand.looked * (plain_s - 1.0 / rates[self._index[stand.shape]])
-            self._ledger.book(lost - stand.booked, stand.for_a_reason)
-            stand.booked = 0.0
+        if state.charged and not state.plain:
+            lost = state.looked * (plain_s - 1.0 / rates[self._index[state.shape]])
+            self._budget.book(lost - state.charged, state.for_a_reason)
+            state.charged = 0.0
 
     def _known_places(self) -> list[int]:
         """Of plain decoding, and of shapes whose drafters something is known about."""
@@ -282,29 +282,29 @@ class Tuner:
 
     # ---- learning
 
-    def _plan_probe(self, stand: Stand, rates: Sequence[float], seconds: Sequence[float], size: int) -> None:
+    def _plan_probe(self, state: BatchSizeState, rates: Sequence[float], seconds: Sequence[float], size: int) -> None:
         """The drafters least is known about that are worth a try now, in the shape that promises most. That it may have
         no graphs yet is part of what a try costs."""
-        stand.probe = None
+        state.probe = None
         for drafters in sorted(self._sets, key=self._acceptance.evidence):
-            if drafters == stand.shape.drafters:
+            if drafters == state.shape.drafters:
                 continue
-            mine = [place for place in self._places[drafters] if self._most_tokens[place] > seconds[place] * stand.rate]
+            mine = [place for place in self._places[drafters] if self._most_tokens[place] > seconds[place] * state.rate]
             if not mine:
                 continue
-            if not self._worth_a_try(drafters, max(map(rates.__getitem__, mine)), stand.rate):
+            if not self._worth_a_try(drafters, max(map(rates.__getitem__, mine)), state.rate):
                 continue
-            due_s, left = self._indexing(self._shapes[mine[0]], stand.shape), self._ledger.left
-            worst = {place: self._worst(place, seconds[place], stand, size) for place in mine}
+            due_s, left = self._indexing(self._shapes[mine[0]], state.shape), self._budget.left
+            worst = {place: self._worst(place, seconds[place], state, size) for place in mine}
             affordable = [place for place in mine if worst[place] + due_s <= left]
             if affordable or not due_s:  # ever more is due: others have their turn
                 place = max(affordable or [min(mine, key=worst.__getitem__)], key=rates.__getitem__)
-                stand.probe, stand.worst = self._shapes[place], worst[place]
+                state.probe, state.worst = self._shapes[place], worst[place]
                 return
 
-    def _worst(self, place: int, seconds: float, stand: Stand, size: int) -> float:
+    def _worst(self, place: int, seconds: float, state: BatchSizeState, size: int) -> float:
         """Seconds that a try loses if nothing is accepted."""
-        return max(0.0, seconds - 1.0 / stand.rate) + self._firsts.trial_s(self._shapes[place], size)
+        return max(0.0, seconds - 1.0 / state.rate) + self._firsts.trial_s(self._shapes[place], size)
 
     def _worth_a_try(self, drafters: Drafters, promised: float, used: float) -> bool:
         """As long as it might be better; then now and then, more rarely every time."""
@@ -321,46 +321,46 @@ class Tuner:
             return False
         return True
 
-    def _may_try(self, stand: Stand) -> bool:
+    def _may_try(self, state: BatchSizeState) -> bool:
         """One at a time, and not in a bad moment."""
-        return not self._ledger.open and stand.worst <= self._ledger.left and not stand.slower
+        return not self._budget.open and state.worst <= self._budget.left and not state.slower
 
-    def _try(self, stand: Stand, worst: float) -> Shape:
-        shape = stand.probe or OFF
-        self._ledger.open.append(Probe(shape, stand.rate, worst, self._ticks))
+    def _try(self, state: BatchSizeState, worst: float) -> Shape:
+        shape = state.probe or OFF
+        self._budget.open.append(Probe(shape, state.rate, worst, self._ticks))
         pause = self._pauses[shape.drafters]
         if pause.until is not None:
             pause.wait = min(2 * pause.wait, self._settings.longest_pause)
-            pause.until, stand.probe = self._ticks + pause.wait, None
+            pause.until, state.probe = self._ticks + pause.wait, None
         return shape
 
     # ---- observing
 
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
-        tally, ledger = self._tally, self._ledger
-        ledger.spent += seconds
-        if stand := self._stands.get(size):
-            stand.spent += seconds
-        ledger.invested += outcome.caught_up_s + self._firsts.usual(outcome.once_s - outcome.caught_up_s)
-        accepted = sum(walked.accepted for walked in outcome.walks)
+        tally, budget = self._tally, self._budget
+        budget.spent += seconds
+        if state := self._sizes.get(size):
+            state.spent += seconds
+        budget.invested += outcome.caught_up_s + self._firsts.baseline(outcome.one_off_s - outcome.caught_up_s)
+        accepted = sum(walked.accepted for walked in outcome.results)
         self._arrivals.see(outcome.arrived, outcome.batch + accepted)
-        if outcome.shape.off and not ledger.open:
+        if outcome.shape.off and not budget.open:
             tally.plain[size] += 1  # quickly: this is all that many a tick has to do with speculation
             return
-        per_request = 1.0 + accepted / len(outcome.walks) if outcome.walks else 1.0
-        probe = ledger.close(outcome.shape, self._ticks)
+        per_request = 1.0 + accepted / len(outcome.results) if outcome.results else 1.0
+        probe = budget.close(outcome.shape, self._ticks)
         if probe is not None:
             tally.explored += 1
-            once_s = outcome.caught_up_s + self._firsts.tried(outcome.once_s - outcome.caught_up_s, probe.worst)
-            ledger.lost = max(0.0, ledger.lost + seconds + once_s - per_request / probe.rate)
+            one_off_s = outcome.caught_up_s + self._firsts.tried(outcome.one_off_s - outcome.caught_up_s, probe.worst)
+            budget.lost = max(0.0, budget.lost + seconds + one_off_s - per_request / probe.rate)
         tally.ticks[(size, outcome.shape)] += 1
-        tally.verifies += len(outcome.walks)
+        tally.verifies += len(outcome.results)
         tally.accepted += accepted
         if not outcome.shape.off:
-            ledger.saved += per_request * (self._costs.seconds(OFF, size) or 0.0) - seconds
+            budget.saved += per_request * (self._costs.seconds(OFF, size) or 0.0) - seconds
 
     def _sound(self, outcome: Outcome) -> tuple[Alarm, ...]:
-        seen = [self._watches[drafter].see(outcome.shape, outcome.walks) for drafter in outcome.shape.drafters]
+        seen = [self._watches[drafter].see(outcome.shape, outcome.results) for drafter in outcome.shape.drafters]
         alarms = tuple(alarm for alarm in seen if alarm is not None)
         for alarm in alarms:
             self._tally.alarms += 1
@@ -374,5 +374,5 @@ class Tuner:
         for drafters in self._sets:
             if drafter in drafters:
                 self._pauses[drafters] = Pause(self._settings.probe_pause, until)
-        for stand in self._stands.values():
-            stand.until, stand.later, stand.reviews = self._ticks, 0, 0
+        for state in self._sizes.values():
+            state.until, state.later, state.reviews = self._ticks, 0, 0

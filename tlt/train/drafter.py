@@ -213,7 +213,7 @@ class DrafterTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class PreNormed:
     """What a batch can teach, and how much each part of it counts."""
 
     targets: Targets
@@ -230,14 +230,14 @@ class Weighed:
         return len(self.targets.state_N)
 
 
-def weigh(aligned: Aligned, settings: DraftSettings, steps: int) -> Weighed:
+def weigh(aligned: Aligned, settings: DraftSettings, steps: int) -> PreNormed:
     """All that can be named within `steps` draft steps; each step counts less than the one before."""
     targets = aligned.targets(steps)
     if not len(targets.state_N):
         raise TltError("a batch holds no answer of two tokens or more: nothing for a drafter to learn; leave it out")
     weight_S = settings.decay ** np.arange(steps, dtype=np.float64)
     total = float((np.count_nonzero(targets.reached_SN.numpy(), axis=1) * weight_S).sum())
-    return Weighed(targets, weight_S / total, total)
+    return PreNormed(targets, weight_S / total, total)
 
 
 def drafter_loss(
@@ -249,7 +249,7 @@ def drafter_loss(
 
 
 def weighed_loss(
-    model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, weighed: Weighed
+    model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, weighed: PreNormed
 ) -> Tensor:
     device, positions, targets = batch.features_TF.device, len(batch.aligned.next_T), weighed.targets
     # sent before anything is launched: what is sent later has to queue behind it

@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt.config import DraftSettings
 from tlt.model.device import upload
 from tlt.spec.align import Targets
-from tlt.spec.candidates import BETAS, GREEDY, DrawKeys, Sharpness, draft_ids, keyed_noise, perturbed
+from tlt.spec.candidates import BETAS, GREEDY, BetaCalibrator, DrawKeys, draft_ids, keyed_noise, perturbed
 from tlt.spec.eagle import Eagle
 from tlt.train.drafter import DrafterBatch
 from tlt.train.logprobs import most_logits
@@ -89,7 +89,7 @@ def accept_length(
     hits = torch.zeros((len(BETAS), len(WIDTHS), depth), dtype=torch.float64)
     first_hits = torch.zeros(len(BETAS), dtype=torch.float64)
     reached = torch.zeros(depth, dtype=torch.float64)
-    sharpness, followed = Sharpness(), _Followed(depth)
+    beta_calibrator, followed = BetaCalibrator(), _Followed(depth)
     for drawn in held:
         targets = drawn.batch.aligned.targets(depth)
         rank_BSN = _ranks(model, drawn, targets, head_vD, embed_VD)
@@ -101,14 +101,16 @@ def accept_length(
             hits[:, place] += within_BST.cumprod(dim=1).sum(2)
         first_hits += (rank_BST[:, 0] == 0).sum(1)
         followed.see(rank_BST)
-        sharpness.observe((rank_BST == 0).sum((1, 2)).tolist(), int(exists_ST.sum()))
+        beta_calibrator.observe((rank_BST == 0).sum((1, 2)).tolist(), int(exists_ST.sum()))
     survival = hits / reached.clamp(min=1)
     reaches = [
         Reach(float(first_hits[b] / reached[0]), tuple(1 + survival[b, w].sum().item() for w in range(len(WIDTHS))))
         for b in range(len(BETAS))
     ]
-    greedy, shared, fitted = (reaches[BETAS.index(beta)] for beta in (GREEDY, 1.0, sharpness.beta))
-    return Acceptance(greedy, shared, fitted, sharpness.beta, int(reached[0]), followed.ranks(sharpness.beta))
+    greedy, shared, fitted = (reaches[BETAS.index(beta)] for beta in (GREEDY, 1.0, beta_calibrator.beta))
+    return Acceptance(
+        greedy, shared, fitted, beta_calibrator.beta, int(reached[0]), followed.ranks(beta_calibrator.beta)
+    )
 
 
 def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_VD: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def notice(event: Event) -> tuple[str, str] | None:
             return text, "bold yellow"
         case AcceptanceCollapsed() as alarm:
             text = f"acceptance of {alarm.drafter} collapsed: {alarm.recent:.2f} tokens per verify"
-            return f"{text}, was {alarm.usual:.2f}; decoding goes on without it until it helps again", "bold yellow"
+            return f"{text}, was {alarm.baseline:.2f}; decoding goes on without it until it helps again", "bold yellow"
         case WorkerLost() as lost:
             text = f"worker {lost.worker} was lost in {lost.phase}: {lost.reason}"
             return f"{text}; others take over its {lost.requests} requests", "bold yellow"

@@ -179,7 +179,9 @@ class ShapesChosen(Event):
     ticks: tuple[tuple[int, str, int], ...]  # requests that ran, up to that power of two; shape, or off; ticks
     by_depth: tuple[tuple[str, tuple[float, ...]], ...] = ()  # drafter; of what got to depth 1, 2, … share accepted
     switches: int = 0  # ticks in another shape than the tick before
-    once_s: float = 0.0  # seconds of what speculation did once (drafters catching up, captures), all workers' together
+    one_off_s: float = (
+        0.0  # seconds of what speculation did once (drafters catching up, captures), all workers' together
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ class AcceptanceCollapsed(Event):
     drafter: str
     shape: str  # in use when it showed
     recent: float  # accept length of the drafter alone over the last verifies
-    usual: float  # what it was before, in the same shapes
+    baseline: float  # what it was before, in the same shapes
     verifies: int  # that `recent` rests on
 
 

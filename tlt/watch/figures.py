@@ -246,11 +246,11 @@ def _by_depth(drafter: str, chosen: Sequence[ShapesChosen]) -> Figure:
         for step, shares in told
     ]
     svg = line_chart(lines, _step_axis(), Axis("accepted", (0.0, 1.0), percent=True), columns=columns)
-    switches, once_s = sum(one.switches for one in chosen), sum(one.once_s for one in chosen)
+    switches, one_off_s = sum(one.switches for one in chosen), sum(one.one_off_s for one in chosen)
     words = (
         f"Share of {drafter}'s tokens that the policy accepted, of drafts it had followed so far, as the tuner knew it "
         f"after each step. In the whole run shapes changed {switches:,} times, and drafters catching up and graphs "
-        f"captured for them took {duration(once_s)}."
+        f"captured for them took {duration(one_off_s)}."
     )
     return Figure(f"Acceptance by depth: {drafter}", words, _entries(lines), svg)
 

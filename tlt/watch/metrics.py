@@ -54,7 +54,7 @@ def metrics_of(event: Event) -> Metrics | None:
         case ShapesChosen():
             shares = [(drafter, *pair) for drafter, shares in event.by_depth for pair in enumerate(shares, start=1)]
             values = {f"acceptance/{drafter}/{depth}": share for drafter, depth, share in shares}
-            work = {"rollout/switches": float(event.switches), "rollout/switch_cost_s": event.once_s}
+            work = {"rollout/switches": float(event.switches), "rollout/switch_cost_s": event.one_off_s}
             return Metrics(event.step, values | work)
         case DrafterTrained():
             values = {"drafter/version": event.version, "drafter/loss": event.loss_after}

@@ -106,7 +106,7 @@ def summarise(run: Run) -> Summary:
 
 def is_estimated(config: RunConfig) -> bool:
     """Whether anybody estimates what speculation saves: other choosers than the tuner keep no costs."""
-    return config.spec.chooser == "tuner"
+    return config.spec.shape_policy == "tuner"
 
 
 def phase_seconds(step: StepFinished) -> dict[str, float]:

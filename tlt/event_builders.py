@@ -139,7 +139,7 @@ def rollout_report(spent: SpeculationReport | None) -> RolloutReport:
         chosen=by_batch(spent.ticks.items()),
         by_depth=tuple((drafter, shares) for drafter, shares in known.items() if shares and drafter in asked),
         switches=spent.switches,
-        once_s=spent.once_s,
+        one_off_s=spent.one_off_s,
     )
 
 
@@ -152,7 +152,7 @@ def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
         chosen=by_batch(((size, shape), ticks) for report in reports for size, shape, ticks in report.chosen),
         by_depth=_mean_by_depth(reports),
         switches=sum(report.switches for report in reports),
-        once_s=sum(report.once_s for report in reports),
+        one_off_s=sum(report.one_off_s for report in reports),
     )
 
 
@@ -174,7 +174,7 @@ def _mean_by_depth(reports: Sequence[RolloutReport]) -> ByDepth:
 
 def shapes_chosen(step: int, report: RolloutReport) -> ShapesChosen:
     return ShapesChosen(
-        step=step, ticks=report.chosen, by_depth=report.by_depth, switches=report.switches, once_s=report.once_s
+        step=step, ticks=report.chosen, by_depth=report.by_depth, switches=report.switches, one_off_s=report.one_off_s
     )
 
 
@@ -198,7 +198,7 @@ def acceptance_collapsed(step: int, alarm: Alarm) -> AcceptanceCollapsed:
         drafter=alarm.drafter,
         shape=str(alarm.shape),
         recent=alarm.recent,
-        usual=alarm.usual,
+        baseline=alarm.baseline,
         verifies=alarm.verifies,
     )
 

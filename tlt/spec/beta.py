@@ -1,7 +1,7 @@
 """How far a learned drafter is trusted: now and then, which β would have named the tokens drawn at its trees' roots.
 
-The counting is `candidates.Sharpness`; here is when to look, and how the numbers come from the device without anybody
-waiting for them.
+`candidates.BetaCalibrator` counts; this module decides when to look and fetches the numbers from the device without
+making the host wait for them.
 """
 # N rows looked at, v draft tokens, B values of β
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.spec.candidates import DrawKeys, Sharpness, beta_hits
+from tlt.spec.candidates import BetaCalibrator, DrawKeys, beta_hits
 
 MOST_ROWS = 16  # looked at
 _EVERY = 16  # drafts between two looks
@@ -26,11 +26,11 @@ class Roots:
     tick: int
 
 
-class Sharpening:
+class BetaProbe:
     """Now and then, which β would have named the tokens drawn at the roots; read when it has arrived."""
 
     def __init__(self) -> None:
-        self.sharpness = Sharpness()
+        self.beta_calibrator = BetaCalibrator()
         self.roots: Roots | None = None
         self._drafts = 0
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -68,7 +68,7 @@ class Sharpening:
     def read(self) -> None:
         if self._coming is not None and _there(self._coming[1]):
             *hits, nodes = self._coming[0].tolist()
-            self.sharpness.observe(hits, nodes)
+            self.beta_calibrator.observe(hits, nodes)
             self._coming = None
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from tlt.spec.acceptance import Walked
+from tlt.spec.acceptance import AcceptResult
 from tlt.spec.alarm import Alarm
+from tlt.spec.budget import TunerReport
 from tlt.spec.costs import Measured
-from tlt.spec.ledger import TunerReport
 from tlt.spec.shape import Shape
 
 
@@ -26,12 +26,12 @@ class Outcome:
 
     shape: Shape
     batch: int  # requests that decoded
-    walks: Sequence[Walked] = ()  # one per request; none when off
+    results: Sequence[AcceptResult] = ()  # one per request; none when off
     seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
-    once_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
+    one_off_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
     drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
     caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
-    behind: int = 0  # … and the positions that it took in
+    lag: int = 0  # … and the positions that it took in
     taken_in: float = 0.0  # positions of a request on average that newcomers brought and that were taken in meanwhile
     arrived: int = 0  # positions that requests which have just come bring a learned drafter
     to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked …
@@ -39,24 +39,24 @@ class Outcome:
     indexed_s: float = 0.0  # of what catching up took, what those took
 
 
-class TunerPolicy(Protocol):
+class ShapePolicy(Protocol):
     """What the engine asks. Calls need not alternate: a tick may be chosen before the last one is observed."""
 
-    def choose(self, batch: int, behind: int = 0) -> Shape:
-        """`behind`: positions of a request that a learned drafter would have to take in first, on average."""
+    def choose(self, batch: int, lag: int = 0) -> Shape:
+        """`lag`: positions of a request that a learned drafter would have to take in first, on average."""
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
 
-    def know(self, costs: Iterable[Measured]) -> None:
+    def load_costs(self, costs: Iterable[Measured]) -> None:
         """What runs cost, measured beforehand."""
 
-    def expect(self, ticks: int) -> None:
+    def set_max_len(self, ticks: int) -> None:
         """A request has come that may run for so many ticks."""
 
-    def recall(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         """What was measured of this drafter when it was trained: by depth, how often each of its guesses is right."""
 
-    def likely(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
         """What it may use for so many requests, as far as it can tell: their graphs will be captured beforehand."""
 
     def drafter_changed(self, drafter: str) -> None:

@@ -15,7 +15,7 @@ _DEAREST = 32.0  # times as dear as many a newcomer's position may be: beyond th
 _ARRIVALS = 9  # of which is remembered what they took
 
 
-class Newcomers:
+class IngestCost:
     """How many times as dear as a position that all rows take in at once is one that newcomers bring.
 
     They come few at a time, and passes have room in steps: by the position it is dearest where the fewest come. So
@@ -48,19 +48,19 @@ class Newcomers:
         return ((self._compared or 0.0) * known + believed * (TRUSTED - known)) / TRUSTED
 
     def _compare(self, position_s: Callable[[int], float]) -> float:
-        foreseen = [(seconds, positions * position_s(rows)) for seconds, positions, rows in self._seen]
-        pairs = [(min(took, _DEAREST * usual), usual) for took, usual in foreseen if usual > 0.0]
+        expected = [(seconds, positions * position_s(rows)) for seconds, positions, rows in self._seen]
+        pairs = [(min(took, _DEAREST * baseline), baseline) for took, baseline in expected if baseline > 0.0]
         pairs.sort(key=lambda pair: pair[0] / pair[1])
         cut = len(pairs) // 4
         middle = pairs[cut : len(pairs) - cut]
-        return max(0.0, sum(took for took, _ in middle)) / sum(usual for _, usual in middle) if middle else 0.0
+        return max(0.0, sum(took for took, _ in middle)) / sum(baseline for _, baseline in middle) if middle else 0.0
 
 
 def clipped(value: float, most: float) -> float:
     return min(max(value, -most), most)
 
 
-class Corrections:
+class CostResiduals:
     """Seconds beyond the table: of a shape at a batch size, and of all of its kind there."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class Corrections:
 
     def of_all(self, kinds: Sequence[bool], index: Mapping[Shape, int], size: int) -> list[float]:
         """`of` each of many shapes, of these kinds, for less: hardly any of them was ever seen at this size."""
-        usual = {kind: self._of_kind(kind, size) for kind in set(kinds)}
-        found = [usual[kind] for kind in kinds]
+        baseline = {kind: self._of_kind(kind, size) for kind in set(kinds)}
+        found = [baseline[kind] for kind in kinds]
         seen = [key for key, at in self._known if at == size and isinstance(key, Shape)]
         for shape in (*seen, self._now[1]) if self._now is not None else seen:
             if shape in index:

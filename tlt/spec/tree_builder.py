@@ -1,6 +1,6 @@
 """Growing draft trees from a learned drafter, on its device, in place and in static shapes.
 
-`roots` names the first candidates, `deepen` one level more along the likeliest paths, `prune` lays the likeliest nodes
+`roots` names the first candidates, `expand` one level more along the likeliest paths, `prune` lays the likeliest nodes
 of all levels into the trees that the policy verifies. Each is the same work at every depth and in every tick, so that a
 captured graph of each serves them all. A path's score only falls with depth, so the likeliest nodes are a tree.
 Nothing is read back; nothing here knows requests or graphs.
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from tlt.kernels import growth, pruning
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.growth import Growing
 from tlt.kernels.linear import Matrix
 from tlt.kernels.pruning import Pruned, Shared
-from tlt.kernels.twin import twin
 from tlt.model.linear import rows_of
+from tlt.spec.built_trees import NOT_READY
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
-from tlt.spec.grown import NOT_READY
 from tlt.spec.tree import Trees
 from tlt.spec.window import Ring
 
 
 @dataclass(frozen=True, slots=True)
-class Soil:
+class DraftInputs:
     """What trees grow from: the drafter, its keys and values, its newest state of each row, the policy's tensors."""
 
     drafter: Eagle
@@ -35,19 +35,19 @@ class Soil:
     embed_VD: Tensor
     head: Matrix  # of the draft tokens
 
-    def first(self, rows: int) -> "Soil":
-        return Soil(self.drafter, self.ring.first(rows), self.g_RD[:rows], self.embed_VD, self.head)
+    def first(self, rows: int) -> "DraftInputs":
+        return DraftInputs(self.drafter, self.ring.first(rows), self.g_RD[:rows], self.embed_VD, self.head)
 
 
-class Grove:
+class TreeBuilder:
     """The trees of all rows while they grow, for one width. Graphs hold these tensors: never rebind."""
 
-    def __init__(self, soil: Soil, width: int, deepest: int) -> None:
-        drafter, (rows, hidden), device = soil.drafter, soil.g_RD.shape, soil.g_RD.device
-        self._soil = soil
+    def __init__(self, inputs: DraftInputs, width: int, deepest: int) -> None:
+        drafter, (rows, hidden), device = inputs.drafter, inputs.g_RD.shape, inputs.g_RD.device
+        self._inputs = inputs
         self.width = width
-        self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, soil.g_RD.dtype, device)
-        self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=soil.g_RD.dtype, device=device)
+        self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, inputs.g_RD.dtype, device)
+        self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=inputs.g_RD.dtype, device=device)
         self._nodes = drafter.new_nodes(rows, width * max(deepest, 2))  # their keys and values
         # a successor stands one position after its root, and two after the entry of the node it is named from
         self._after_root, self._after_entry = (torch.full((), more, device=device) for more in (1, 2))
@@ -55,30 +55,30 @@ class Grove:
 
     def roots(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
         """Starts trees for the first rows. `draws` are the keys of the roots, their newest tokens."""
-        soil = self._soil.first(rows)
-        logits_Rv = soil.drafter.logits(soil.g_RD, soil.head)
+        inputs = self._inputs.first(rows)
+        logits_Rv = inputs.drafter.logits(inputs.g_RD, inputs.head)
         self.root_logits_Rv[:rows] = logits_Rv
-        named = candidates(logits_Rv, draws, beta, self.width, soil.drafter.token_of_draft_v, ahead=self._after_root)
-        kernels = twin(growth, soil.g_RD.device)
-        kernels.plant(self.grown.first(rows), named.token_Nk, named.score_Nk, soil.g_RD, draws.position_N)
+        named = candidates(logits_Rv, draws, beta, self.width, inputs.drafter.token_of_draft_v, ahead=self._after_root)
+        kernels = dispatch(growth, inputs.g_RD.device)
+        kernels.start_trees(self.grown.first(rows), named.token_Nk, named.score_Nk, inputs.g_RD, draws.position_N)
 
-    def deepen(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
+    def expand(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
         """One level more, the `width` likeliest of all successors of the newest level; `draws` as above."""
-        soil, grown = self._soil.first(rows), self.grown.first(rows)
+        inputs, grown = self._inputs.first(rows), self.grown.first(rows)
         entry_Rw = grown.entry_R[:, None].expand(-1, self.width)
-        g = soil.drafter.step(
-            *(soil.ring, self._nodes.first(rows), grown.token_Rw, grown.state_RwD),
-            *(entry_Rw, grown.slot_Rw, grown.seen_RwL, soil.embed_VD),
+        g = inputs.drafter.step(
+            *(inputs.ring, self._nodes.first(rows), grown.token_Rw, grown.state_RwD),
+            *(entry_Rw, grown.slot_Rw, grown.seen_RwL, inputs.embed_VD),
         )
-        logits_Nv = soil.drafter.logits(g, soil.head)
+        logits_Nv = inputs.drafter.logits(g, inputs.head)
         keys = replace(draws, position_N=grown.entry_R)
         named = candidates(
-            *(logits_Nv, keys, beta, self.width, soil.drafter.token_of_draft_v),
+            *(logits_Nv, keys, beta, self.width, inputs.drafter.token_of_draft_v),
             repeat=self.width,
             ahead=self._after_entry,
         )
         g_RwD = rows_of(g).view(grown.state_RwD.shape)
-        twin(growth, logits_Nv.device).deepen(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
+        dispatch(growth, logits_Nv.device).expand(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
     def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: Shared | None = None) -> None:
         """The likeliest nodes of the first `depth` levels as trees to verify, of all rows together where they share;
@@ -86,7 +86,7 @@ class Grove:
         out = Pruned(*trees.first(rows).parts)
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
-        twin(pruning, ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, shared)
+        dispatch(pruning, ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, shared)
 
     def pack(self, rows: int, depth: int, ready_R: Tensor) -> None:
         """Lays what was grown where `packed` finds it."""

@@ -25,7 +25,7 @@ class Probe:
 
 
 @dataclass(slots=True)
-class Ledger:
+class Budget:
     """Time spent, and how much of it was lost by learning."""
 
     share: float
@@ -54,13 +54,13 @@ class Ledger:
         if for_a_reason:
             self.compared = max(0.0, self.compared + lost)
 
-    def affords(self, once_s: float, gain: float) -> bool:
+    def affords(self, one_off_s: float, gain: float) -> bool:
         """Whether one-off work is worth a promise to need this share less time. As much time is taken to come as has
         passed, for a rollout that has just begun may be a short one, up to a limit: beyond it, earlier promises should
         have been kept, and what was saved pays for what is invested."""
         to_come = min(self.spent, _FORESEEN * self.tick_s)
         earned = gain * to_come + self.share * self.spent + max(0.0, self.saved)
-        return once_s <= 0.0 or self.invested + once_s <= earned
+        return one_off_s <= 0.0 or self.invested + one_off_s <= earned
 
     def close(self, shape: Shape, tick: int) -> Probe | None:
         """The probe this tick was, if it was one. One that never ran is dropped."""
@@ -99,26 +99,26 @@ class FirstRuns:
         """Its graphs were captured before anybody waited."""
         self.ran.setdefault(shape, {})[size] = 0.0
 
-    def see(self, shape: Shape, size: int, once_s: float) -> None:
-        once_s = self.usual(once_s)
+    def see(self, shape: Shape, size: int, one_off_s: float) -> None:
+        one_off_s = self.baseline(one_off_s)
         if not self.ready(shape, size):
             self._count = self._count * _RECENT + 1
-            self._first = self._first * _RECENT + once_s
+            self._first = self._first * _RECENT + one_off_s
             self._whole *= _RECENT
-        self._whole += once_s
-        taken = self._taken[shape, size] = self._taken.get((shape, size), 0.0) + once_s
-        again_s = min(once_s, self.capture_s)  # what took longer has compiled
+        self._whole += one_off_s
+        taken = self._taken[shape, size] = self._taken.get((shape, size), 0.0) + one_off_s
+        again_s = min(one_off_s, self.capture_s)  # what took longer has compiled
         self.ran.setdefault(shape, {})[size] = again_s if taken < _WHOLE * self.capture_s else 0.0
 
-    def usual(self, once_s: float) -> float:
+    def baseline(self, one_off_s: float) -> float:
         """Kernels compile once, and that may take seconds: no more counts than many graphs take."""
         most = _MOST_CAPTURES * self.capture_s if self.capture_s else inf
-        return min(max(0.0, once_s), most)
+        return min(max(0.0, one_off_s), most)
 
-    def tried(self, once_s: float, foreseen_s: float) -> float:
+    def tried(self, one_off_s: float, foreseen_s: float) -> float:
         """What counts of a try: no more than all graphs of a shape are taken to cost, unless that was foreseen.
         Whatever took longer has compiled kernels."""
-        return min(max(0.0, once_s), max(foreseen_s, _WHOLE * self.capture_s))
+        return min(max(0.0, one_off_s), max(foreseen_s, _WHOLE * self.capture_s))
 
     def trial_s(self, shape: Shape, size: int) -> float:
         """That one tick of it takes beside, most likely. Of its own size it is known best."""
@@ -132,7 +132,7 @@ class FirstRuns:
         return 0.0 if self.ready(shape, size) else (_WHOLE * self.capture_s + self._whole) / (1.0 + self._count)
 
     def _beside(self, shape: Shape, size: int) -> list[float]:
-        return [once_s for ran, once_s in self.ran.get(shape, {}).items() if size <= ran <= 2 * size]
+        return [one_off_s for ran, one_off_s in self.ran.get(shape, {}).items() if size <= ran <= 2 * size]
 
 
 _REMEMBERED = 1 << 16  # tokens after which what arrived counts 1/e

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def twin(reference: ModuleType, device: torch.device) -> Any:
+def dispatch(reference: ModuleType, device: torch.device) -> Any:
     """The module that does on this device what `reference` does."""
     return _in_triton(reference.__name__) if device.type == "cuda" else reference
 

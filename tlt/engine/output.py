@@ -14,7 +14,7 @@ _PLACES = 3  # two ticks may be under way, a third place keeps them apart
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class TickOutput:
     """What a tick drew, row by row: a list of tokens each, one in plain decoding."""
 
     tokens: list[list[int]]  # −1 where the logits were no distribution
@@ -22,7 +22,7 @@ class Drawn:
     policy_logprobs: list[list[float]]
 
 
-class Pending:
+class PendingOutput:
     """A launched tick. `drawn()` waits for the device, once."""
 
     def __init__(self, packed: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -30,12 +30,12 @@ class Pending:
         self._packed = packed
         self._ready = ready
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> TickOutput:
         if self._ready is not None:
             self._ready.synchronize()
         steps = self._packed.shape[1] // 3
         tokens, logprobs, policy_logprobs = torch.split(self._packed[:, : 3 * steps], steps, dim=1)
-        drawn = Drawn(
+        drawn = TickOutput(
             tokens.tolist(), logprobs.view(torch.float32).tolist(), policy_logprobs.view(torch.float32).tolist()
         )
         if self._packed.shape[1] % 3:  # a walk: each row has its own number of steps
@@ -45,19 +45,19 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightTick:
     """A tick that was launched and not read."""
 
     plan: Plan
-    pending: Pending
+    pending: PendingOutput
     shape: Shape = OFF
     steps: int = 1  # tokens of each request that may come out of it, at most
     begun_s: float = 0.0
     timed: bool = True  # nothing else was done while it was launched
-    once_s: float = 0.0  # of captures, and of runs without a graph, while it was
+    one_off_s: float = 0.0  # of captures, and of runs without a graph, while it was
 
 
-class Landing:
+class OutputBuffer:
     """Host memory that ticks of so many rows land in; on a CPU they are there already."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -66,12 +66,12 @@ class Landing:
         self._places = [torch.empty(numbers, dtype=torch.int32, pin_memory=True) for _ in range(_PLACES) if numbers]
         self._turn = 0
 
-    def fetch(self, packed: Tensor) -> Pending:
+    def fetch(self, packed: Tensor) -> PendingOutput:
         if not self._places:
-            return Pending(packed, None)
+            return PendingOutput(packed, None)
         self._turn = (self._turn + 1) % len(self._places)
         landed = self._places[self._turn][: packed.numel()].view(packed.shape)
         landed.copy_(packed, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(self._device))
-        return Pending(landed, ready)
+        return PendingOutput(landed, ready)

@@ -14,7 +14,7 @@ SUPPOSED = (0.88, 0.76)  # times as many guesses that are right
 _NEAR = 0.03  # that what is named already may lose
 
 
-def outlook(
+def precapture_plan(
     shapes: Sequence[Shape],
     known: Sequence[int],
     seconds: Mapping[int, Sequence[float]],

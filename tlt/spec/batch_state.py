@@ -33,12 +33,12 @@ class TunerSettings:
     slower_ticks: int = 12  # … so many times, nearly in a row, to be compared at once …
     slower_check: int = 4  # … with so many plain ticks …
     slower_pause: int = 512  # … but no sooner than so many ticks after the last time, if there were many
-    recall_worth: float = 128.0  # verifies that what was measured of a drafter elsewhere is worth
+    prior_weight: float = 128.0  # verifies that what was measured of a drafter elsewhere is worth
     swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
 
 
 @dataclass(slots=True)
-class Stand:
+class BatchSizeState:
     """What is thought best at one batch size."""
 
     shape: Shape = OFF
@@ -56,7 +56,7 @@ class Stand:
     checks: int = 0  # there have been, with this shape
     looked: int = 0  # plain ticks of the last one …
     for_a_reason: bool = False  # … which the shape's slow ticks gave, or it had its turn …
-    booked: float = 0.0  # … and the seconds that they were taken to lose, until it is known what they did
+    charged: float = 0.0  # … and the seconds that they were taken to lose, until it is known what they did
     usual_s: float = inf  # of a tick of this shape since it was last compared, when it was quickest
     slower: int = 0  # ticks of late that took clearly longer, less those that did not …
     wary: int = 0  # … and the tick before which they are no reason for another comparison
@@ -65,7 +65,7 @@ class Stand:
     def change(self, shape: Shape, tick: int) -> None:
         self.shape, self.since, self.reviews = shape, tick, 1
         self.plain = self.checks = self.alarms = self.wary = 0
-        self.booked = 0.0
+        self.charged = 0.0
         self.forget_usual()
 
     def look_at(self, tick: int) -> None:
@@ -103,7 +103,7 @@ class Stand:
 
     def compare(self, tick: int, ticks: int, loss: float, slower: bool, settings: TunerSettings) -> None:
         """A comparison begins. What comes after it is the new measure."""
-        self.booked, self.plain, self.looked, self.for_a_reason = loss, ticks, ticks, slower
+        self.charged, self.plain, self.looked, self.for_a_reason = loss, ticks, ticks, slower
         self.checks += 1
         self.check = tick + self.check_pause(settings)
         self.forget_usual()

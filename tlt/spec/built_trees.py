@@ -17,7 +17,7 @@ NOT_READY = -2  # first parent of a row from which nothing can be grown yet
 
 
 @dataclass(slots=True)
-class GrownTrees:
+class BuiltTrees:
     shape: Shape
     tick: int  # before which it was grown
     row_of: Mapping[Key, int]  # when it was grown

@@ -105,7 +105,7 @@ class _Pulse:
         return now - self._moved
 
 
-class Crew:
+class ActorGroup:
     def __init__(self, config: RunConfig, share: Share, host: type[Host], told: OnLost, waits: OnLongWait) -> None:
         self._config, self._share, self._host = config, share, host
         self._told, self._waits = told, waits
@@ -182,11 +182,11 @@ class Crew:
         """One step on the way from an actor that was asked for to a member."""
         if not ray.wait([applicant.call], timeout=0)[0]:
             return False
-        answer = ray.get(applicant.call)
+        reply = ray.get(applicant.call)
         if applicant.environment is None:
-            applicant.environment = answer
-            check_versions(self._here, [answer])
-            applicant.lane = lane = self._lane(answer.node)
+            applicant.environment = reply
+            check_versions(self._here, [reply])
+            applicant.lane = lane = self._lane(reply.node)
             applicant.call = applicant.actor.open.remote(self._config, applicant.rank, lane, self._share.gpus >= 1)
             return False
         del self._applicants[applicant.rank]
@@ -241,12 +241,12 @@ class Crew:
                     self._raise_unless_parted(error)
                     parted.append(seat)
                 except RayError as error:
-                    self.bury(seat, f"died during {what} ({type(error).__name__})")
+                    self.drop(seat, f"died during {what} ({type(error).__name__})")
                     lost.append(seat)
             for call, seat in list(waiting.items()):
                 if seat in pulses and pulses[seat].still_s() > self._config.cluster.hang_s + _GRACE_S:
                     del waiting[call]
-                    lost.append(self.bury(seat, f"hung during {what}"))
+                    lost.append(self.drop(seat, f"hung during {what}"))
             seconds = time.monotonic() - started
             if waiting and seconds > told:
                 told *= 2
@@ -291,7 +291,7 @@ class Crew:
         done, _ = ray.wait(list(beats), num_returns=len(beats), timeout=0)
         for call in done:
             yield from self._heard(beats[call], call)
-        self._bury_the_hung(runs, "rollout")
+        self._drop_hung(runs, "rollout")
         self._look_at(runs)
 
     def _heard(self, seat: int, call: Any) -> Iterator[tuple[int, News]]:
@@ -300,7 +300,7 @@ class Crew:
         try:
             beat: Beat = ray.get(call)
         except RayError as error:
-            self.bury(seat, f"died during rollout ({type(error).__name__})")
+            self.drop(seat, f"died during rollout ({type(error).__name__})")
             return
         if beat.progress != member.progress:
             member.progress, member.moved = beat.progress, time.monotonic()
@@ -314,11 +314,11 @@ class Crew:
             if run in over and seat in self.members:
                 self.ask({seat: run}, "rollout")
 
-    def _bury_the_hung(self, seats: Iterable[int], what: str) -> None:
+    def _drop_hung(self, seats: Iterable[int], what: str) -> None:
         now = time.monotonic()
         for seat in [seat for seat in seats if seat in self.members]:
             if now - self.members[seat].moved > self._config.cluster.hang_s:
-                self.bury(seat, f"hung during {what}: no progress for {self._config.cluster.hang_s:g} s")
+                self.drop(seat, f"hung during {what}: no progress for {self._config.cluster.hang_s:g} s")
 
     def awake(self) -> None:
         """Whatever they did until now, nobody is late."""
@@ -327,7 +327,7 @@ class Crew:
 
     # ---- burying
 
-    def bury(self, seat: int, reason: str) -> int:
+    def drop(self, seat: int, reason: str) -> int:
         member = self.members.pop(seat)
         with suppress(RayError):
             ray.kill(member.actor)

@@ -7,8 +7,8 @@ chooses, and no seconds but those it is told.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt.spec.acceptance import Walked, track
-from tlt.spec.drafter import Planted
+from tlt.spec.acceptance import AcceptResult, rank_hits_of
+from tlt.spec.drafter import StartedTrees
 from tlt.spec.shape import MOST_NODES, Draft, Shape
 from tlt.types import Key
 
@@ -28,38 +28,40 @@ class Proposed:
     keys: Sequence[Key]
     drafts_s: list[float]  # what each drafter took on the host …
     caught_up: tuple[float, int, float]  # … and on catching up before: seconds, positions, seconds of it on the host
-    odd: float | None  # if some of the tick's time on the device was taking in much: what newcomers had brought a row
+    ingest_tokens: (
+        float | None
+    )  # if some of the tick's time on the device was taking in much: what newcomers had brought a row
     version: int  # of the learned drafter
     parts: Sequence[tuple[Draft, ...]] = ()
-    planted: Planted | None = None  # instead of the parts: one drafter's, on the device
+    started_trees: StartedTrees | None = None  # instead of the parts: one drafter's, on the device
 
     def of(self, row: int) -> tuple[Draft, ...]:
-        return (self.planted.draft(self.keys[row]),) if self.planted else self.parts[row]
+        return (self.started_trees.draft(self.keys[row]),) if self.started_trees else self.parts[row]
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TickFeedback:
     """A verified tick that nobody has looked into yet: tokens, and seconds if it did nothing else."""
 
     shape: Shape
     proposed: Proposed
     emitted: Sequence[Sequence[int]]
-    answers: Mapping[int, int | None]  # row to look into → its answer's number; None: nobody said when it began
+    completions: Mapping[int, int | None]  # row to look into → its answer's number; None: nobody said when it began
     seconds: float | None
-    once_s: float
+    one_off_s: float
 
-    def walks(self) -> list[Walked]:
+    def results(self) -> list[AcceptResult]:
         """Of all rows that had a request."""
-        walks = [_UNSEEN[len(tokens)] for tokens in self.emitted]
-        for row in self.answers:
-            walks[row] = self._looked_into(row)
-        return [walked for walked in walks if walked.accepted >= 0]
+        results = [_UNSEEN[len(tokens)] for tokens in self.emitted]
+        for row in self.completions:
+            results[row] = self._looked_into(row)
+        return [walked for walked in results if walked.accepted >= 0]
 
-    def _looked_into(self, row: int) -> Walked:
+    def _looked_into(self, row: int) -> AcceptResult:
         tokens = self.emitted[row]
-        tracks = tuple(track(draft, tokens, self.shape) for draft in self.proposed.of(row))
-        return Walked(len(tokens) - 1, tracks, self.answers[row])
+        rank_hits = tuple(rank_hits_of(draft, tokens, self.shape) for draft in self.proposed.of(row))
+        return AcceptResult(len(tokens) - 1, rank_hits, self.completions[row])
 
 
 # what is said of a walk nobody looks into, by its tokens: there are hundreds in a tick; without any it was none
-_UNSEEN = tuple(Walked(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
+_UNSEEN = tuple(AcceptResult(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
