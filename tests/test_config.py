@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tlt
 from tlt.config import RunConfig, SpecSettings
 from tlt.errors import ConfigError, TltError
-from tlt.recipe import Knob, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
+from tlt.recipe import RENAMED, Knob, flat, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
 
 PACKAGE = Path(tlt.__file__).parent
 
@@ -397,3 +397,19 @@ def test_a_read_is_seen(source: str) -> None:
 )
 def test_what_is_no_read_is_not_taken_for_one(source: str) -> None:
     assert Reads([source]).keys & {knob.key for knob in knobs()} == set()
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_a_renamed_key_is_still_read_and_warned_of(old: str, tmp_path: Path) -> None:
+    section, _, name = old.partition(".")
+    value = {"chooser": '"fixed"', "light": "false"}[name]
+    recipe = tmp_path / "old.toml"
+    recipe.write_text(f"[{section}]\n{name} = {value}\n")
+    with pytest.warns(FutureWarning, match=f"old.toml: {old} is now {RENAMED[old]}"):
+        from_file = load_config(recipe)
+    with pytest.warns(FutureWarning, match=RENAMED[old]):
+        from_flags = load_config(flags=take_flags([f"--{old}", value.strip('"')])[0])
+    with pytest.warns(FutureWarning, match=RENAMED[old]):
+        from_overrides = load_config(overrides={old: value.strip('"') if '"' in value else False})
+    assert flat(from_file)[RENAMED[old]] == (value.strip(chr(34)) if name == "chooser" else False)
+    assert from_file == from_flags == from_overrides != RunConfig()

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from tlt.errors import TltError
 from tlt.recipe import load_config
-from tlt.watch.events import RolloutFinished, RunFinished, RunStarted, UnknownEvent, WarmupStep, read_events, read_run
+from tlt.watch.events import (
+    RolloutFinished,
+    RunFinished,
+    RunStarted,
+    ShapesChosen,
+    UnknownEvent,
+    WarmupStep,
+    read_events,
+    read_run,
+)
 from tlt.watch.log import EventLog, start_run
 
 EVENTS = (
@@ -99,3 +108,11 @@ def test_a_run_is_read_back_with_its_configuration(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TltError, match=r"holds no events\.jsonl"):
         read_run(tmp_path)
+
+
+def test_fields_that_were_renamed_are_read_by_their_old_names(tmp_path: Path) -> None:
+    written = {"step": 3, "ticks": [], "once_s": 0.25}
+    line = {"time": 1.0, "kind": "ShapesChosen", "format": 2, "fields": written}
+    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+    (record,) = read_events(tmp_path / "events.jsonl")
+    assert record.event == ShapesChosen(step=3, ticks=(), one_off_s=0.25)

@@ -271,7 +271,7 @@ def test_lookups_are_made_while_the_device_grows_trees(monkeypatch: pytest.Monke
     asked = [number for number, call in enumerate(calls) if call == "suffix propose"]
     assert len(asked) > 5
     for number in asked:
-        assert calls[number - 1] == "eagle plant"
+        assert calls[number - 1] == "eagle start_trees"
         assert calls[number + 1] == "eagle propose"
 
 

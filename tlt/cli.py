@@ -7,6 +7,7 @@ its exit code; anything else is a bug and keeps its traceback.
 import os
 import sys
 import time
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     # Before torch comes in: idle CPU threads sleep instead of spinning, which on a busy machine is tenfold faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    warnings.formatwarning = lambda message, *_, **__: f"tlt: warning: {message}\n"
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except TltError as error:

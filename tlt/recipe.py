@@ -12,6 +12,7 @@ import re
 import textwrap
 import tokenize
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
@@ -23,6 +24,7 @@ from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError, shown, shown_names
 
 _LINE = 120  # characters of documented TOML, where values are short
+RENAMED = {"spec.chooser": "spec.shape_policy", "spec.light": "spec.quantized"}  # old key → present key
 
 # ---- what there is to set
 
@@ -152,8 +154,18 @@ def take_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         elif equals:
             flags.append(argument)
         else:
-            flags.append(f"{name}={_take_value(name, types.get(name[2:]), waiting)}")
+            flags.append(f"{name}={_take_value(name, types.get(RENAMED.get(name[2:], name[2:])), waiting)}")
     return flags, rest
+
+
+def _present(key: str, origin: str) -> str:
+    """The present key of one that was renamed: files and flags of the last version are still read."""
+    present = RENAMED.get(key, key)
+    if present != key:
+        warnings.warn(
+            f"{origin}: {key} is now {present}; the next version refuses the old key", FutureWarning, stacklevel=2
+        )
+    return present
 
 
 def _take_value(name: str, type_: Any, waiting: list[str]) -> str:
@@ -198,7 +210,8 @@ def _read_overrides(overrides: Mapping[str, Any]) -> dict[str, _Setting]:
         raise ConfigError(f'overrides is {shown(overrides)}; expected a mapping, {{"run.steps": 3}}')
     types = {knob.key: knob.type for knob in knobs()}
     settings: dict[str, _Setting] = {}
-    for key, value in overrides.items():
+    for given, value in overrides.items():
+        key = _present(given, origin)
         if key in types:
             settings[key] = _Setting(_checked(key, types[key], value, origin), origin)
         elif "." in key:
@@ -231,7 +244,8 @@ def _toml_problem(error: Exception) -> str:
 def _flatten(table: Mapping[str, Any], section: Any, prefix: str, origin: str) -> Iterator[tuple[str, _Setting]]:
     types = get_type_hints(section)
     for name, value in table.items():
-        key = prefix + name
+        key = _present(prefix + name, origin)
+        name = key.removeprefix(prefix)
         if name not in types:
             _unknown_name(key, name, value, types, prefix, origin)
         if is_dataclass(types[name]):
@@ -302,7 +316,7 @@ def _read_flags(flags: Sequence[str]) -> dict[str, _Setting]:
     settings: dict[str, _Setting] = {}
     for flag in flags:
         name, _, text = flag.partition("=")
-        key = name[2:]
+        key = _present(name[2:], name)
         if key not in types:
             _unknown(key, name)
         value = _from_text(key, types[key], text, name)

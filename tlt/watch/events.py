@@ -351,6 +351,10 @@ _KINDS: dict[str, type[Event]] = {
         *workers.KINDS,
     )
 }
+_RENAMED = {
+    ("ShapesChosen", "once_s"): "one_off_s",
+    ("AcceptanceCollapsed", "usual"): "baseline",
+}  # by the last version
 MOST_LENGTHS = 1024
 
 
@@ -364,6 +368,7 @@ def _parse(line: bytes, where: str) -> Recorded:
     try:
         record = json.loads(line)
         when, kind, values = float(record["time"]), str(record["kind"]), dict(record["fields"])
+        values = {_RENAMED.get((kind, name), name): value for name, value in values.items()}
     except (ValueError, KeyError, TypeError):
         raise TltError(
             f"{where}: is not an event; the file was edited or overwritten, restore or remove the line"
