@@ -175,7 +175,7 @@ def test_embeddings_and_states_are_normed_side_by_side(rows: int, queries: int, 
     found = drafter_triton.embed_and_norm(*given, 1e-5, on_device(new))
     if new is not None:
         last = [state[row * queries + count - 1, 0] if count else 0.0 * state[0, 0] for row, count in counts(new)]
-        torch.testing.assert_close(expected[1], torch.stack(last))
+        torch.testing.assert_close(expected[1], torch.stack(last), **CLOSE)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.cpu().float(), theirs, **CLOSE)
     assert torch.equal(given[1].cpu().float(), state)

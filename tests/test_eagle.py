@@ -25,6 +25,7 @@ POLICY = tiny.policy()
 EMBED = POLICY.embed.detach()
 HIDDEN = POLICY.config.hidden
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+ROUNDED = {"rtol": 1e-6, "atol": 1e-5}  # log-probabilities of -10 and above, from some hundred terms of float32
 
 
 def drafter(window: int, *, seed: int = 0, draft_vocab: int = 0) -> Eagle:
@@ -385,7 +386,7 @@ def test_without_noise_the_largest_logits_are_named() -> None:
     logits = torch.randn(50, 80, generator=torch.Generator().manual_seed(0))
     for found in (candidates(logits, keys_of(50), GREEDY, 5), candidates(logits, keys_of(50, 0.0), 1.0, 5)):
         assert torch.equal(found.token_Nk, logits.topk(5).indices)
-        torch.testing.assert_close(found.score_Nk, logits.log_softmax(-1).topk(5).values)
+        torch.testing.assert_close(found.score_Nk, logits.log_softmax(-1).topk(5).values, **ROUNDED)
     assert not torch.equal(candidates(logits, keys_of(50), 1.0, 5).token_Nk, logits.topk(5).indices)
 
 
@@ -393,7 +394,7 @@ def test_sharpness_weighs_the_logits_against_the_noise() -> None:
     logits = torch.randn(50, 80, generator=torch.Generator().manual_seed(0))
     found, expected = candidates(logits, keys_of(50), 3.0, 5), candidates(logits * 3.0, keys_of(50), 1.0, 5)
     assert torch.equal(found.token_Nk, expected.token_Nk)
-    torch.testing.assert_close(found.score_Nk, expected.score_Nk)
+    torch.testing.assert_close(found.score_Nk, expected.score_Nk, **ROUNDED)
     tensor = candidates(logits, keys_of(50), torch.tensor(3.0), 5)
     assert torch.equal(tensor.token_Nk, found.token_Nk)
 
@@ -405,14 +406,14 @@ def test_a_reduced_vocabulary_hears_the_noise_of_its_own_tokens() -> None:
     masked[:, ids] = logits[:, ids]
     found, full = candidates(logits[:, ids], keys_of(60), 1.4, 6, ids), candidates(masked, keys_of(60), 1.4, 6)
     assert torch.equal(found.token_Nk, full.token_Nk)
-    torch.testing.assert_close(found.score_Nk, full.score_Nk)
+    torch.testing.assert_close(found.score_Nk, full.score_Nk, **ROUNDED)
 
 
 def test_scores_are_log_probabilities_in_falling_order() -> None:
     logits = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
     score = candidates(logits, keys_of(30), 1.0, 20).score_Nk
     assert bool((score[:, :-1] >= score[:, 1:]).all())
-    torch.testing.assert_close(score.exp().sum(-1), torch.ones(30))
+    torch.testing.assert_close(score.exp().sum(-1), torch.ones(30), **ROUNDED)
 
 
 # ---- sharpness

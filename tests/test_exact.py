@@ -317,7 +317,8 @@ def test_log_probabilities_do_not_depend_on_the_company(monkeypatch: pytest.Monk
             assert torch.equal(getattr(alone, name), getattr(together, name)[row : row + 1])
     baseline = draw(0, 2, False)
     assert torch.equal(together.token_R[:2], baseline.token_R)
-    torch.testing.assert_close(together.policy_logprob_R[:2], baseline.policy_logprob_R)
+    # log-probabilities of about -10, from sums of 4500 terms of float32 in another order
+    torch.testing.assert_close(together.policy_logprob_R[:2], baseline.policy_logprob_R, rtol=1e-6, atol=5e-5)
     assert sampling_triton._tiles(3) != sampling_triton._tiles(6), "here the usual sampler cuts by the company"
 
 
