@@ -159,7 +159,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     go_on = threading.Event()
 
     def slowly(state: object, directory: Path, name: str) -> None:
-        assert go_on.wait(30)
+        assert go_on.wait(300)
         save_state(state, directory, name)  # type: ignore[arg-type]
 
     monkeypatch.setattr(saving, "save_state", slowly)

@@ -390,7 +390,7 @@ def test_shares_give_the_numbers_of_one_worker() -> None:
 
 def in_parallel(work: Callable[[int, Any], UpdateResult], count: int) -> list[UpdateResult]:
     """Threads that meet where workers would exchange tensors."""
-    barrier, given, results = threading.Barrier(count, timeout=60), {}, {}
+    barrier, given, results = threading.Barrier(count, timeout=300), {}, {}
 
     def run(index: int) -> None:
         def add(tensors: Sequence[Tensor]) -> None:

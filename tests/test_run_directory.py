@@ -136,9 +136,9 @@ from pathlib import Path
 from tlt.recipe import load_config
 from tlt.watch.directory import held
 with held(load_config(None, [f"--run.out={sys.argv[1]}", "--run.name=shown"]), "train", resume=True):
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     print(child.pid, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

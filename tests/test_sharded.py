@@ -151,7 +151,7 @@ def run_pair(dtypes: tuple[torch.dtype, ...], directory: Path, optimizer: bool =
     for process in pair:
         process.start()
     for process in pair:
-        process.join(120)
+        process.join(300)
         assert process.exitcode == 0
     found: dict[Any, Any] = torch.load(directory / "results.pt", weights_only=False)
     return found
@@ -179,7 +179,7 @@ def test_shards_learn_what_the_whole_learns(in_shards: dict[Any, Any], dtype: to
 def test_shards_in_bfloat16_learn_what_the_whole_learns(tmp_path: Path) -> None:
     probe = processes().Process(target=in_one, args=(torch.bfloat16, tmp_path))
     probe.start()
-    probe.join(120)
+    probe.join(300)
     if probe.exitcode is not None and probe.exitcode < 0:
         pytest.skip(f"a bfloat16 matmul ends the process with signal {-probe.exitcode} on this CPU")
     assert probe.exitcode == 0
