@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import tlt
+from tests.clocks import Clock
 from tests.training import LEARNED, numbers, small
+from tlt.drafting import deadline, trainer
 from tlt.drafting.states import Recompute
 from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TaskError
@@ -23,6 +25,7 @@ from tlt.tasks.judge import Answer, DirectJudge, Verdict
 from tlt.tasks.judging import Judging
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
+from tlt.train.drafter import DrafterTrainer
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience, Key, Prompt, Timing
 from tlt.watch.events import (
@@ -213,7 +216,12 @@ def test_experiences_hold_each_rollout_with_its_advantage(tmp_path: Path) -> Non
 # ---- whole runs
 
 
-def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> None:
+def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of drafter training a tick takes a second and a micro-step two: there is time for a few."""
+    clock = Clock()
+    clock.used_by(monkeypatch, deadline, trainer)
+    clock.passes_in(monkeypatch, EngineCore, "tick", 1.0)
+    clock.passes_in(monkeypatch, DrafterTrainer, "launch", 2.0)
     variants = {
         "plain": [],
         "suffix": ["--spec.drafter=suffix", "--spec.chooser=fixed"],
@@ -230,7 +238,7 @@ def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path) -> Non
     assert set(weights.values()) == {weights["plain"]} != {(TINY_POLICY / "model.safetensors").read_bytes()}
     assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.2  # of one shape for ever: no clock says no
     for name in ("learned", "kept"):
-        assert events_of(runs[name], DrafterTrained)
+        assert min(event.micro_steps for event in events_of(runs[name], DrafterTrained)) > 3
         assert events_of(runs[name], DrafterSwapped)
     assert all(event.identical for run in runs.values() for event in events_of(run, ReplayCompared))
 
