@@ -23,6 +23,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "words": (
         "tlt.types",
         "tlt.errors",
+        "tlt.signals",
         "tlt.recipe",
         "tlt.config",
         "tlt.strict_json",

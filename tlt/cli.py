@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from tlt import __version__
 from tlt.config import RunConfig
-from tlt.errors import ConfigError, StateLost, TltError, shown
+from tlt.errors import ConfigError, StateLost, Terminated, TltError, shown
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
+from tlt.signals import sigterm_raises
 
 
 class _Parser(ArgumentParser):
@@ -40,13 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     warnings.formatwarning = lambda message, *_, **__: f"tlt: warning: {message}\n"
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        with sigterm_raises():
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
     except TltError as error:
         print(f"tlt: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("tlt: interrupted", file=sys.stderr)
         return 130
+    except Terminated as ended:
+        print(f"tlt: terminated: {ended}", file=sys.stderr)
+        return 143
 
 
 def _run(arguments: list[str]) -> int:

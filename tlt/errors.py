@@ -1,6 +1,7 @@
 """The errors a user can meet. Each message says what was found, what was expected and what to change.
 
 Everything tlt raises on purpose is a TltError; the command line prints it as one line and exits with its code.
+Terminated is none: it is what SIGTERM becomes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,3 +68,14 @@ def shown_names(names: Iterable[str], most: int = 400) -> str:
     """Names that a file brings, in an error's message."""
     text = ", ".join(name if name.isprintable() else repr(name) for name in names) or "none"
     return text if len(text) <= most else text[:most] + "…"
+
+
+class Terminated(SystemExit):
+    """SIGTERM: somebody else ends the process. Uncaught it exits with 143, as a shell shows a process that SIGTERM
+    ended."""
+
+    def __init__(self) -> None:
+        super().__init__(143)
+
+    def __str__(self) -> str:
+        return "the process received SIGTERM"

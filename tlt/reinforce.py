@@ -24,6 +24,7 @@ from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
 from tlt.resume import Start, checkpoints_of, resumed, starting_point, write_record
+from tlt.signals import raise_if_terminated, sigterm_raises
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.files import FileTask
@@ -64,6 +65,7 @@ def train(
     _check(config, open_fleet)
     resume = resume or bool(resume_from)
     with ExitStack() as stack:
+        stack.enter_context(sigterm_raises())
         directory = stack.enter_context(held(config, TRAIN, resume=resume))
         checkpoints = checkpoints_of(config)
         start = starting_point(checkpoints, resume_from)
@@ -97,14 +99,17 @@ class _Run:
         if isinstance(task, FileTask):
             refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
         self._log.emit(checkpoints_planned(self._config, self._checkpoints.directory))
+        raise_if_terminated()
         fleet = open_fleet(self._config, self._log.emit)
         try:
-            restored = self._restore(fleet, start)
-            self._log.emit(StartupFinished(seconds=time.perf_counter() - self._started))
-            loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
-            for taken in range(restored, self._config.run.steps):
-                self._step(loop, taken)
-            self._saver.wait()
+            with sigterm_raises():  # again: so that another SIGTERM does not interrupt what follows
+                restored = self._restore(fleet, start)
+                self._log.emit(StartupFinished(seconds=time.perf_counter() - self._started))
+                loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
+                for taken in range(restored, self._config.run.steps):
+                    raise_if_terminated()
+                    self._step(loop, taken)
+                self._saver.wait()
         finally:
             self._saver.close()
             fleet.close()

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from tlt.cluster.host import MAIL, POST, Host
+from tlt.cluster.lifeline import Lifeline
 from tlt.cluster.messages import Beat, News
 from tlt.cluster.placement import Environment, Lane, Share, check_versions
 from tlt.cluster.ring import RingBroken
@@ -70,11 +71,12 @@ class Outcome:
     lost: tuple[int, ...]
 
 
-def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float) -> None:
+def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float, lifeline: Lifeline) -> None:
     """Until what is awaited is there, however long that takes: but GetTimeoutError once what `ask` calls for has been
     the same, or has not come, for so long."""
     moved, seen, call = time.monotonic(), None, ask()
     while not ray.wait([awaited], timeout=_LOOK_S)[0]:
+        lifeline.check()
         if ray.wait([call], timeout=0)[0]:
             now, call = ray.get(call), ask()
             if now != seen:
@@ -106,8 +108,17 @@ class _Pulse:
 
 
 class ActorGroup:
-    def __init__(self, config: RunConfig, share: Share, host: type[Host], told: OnLost, waits: OnLongWait) -> None:
-        self._config, self._share, self._host = config, share, host
+    def __init__(
+        self,
+        config: RunConfig,
+        share: Share,
+        host: type[Host],
+        lifeline: Lifeline,
+        *,
+        told: OnLost,
+        waits: OnLongWait,
+    ) -> None:
+        self._config, self._share, self._host, self._lifeline = config, share, host, lifeline
         self._told, self._waits = told, waits
         self._here = Environment.here()
         self._seats = 0
@@ -167,6 +178,7 @@ class ActorGroup:
 
     def arrivals(self) -> list[int]:
         """Seats of those who are there now and were not before. Never waits."""
+        self._lifeline.check()
         arrived = []
         for applicant in list(self._applicants.values()):
             try:
@@ -233,6 +245,7 @@ class ActorGroup:
         started, told = time.monotonic(), _LONG_S
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=_LOOK_S)
+            self._lifeline.check()
             for call in done:
                 seat = waiting.pop(call)
                 try:
@@ -288,6 +301,7 @@ class ActorGroup:
         if not beats:
             return
         ray.wait(list(beats), timeout=_LOOK_S)
+        self._lifeline.check()
         done, _ = ray.wait(list(beats), num_returns=len(beats), timeout=0)
         for call in done:
             yield from self._heard(beats[call], call)
@@ -328,12 +342,9 @@ class ActorGroup:
     # ---- burying
 
     def drop(self, seat: int, reason: str) -> int:
+        self._lifeline.check(at_once=True)  # whose end takes the workers along
         member = self.members.pop(seat)
-        with suppress(RayError):
-            ray.kill(member.actor)
-        if member.environment.node == self._here.node:  # one that is stopped cannot be asked to go
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(member.environment.pid, signal.SIGKILL)
+        self._end(member)
         self.losses += 1
         self._told(member.rank, reason)
         if not self.members:
@@ -345,9 +356,15 @@ class ActorGroup:
             )
         return seat
 
+    def _end(self, one: "Member | _Applicant") -> None:
+        with suppress(RayError):
+            ray.kill(one.actor)
+        if one.environment and one.environment.node == self._here.node:  # one that is stopped cannot be asked to go
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(one.environment.pid, signal.SIGKILL)
+
     def dismiss(self) -> None:
-        actors = [m.actor for m in self.members.values()] + [a.actor for a in self._applicants.values()]
-        for actor in actors:
-            with suppress(RayError):
-                ray.kill(actor)
+        everyone: list[Member | _Applicant] = [*self.members.values(), *self._applicants.values()]
+        for one in everyone:
+            self._end(one)
         self.members, self._applicants = {}, {}

@@ -17,6 +17,7 @@ import torch
 from tlt import __version__
 from tlt.config import ClusterSettings
 from tlt.errors import ClusterError
+from tlt.signals import keeping_sigterm
 
 _REACH_S = 5.0  # seconds to wait for somebody at an address; Ray itself would wait for minutes
 
@@ -67,6 +68,11 @@ def connect(settings: ClusterSettings) -> bool:
     """Starts a local Ray, or joins the one at `cluster.address`. Whether it is ours, to be shut down at the end."""
     if ray.is_initialized():
         return False
+    with keeping_sigterm():  # Ray has handlers of its own, one of which ends the process with a trace
+        return _connect(settings)
+
+
+def _connect(settings: ClusterSettings) -> bool:
     if not settings.address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray of our own reports to nobody
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")

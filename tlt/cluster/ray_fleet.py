@@ -21,6 +21,7 @@ from tlt.bench.beside import Beside, Rollout
 from tlt.cluster.actors import ActorGroup, Outcome, wait_while_it_moves
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
+from tlt.cluster.lifeline import Lifeline
 from tlt.cluster.messages import Published, RollReport
 from tlt.cluster.placement import check_room, connect, share_of
 from tlt.cluster.timeline import seconds_of
@@ -55,6 +56,7 @@ class RayFleet:
         self._ours = connect(config.cluster)
         with ExitStack() as undo:  # whatever goes wrong here, nothing of ours stays behind
             undo.callback(self.close)
+            self._lifeline = Lifeline.of_this_driver(ours=self._ours)
             self._share = share_of(config.cluster, config.model.device)
             check_room(config.cluster.workers, self._share)
             if config.cluster.shard and 0 < self._share.gpus < 1:
@@ -64,7 +66,7 @@ class RayFleet:
             device = "cuda" if self._share.gpus else "cpu"
             theirs = replace(config, model=replace(config.model, device=device))
             emit(StartupPhase(f"starting {config.cluster.workers} workers"))
-            self._actors = ActorGroup(theirs, self._share, host, self._lost, self._waits)
+            self._actors = ActorGroup(theirs, self._share, host, self._lifeline, told=self._lost, waits=self._waits)
             for seat in self._actors.hire(range(config.cluster.workers)):
                 self._desk.came(seat)
             self._form_ring()
@@ -213,9 +215,8 @@ class RayFleet:
         if self._actors.ask(calls, "checkpoint").lost:
             self._heal("checkpoint")
             return self.snapshot()
-        return partial(
-            _write, self._actors.members[seat].actor, self._actors.on_this_machine(seat), self._config.cluster.hang_s
-        )
+        wait = partial(wait_while_it_moves, limit_s=self._config.cluster.hang_s, lifeline=self._lifeline)
+        return partial(_write, self._actors.members[seat].actor, self._actors.on_this_machine(seat), wait)
 
     def restore(self, directory: Path, version: int) -> None:
         files = None
@@ -230,9 +231,11 @@ class RayFleet:
             raise ClusterError("a worker was lost while it read the checkpoint; go on with --resume")
 
     def close(self) -> None:
+        torn = False
         if hasattr(self, "_actors"):
             self._actors.dismiss()
-        if self._ours:
+            torn = self._lifeline.torn
+        if self._ours or torn:  # before Ray ends this process
             ray.shutdown()
 
     # ---- the lost and their successors
@@ -345,9 +348,9 @@ def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
     )
 
 
-def _moving(stream: Any, ask: Callable[[], Any], hang_s: float) -> Iterator[Any]:
+def _moving(stream: Any, ask: Callable[[], Any], wait: Callable[[Any, Callable[[], Any]], None]) -> Iterator[Any]:
     while True:
-        wait_while_it_moves(stream, ask, hang_s)
+        wait(stream, ask)
         try:
             piece = next(stream)
         except StopIteration:
@@ -355,15 +358,15 @@ def _moving(stream: Any, ask: Callable[[], Any], hang_s: float) -> Iterator[Any]
         yield piece
 
 
-def _write(actor: Any, same_machine: bool, hang_s: float, directory: Path) -> None:
+def _write(actor: Any, same_machine: bool, wait: Callable[[Any, Callable[[], Any]], None], directory: Path) -> None:
     """Takes as long as it takes while it goes on: a large policy on a slow disk is no hang."""
     try:
         if same_machine:
             call = actor.write.remote(directory.absolute())
-            wait_while_it_moves(call, actor.extent.remote, hang_s)
+            wait(call, actor.extent.remote)
             ray.get(call)
         else:
-            for piece in _moving(actor.written.remote(), actor.extent.remote, hang_s):
+            for piece in _moving(actor.written.remote(), actor.extent.remote, wait):
                 name, content = ray.get(piece)
                 append_piece(name, content, directory)
     except RayTaskError as error:

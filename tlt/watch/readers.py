@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from tlt.config import RunConfig
-from tlt.errors import ReaderError
+from tlt.errors import ReaderError, Terminated
 from tlt.watch.console import Lines, LiveLines, StartupLines, StartupStatus
 from tlt.watch.directory import TRAIN, directory_of
 from tlt.watch.events import Recorded
@@ -42,6 +42,8 @@ class Guarded:
 def _told_as_reader_error() -> Iterator[None]:
     try:
         yield
+    except Terminated:  # of the run, not of this reader
+        raise
     except SystemExit:  # what rich does where a pipe breaks: `tlt train … | head`
         raise ReaderError("nobody reads its output any more") from None
     except Exception as error:

@@ -10,13 +10,15 @@ from types import TracebackType
 from rich.console import Console
 
 from tlt.config import RunConfig
-from tlt.errors import TltError
+from tlt.errors import Terminated, TltError
 from tlt.watch.directory import TRAIN, directory_of
 from tlt.watch.events import RunFailed, read_run
 from tlt.watch.log import EventLog, start_run
 from tlt.watch.readers import readers_of, startup_readers_of
 from tlt.watch.report import write_report
 from tlt.watch.summary import last_lines, summarise
+
+_NAMES: dict[type[BaseException], str] = {KeyboardInterrupt: "interruption", Terminated: "termination"}
 
 
 class Watched:
@@ -46,7 +48,7 @@ class Watched:
             self._tell()
             return
         try:
-            name = "interruption" if issubclass(kind, KeyboardInterrupt) else kind.__name__
+            name = _NAMES.get(kind, kind.__name__)
             self._log.emit(RunFailed(name, _whole(error)))
             self._log.close()
             self._tell()
@@ -73,6 +75,6 @@ class Watched:
 
 def _whole(error: BaseException | None) -> str:
     """All that is known of what stopped the run: of a bug its traceback, too."""
-    if error is None or isinstance(error, TltError | KeyboardInterrupt):
+    if error is None or isinstance(error, TltError | KeyboardInterrupt | Terminated):
         return str(error or "")
     return f"{error}\n{''.join(traceback.format_exception(error)).strip()}".strip()

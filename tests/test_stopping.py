@@ -1,0 +1,300 @@
+"""Who stops a run: a scheduler with SIGTERM, its user with Ctrl-C, a machine that kills what the run cannot do without.
+Its end is told, reported and cleaned up all the same."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread, current_thread, main_thread
+
+import pytest
+
+import tlt
+from tests.training import SMALL, small
+from tlt.errors import ClusterError, Terminated
+from tlt.signals import keeping_sigterm, raise_if_terminated, sigterm_raises
+from tlt.types import Completion, Prompt
+from tlt.watch.events import PhaseStarted, RunFailed, read_run
+from tlt.watch.history import events_of
+
+pytestmark = pytest.mark.skipif(current_thread() is not main_thread(), reason="signals come to the main thread")
+
+ROOT = Path(__file__).parents[1]
+LONG_S = 120.0
+
+
+def ourselves() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# ---- the exception
+
+
+def terminated(work: Callable[[], object]) -> Terminated:
+    """What comes of the work where SIGTERM raises."""
+    with pytest.raises(Terminated) as raised, sigterm_raises():
+        work()
+    return raised.value
+
+
+def test_sigterm_is_raised_and_the_handler_goes() -> None:
+    assert terminated(ourselves).code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    raise_if_terminated()  # it is over
+
+
+def test_what_a_library_makes_of_it_becomes_it_again_and_another_one_is_too_late() -> None:
+    reached = []
+
+    def work() -> None:
+        try:
+            with sigterm_raises():
+                try:
+                    ourselves()
+                except Terminated:
+                    sys.exit(1)  # as Ray does
+        finally:
+            ourselves()
+            reached.append("the end")
+
+    terminated(work)
+    assert reached == ["the end"]
+
+
+def test_what_was_lost_is_raised_once_more() -> None:
+    def work() -> None:
+        with suppress(Terminated):
+            ourselves()
+        raise_if_terminated()
+
+    terminated(work)
+
+
+def test_an_exit_for_another_reason_stays_as_it_is() -> None:
+    with pytest.raises(SystemExit) as raised, sigterm_raises():
+        sys.exit(5)
+    assert raised.value.code == 5
+
+
+def test_the_handler_of_somebody_else_stays() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with sigterm_raises():
+            ourselves()
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_call_that_sets_its_own_handler_leaves_ours() -> None:
+    def library() -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+    def during() -> None:
+        with keeping_sigterm():
+            library()
+            ourselves()
+
+    def afterwards() -> None:
+        with keeping_sigterm():
+            library()
+        ourselves()
+
+    terminated(during)
+    terminated(afterwards)
+
+
+def test_other_threads_change_nothing() -> None:
+    handlers = []
+
+    def work() -> None:
+        with sigterm_raises(), keeping_sigterm():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.SIG_DFL]
+
+
+# ---- a run of one worker
+
+
+class Scheduler:
+    """A task during whose first reward the process is told to end."""
+
+    def sample(self, step: int, count: int) -> list[Prompt]:
+        return [Prompt(f"{step}:{number}", f"{number}+1=") for number in range(count)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> float:
+        ourselves()
+        return 0.0
+
+
+def test_a_library_user_gets_the_exception_and_a_report(tmp_path: Path) -> None:
+    with pytest.raises(Terminated):
+        tlt.train(small(tmp_path, "--watch.report=true"), Scheduler())
+    assert events_of(read_run(tmp_path / "run"), RunFailed)[-1].kind == "termination"
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@dataclass
+class Child:
+    """`tlt train` in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+    directory: Path
+
+    @classmethod
+    def start(cls, out: Path, *flags: str) -> "Child":
+        recipe = out / "recipe.toml"
+        recipe.write_text("")
+        command = [sys.executable, "-m", "tlt", "train", str(recipe), *SMALL, "--watch.report=true", f"--run.out={out}"]
+        process = subprocess.Popen(
+            [*command, "--run.steps=1000", *flags],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return cls(process, out / "run")
+
+    def reached(self, phase: str) -> None:
+        def told() -> bool:
+            run = read_run(self.directory) if (self.directory / "events.jsonl").exists() else None
+            return run is not None and any(event.phase == phase for event in events_of(run, PhaseStarted))
+
+        self.wait_for(told)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG_S
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def ended(self) -> tuple[int, list[str]]:
+        """The exit code and the lines on standard error."""
+        _, stderr = self.process.communicate(timeout=LONG_S)
+        return self.process.returncode, stderr.splitlines()
+
+    def failure(self) -> RunFailed:
+        assert (self.directory / "report.html").is_file()
+        return events_of(read_run(self.directory), RunFailed)[-1]
+
+    def family(self) -> dict[int, str]:
+        """Every process below this one, with its command."""
+        parents, commands = {}, {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # it ended meanwhile
+                continue
+        found, generation = {}, {self.process.pid}
+        while generation:
+            generation = {pid for pid, parent in parents.items() if parent in generation}
+            found |= {pid: commands[pid] for pid in generation}
+        return found
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line", "kind"),
+    [
+        (signal.SIGTERM, 143, "tlt: terminated: the process received SIGTERM", "termination"),
+        pytest.param(signal.SIGINT, 130, "tlt: interrupted", "interruption", marks=pytest.mark.slow),
+    ],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_one_worker_that_is_stopped(tmp_path: Path, number: int, code: int, line: str, kind: str) -> None:
+    child = Child.start(tmp_path)
+    child.reached("rollout")
+    child.process.send_signal(number)
+    assert child.ended() == (code, [line])
+    assert child.failure().kind == kind
+
+
+# ---- a fleet
+
+FLEET = ("--cluster.workers=2", "--cluster.cpus_per_worker=0.5")
+
+
+@pytest.fixture
+def _ray() -> None:
+    pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_ray")
+@pytest.mark.parametrize("everybody", [False, True], ids=["driver", "everybody"])
+def test_a_fleet_that_is_stopped(tmp_path: Path, everybody: bool) -> None:
+    """Kubernetes tells the driver, Slurm tells every process of the job."""
+    child = Child.start(tmp_path, *FLEET)
+    child.reached("update")
+    family = child.family()
+    for pid in [*(family if everybody else ()), child.process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    assert child.ended() == (143, ["tlt: terminated: the process received SIGTERM"])
+    assert child.failure().kind == "termination"
+    wait_until_gone(family)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_ray")
+@pytest.mark.parametrize(("program", "named"), [("raylet", "raylet of this machine"), ("gcs_server", "gcs_server")])
+def test_a_fleet_whose_cluster_dies(tmp_path: Path, program: str, named: str) -> None:
+    child = Child.start(tmp_path, *FLEET)
+    child.reached("update")
+    family = child.family()
+    (victim,) = [pid for pid, command in family.items() if command.split(" ")[0].endswith(f"/{program}")]
+    os.kill(victim, signal.SIGKILL)
+    code, (line,) = child.ended()
+    assert code == 1
+    assert line.startswith("tlt: error: the ")
+    assert named in line
+    assert "does not run any more" in line
+    assert child.failure().kind == "ClusterError"
+    wait_until_gone(family)
+
+
+def wait_until_gone(family: dict[int, str]) -> None:
+    """Nothing of a run that has ended stays behind. Ray's agents notice the end of a raylet within some seconds."""
+    deadline = time.monotonic() + LONG_S
+    while left := [pid for pid in family if running(pid)]:
+        assert time.monotonic() < deadline, [family[pid] for pid in left]
+        time.sleep(0.1)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---- the lifeline
+
+
+@pytest.mark.usefixtures("_ray")
+def test_a_process_that_is_gone_is_named() -> None:
+    from tlt.cluster.lifeline import Lifeline
+
+    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_server(("127.0.0.1", 0)) as raylet:
+        addresses = {"the head": head.getsockname(), "the raylet": raylet.getsockname()}
+        lifeline = Lifeline(addresses, {"the head": 3600.0, "the raylet": 0.0})
+        lifeline.check(at_once=True)
+        head.close()  # it may come back
+        lifeline.check(at_once=True)
+        assert not lifeline.torn
+        raylet.close()
+        with pytest.raises(ClusterError, match=r"the raylet at 127\.0\.0\.1:\d+ does not run any more.*--resume"):
+            lifeline.check(at_once=True)
+        assert lifeline.torn
