@@ -21,6 +21,7 @@ from tests.tiny import letters
 from tlt.cluster import actors as crew_module
 from tlt.cluster import ray_fleet
 from tlt.cluster.actors import ActorGroup
+from tlt.cluster.lifeline import Lifeline
 from tlt.cluster.messages import News, RollReport
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.timeline import Span
@@ -263,14 +264,14 @@ def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
     actors, clock, looks = crowd.fleet._actors, Clock(), 12
     wait_while_it_moves = crew_module.wait_while_it_moves
 
-    def wait(awaited: Any, ask: Callable[[], Any], limit_s: float) -> None:
+    def wait(awaited: Any, ask: Callable[[], Any], limit_s: float, lifeline: Lifeline) -> None:
         def asked() -> Any:
             nonlocal looks
             looks -= 1
             clock.now += limit_s / 3 * (looks >= 0)
             return ask()
 
-        wait_while_it_moves(awaited, asked, limit_s)
+        wait_while_it_moves(awaited, asked, limit_s, lifeline)
 
     clock.used_by(monkeypatch, crew_module)
     monkeypatch.setattr(ray_fleet, "wait_while_it_moves", wait)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,14 @@ pytestmark = pytest.mark.skipif(current_thread() is not main_thread(), reason="s
 
 ROOT = Path(__file__).parents[1]
 LONG_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _no_handler() -> Iterator[None]:
+    """Ray, in tests before these, leaves one in the process."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def ourselves() -> None:
