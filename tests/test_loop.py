@@ -224,7 +224,7 @@ def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path, monkey
     clock.passes_in(monkeypatch, DrafterTrainer, "launch", 2.0)
     variants = {
         "plain": [],
-        "suffix": ["--spec.drafter=suffix", "--spec.chooser=fixed"],
+        "suffix": ["--spec.drafter=suffix", "--spec.shape_policy=fixed"],
         "learned": [*LEARNED, "--drafting.share=1"],
         "kept": [*LEARNED, "--drafting.share=1", "--drafting.states=keep"],
     }

@@ -565,10 +565,10 @@ def test_alarms_become_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         engine=EngineSettings(rows=4),
     )
     tlt.rollout.rollout(config)
-    events = [recorded.event for recorded in read_run(tmp_path / "run").events]
+    events = [recorded.event for recorded in read_run(tmp_path / "run-rollout").events]
     told = [event for event in events if isinstance(event, AcceptanceCollapsed)]
     assert told == [
-        AcceptanceCollapsed(0, "suffix", "suffix 4x1/5", 1.1, 3.0, 70),
-        AcceptanceCollapsed(0, "suffix", "suffix 4x1/5", 1.0, 2.0, 80),
+        AcceptanceCollapsed(1, "suffix", "suffix 4x1/5", 1.1, 3.0, 70),
+        AcceptanceCollapsed(1, "suffix", "suffix 4x1/5", 1.0, 2.0, 80),
     ]
     assert isinstance(events[events.index(told[-1]) + 1], RolloutFinished)
