@@ -1,11 +1,17 @@
 """Where workers run: what makes a fleet impossible is said at once, and what to change."""
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
 
+import ray
+from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
+
+from tests.processes import Child, descendants, listening
 from tlt.cluster import placement
 from tlt.cluster.placement import Environment, Lane, Share, check_room, check_versions, connect, cores_of, share_of
 from tlt.config import ClusterSettings
@@ -51,6 +57,33 @@ def test_other_versions_on_a_node(name: str, other: str) -> None:
     check_versions(DRIVER, [DRIVER, replace(DRIVER, python="3.11.9")])
     with pytest.raises(ClusterError, match=f"node far has {name} {other}, the driver has"):
         check_versions(DRIVER, [DRIVER, replace(DRIVER, host="far", **{name: other})])
+
+
+def test_a_ray_of_our_own_listens_on_loopback_alone() -> None:
+    everyone = lambda: listening([os.getpid(), *descendants(os.getpid())])
+    before, variables = everyone(), dict(os.environ)
+    assert connect(ClusterSettings())
+    try:
+        found = {key: address for key, address in everyone().items() if key not in before}
+        assert len({pid for pid, _ in found}) >= 3  # this driver, the head, the raylet
+        assert all(address.is_loopback for address in found.values()), found
+        assert Environment.here().address == "127.0.0.1"
+    finally:
+        ray.shutdown()
+    assert os.environ.get(ENABLE_RAY_CLUSTERS_ENV_VAR) == variables.get(ENABLE_RAY_CLUSTERS_ENV_VAR)
+
+
+@pytest.mark.slow
+def test_a_fleet_on_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
+    """Workers, too, their ring, and torch's own group for shards."""
+    child = Child.start(tmp_path, "--cluster.workers=2", "--cluster.cpus_per_worker=0.5", "--cluster.shard=true")
+    child.reached("update")
+    family = descendants(child.process.pid)
+    found = listening([child.process.pid, *family])
+    child.process.terminate()
+    child.ended()
+    assert sum("ray::Host" in family.get(pid, "") for pid, _ in found) >= 5
+    assert all(address.is_loopback for address in found.values()), found
 
 
 def test_nobody_at_the_address() -> None:

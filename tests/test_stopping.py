@@ -4,29 +4,24 @@ Its end is told, reported and cleaned up all the same."""
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 
 import pytest
 
 import tlt
-from tests.training import SMALL, small
+from tests.processes import Child, descendants, wait_until_gone
+from tests.training import small
 from tlt.errors import ClusterError, Terminated
 from tlt.signals import keeping_sigterm, raise_if_terminated, sigterm_raises
 from tlt.types import Completion, Prompt
-from tlt.watch.events import PhaseStarted, RunFailed, read_run
+from tlt.watch.events import RunFailed, read_run
 from tlt.watch.history import events_of
 
 pytestmark = pytest.mark.skipif(current_thread() is not main_thread(), reason="signals come to the main thread")
-
-ROOT = Path(__file__).parents[1]
-LONG_S = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -154,66 +149,6 @@ def test_a_library_user_gets_the_exception_and_a_report(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@dataclass
-class Child:
-    """`tlt train` in a process of its own."""
-
-    process: "subprocess.Popen[str]"
-    directory: Path
-
-    @classmethod
-    def start(cls, out: Path, *flags: str) -> "Child":
-        recipe = out / "recipe.toml"
-        recipe.write_text("")
-        command = [sys.executable, "-m", "tlt", "train", str(recipe), *SMALL, "--watch.report=true", f"--run.out={out}"]
-        process = subprocess.Popen(
-            [*command, "--run.steps=1000", *flags],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        return cls(process, out / "run")
-
-    def reached(self, phase: str) -> None:
-        def told() -> bool:
-            run = read_run(self.directory) if (self.directory / "events.jsonl").exists() else None
-            return run is not None and any(event.phase == phase for event in events_of(run, PhaseStarted))
-
-        self.wait_for(told)
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LONG_S
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    def ended(self) -> tuple[int, list[str]]:
-        """The exit code and the lines on standard error."""
-        _, stderr = self.process.communicate(timeout=LONG_S)
-        return self.process.returncode, stderr.splitlines()
-
-    def failure(self) -> RunFailed:
-        assert (self.directory / "report.html").is_file()
-        return events_of(read_run(self.directory), RunFailed)[-1]
-
-    def family(self) -> dict[int, str]:
-        """Every process below this one, with its command."""
-        parents, commands = {}, {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:  # it ended meanwhile
-                continue
-        found, generation = {}, {self.process.pid}
-        while generation:
-            generation = {pid for pid, parent in parents.items() if parent in generation}
-            found |= {pid: commands[pid] for pid in generation}
-        return found
-
-
 @pytest.mark.parametrize(
     ("number", "code", "line", "kind"),
     [
@@ -247,12 +182,12 @@ def test_a_fleet_that_is_stopped(tmp_path: Path, everybody: bool) -> None:
     """Kubernetes tells the driver, Slurm tells every process of the job."""
     child = Child.start(tmp_path, *FLEET)
     child.reached("update")
-    family = child.family()
+    family = descendants(child.process.pid)
     for pid in [*(family if everybody else ()), child.process.pid]:
         os.kill(pid, signal.SIGTERM)
     assert child.ended() == (143, ["tlt: terminated: the process received SIGTERM"])
     assert child.failure().kind == "termination"
-    wait_until_gone(family)
+    wait_until_gone(family)  # Ray's agents notice the end of a raylet within some seconds
 
 
 @pytest.mark.slow
@@ -261,7 +196,7 @@ def test_a_fleet_that_is_stopped(tmp_path: Path, everybody: bool) -> None:
 def test_a_fleet_whose_cluster_dies(tmp_path: Path, program: str, named: str) -> None:
     child = Child.start(tmp_path, *FLEET)
     child.reached("update")
-    family = child.family()
+    family = descendants(child.process.pid)
     (victim,) = [pid for pid, command in family.items() if command.split(" ")[0].endswith(f"/{program}")]
     os.kill(victim, signal.SIGKILL)
     code, (line,) = child.ended()
@@ -271,21 +206,6 @@ def test_a_fleet_whose_cluster_dies(tmp_path: Path, program: str, named: str) ->
     assert "does not run any more" in line
     assert child.failure().kind == "ClusterError"
     wait_until_gone(family)
-
-
-def wait_until_gone(family: dict[int, str]) -> None:
-    """Nothing of a run that has ended stays behind. Ray's agents notice the end of a raylet within some seconds."""
-    deadline = time.monotonic() + LONG_S
-    while left := [pid for pid in family if running(pid)]:
-        assert time.monotonic() < deadline, [family[pid] for pid in left]
-        time.sleep(0.1)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # ---- the lifeline

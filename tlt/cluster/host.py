@@ -305,9 +305,10 @@ class Host:
         return self._place.meeting(name)
 
     def join(self, meeting: Meeting, rank: int, size: int) -> None:
-        self._ring.join(meeting, rank, size, Environment.here().address)
+        address = Environment.here().address
+        self._ring.join(meeting, rank, size, address)
         if self._config.cluster.shard:
-            mesh = self._ring.mesh(meeting, rank, size)
+            mesh = self._ring.mesh(meeting, rank, size, address)
             self._open_worker(
                 lambda whole, reference: ShardedTrainer(
                     whole, self._config, mesh, reference=reference, add_up=self._add_up

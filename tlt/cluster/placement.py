@@ -1,18 +1,20 @@
 """Where workers run: a Ray of our own on this machine, or a cluster that is there already.
 
 What always holds: whatever makes a fleet impossible (nobody at the address, too few processors, other versions on a
-node) is said before any policy is loaded, with what was found and what to change. Knows nothing of what workers do.
+node) is said before any policy is loaded, with what was found and what to change. A Ray of our own can be reached from
+this machine only. Knows nothing of what workers do.
 """
 
 import os
 import platform
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import ray
 import torch
+from ray._private import ray_constants
 
 from tlt import __version__
 from tlt.config import ClusterSettings
@@ -75,7 +77,8 @@ def connect(settings: ClusterSettings) -> bool:
 def _connect(settings: ClusterSettings) -> bool:
     if not settings.address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray of our own reports to nobody
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
+        with _on_loopback():
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
         return True
     if settings.address != "auto":
         _reach(settings.address)
@@ -93,6 +96,25 @@ def _connect(settings: ClusterSettings) -> bool:
             f"the cluster at {settings.address} runs other versions than this driver: {error}"
         ) from error
     return False
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started within listens on this machine's loopback alone.
+
+    Its address becomes 127.0.0.1, as where Ray does without clusters of several machines: an address that is given to
+    `ray.init` is replaced by one that others can reach. Its processes read the variable, this one has read it already.
+    """
+    name, constants = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants
+    before, variable = constants.ENABLE_RAY_CLUSTER, os.environ.get(name)
+    constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(name)
+        if variable is not None:
+            os.environ[name] = variable
 
 
 def _reach(address: str) -> None:

@@ -6,6 +6,8 @@ On whole GPUs the tensors stay there (NCCL); elsewhere they meet in host memory 
 """
 
 import os
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tlt.errors import ClusterError
 
 dist: Any = torch.distributed  # its process groups have no types that all versions of torch know
+LOOPBACK = "127.0.0.1"
 _AT_ONCE = 2**24  # elements added up in one go: bounds the memory for the copy
 
 
@@ -53,7 +56,9 @@ class MeetingPlace:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        listening = socket.create_server((host, 0)) if host == LOOPBACK else None  # by itself it listens everywhere
+        port, file = (listening.getsockname()[1], listening.detach()) if listening else (0, None)
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
     def meeting(self, name: str) -> Meeting:
         return Meeting(self._host, self._store.port, name)
@@ -75,6 +80,7 @@ class Ring:
         if size == 1:
             return
         try:
+            _stay_where(address)
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=self._timeout)
             named = dist.PrefixStore(meeting.name, store)
             self._group = (
@@ -87,8 +93,9 @@ class Ring:
             self.leave()
             raise RingBroken(f"ring {meeting.name}: member {rank} of {size} found no others: {error}") from error
 
-    def mesh(self, meeting: Meeting, rank: int, size: int) -> Any:
+    def mesh(self, meeting: Meeting, rank: int, size: int, address: str) -> Any:
         """The same members as torch's own sharding wants them. That is global: once in the life of a process."""
+        _stay_where(address)
         store = dist.PrefixStore(f"{meeting.name}/mesh", dist.TCPStore(meeting.host, meeting.port, is_master=False))
         dist.init_process_group(
             "nccl" if self._nccl else "gloo", store=store, rank=rank, world_size=size, timeout=self._timeout
@@ -121,6 +128,13 @@ class Ring:
             part = sums[offset : offset + tensor.numel()]
             tensor.copy_(part.view(tensor.shape))
             offset += tensor.numel()
+
+
+def _stay_where(address: str) -> None:
+    """Where all members are on one machine, what NCCL and torch's own groups listen on is its loopback, too."""
+    if address == LOOPBACK:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
