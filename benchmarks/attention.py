@@ -24,9 +24,11 @@ import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tlt.kernels import attention, attention_triton, elementwise, elementwise_triton
-from tlt.kernels.attention_plan import Launch, plan_launch
-from tlt.kernels.attention_splits import list_shares
+from tlt.kernels.attention import reference as attention
+from tlt.kernels.attention import triton as attention_triton
+from tlt.kernels.attention.kv_splits import list_shares
+from tlt.kernels.attention.plan import Launch, plan_launch
+from tlt.kernels.linear import elementwise, elementwise_triton
 
 PAGE = 16
 CACHED_BYTES = 120e6  # two L2 caches of an H200: rotate among at least this much

@@ -39,7 +39,7 @@ from tlt.config import RunConfig
 from tlt.engine import build, runner
 from tlt.engine.chunks import Chunk
 from tlt.engine.graphs import buckets
-from tlt.kernels import attention_triton
+from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.compiling_triton import compile_ahead
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer

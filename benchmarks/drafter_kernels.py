@@ -26,16 +26,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt.kernels import (
-    candidates,
-    candidates_triton,
-    drafter,
-    drafter_triton,
-    growth,
-    growth_triton,
-    ring_attention,
-    ring_attention_triton,
-)
+from tlt.kernels.attention import window as ring_attention
+from tlt.kernels.attention import window_triton as ring_attention_triton
+from tlt.kernels.draft_tree import growth, growth_triton
+from tlt.kernels.draft_tree import layer as drafter
+from tlt.kernels.draft_tree import layer_triton as drafter_triton
+from tlt.kernels.sampling import candidates, candidates_triton
 from tlt.model.linear import rows_of
 from tlt.spec import candidates as naming
 from tlt.spec import eagle, window

@@ -7,7 +7,7 @@ Two modes, usual and exact. For each
   four) and without: answers that left their course, per token written until then, and log-probabilities that differ;
 - milliseconds of a decode step at batch 1, 8 and 64, of a chain's verification, and of a prompt.
 And for each layer of the policy: whether tiles of 16, 32 and 64 rows give the same bits, and the time of each with one
-row. If all of them do, `EXACT_BLOCKS` in `tlt/kernels/linear_table.py` may name them, and small batches get faster.
+row. If all of them do, `EXACT_BLOCKS` in `tlt/kernels/linear/plan.py` may name them, and small batches get faster.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from tlt.bench.prompts import token_prompts
 from tlt.config import EngineSettings, ModelSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
-from tlt.kernels.linear import weigh
-from tlt.kernels.linear_table import choose_exact
-from tlt.kernels.linear_triton import exact_linear, room_for
+from tlt.kernels.linear.plan import choose_exact
+from tlt.kernels.linear.reference import weigh
+from tlt.kernels.linear.triton import exact_linear, room_for
 from tlt.policy import Policy, open_policy
 from tlt.replay import common_start
 from tlt.spec.shape import OFF, Draft, Shape

@@ -43,10 +43,10 @@ from linear import (
 )
 from torch import Tensor
 
-from tlt.kernels.linear import Matrix, QuantizedMatrix, fine
-from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import Config, choose, choose_quantized
-from tlt.kernels.linear_triton import linear, skinny_linear
+from tlt.kernels.linear.plan import Config, choose, choose_quantized
+from tlt.kernels.linear.reference import Matrix, QuantizedMatrix, fine
+from tlt.kernels.linear.reference import linear as torch_linear
+from tlt.kernels.linear.triton import linear, skinny_linear
 
 _ROTATING = 400e6  # bytes of weights that take turns
 _WRONG = 2e-2  # of the size of what is computed: more is an error

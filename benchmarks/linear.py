@@ -1,7 +1,7 @@
 """How fast the linear layers stream their weights, and which configuration does it best.
 
 `--tune` tries configurations per layer shape and batch bucket against the vendor's library and prints the table to
-paste into `tlt/kernels/linear_table.py`: what was timed now, and the package's own entry where nothing was. With
+paste into `tlt/kernels/linear/plan.py`: what was timed now, and the package's own entry where nothing was. With
 `--known SUMMARY` only the surroundings of the best known configuration are searched, which is timed again beside them.
 `--stream` searches where 32 to 128 rows are quickest (tall weight tiles, L2 running ahead), in rounds around the
 leaders, and lets the whole model's chain decide among the best; what was found is on disk after every bucket.
@@ -37,12 +37,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tlt.kernels.elementwise_triton import rms_norm
-from tlt.kernels.linear import PreNormed
-from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import BUCKETS, TABLE, Config, bucket_of, choose
-from tlt.kernels.linear_triton import composed_linear, room_for, skinny_linear, take_rows
-from tlt.kernels.workspace import shared_workspace
+from tlt.kernels.linear.elementwise_triton import rms_norm
+from tlt.kernels.linear.plan import BUCKETS, TABLE, Config, bucket_of, choose
+from tlt.kernels.linear.reference import PreNormed
+from tlt.kernels.linear.reference import linear as torch_linear
+from tlt.kernels.linear.triton import composed_linear, room_for, skinny_linear, take_rows
+from tlt.kernels.linear.workspace import shared_workspace
 from tlt.model.config import ModelConfig
 
 # M rows, N outputs after gating, K inputs
@@ -707,7 +707,7 @@ def table_text(best: Best) -> str:
 
 def write_table(best: Best) -> None:
     """Put these entries into the package's table, in the place of those they replace."""
-    source = Path(__file__).parent.parent / "tlt" / "kernels" / "linear_table.py"
+    source = Path(__file__).parent.parent / "tlt" / "kernels" / "linear" / "plan.py"
     text = source.read_text()
     begin = text.index("TABLE: Table")
     end = text.index("\n}\n", begin) + 2

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt.engine import sampler
 from tlt.engine.sampler import Sampled, SamplingRows, sample
-from tlt.kernels import sampling_triton
+from tlt.kernels.sampling import triton as sampling_triton
 from tlt.types import Key, SamplingParams
 
 # R rows, V vocabulary

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.kernels import attention, elementwise
+from tlt.kernels.attention import reference as attention
+from tlt.kernels.linear import elementwise
 
 pytest.importorskip("triton")
-from tlt.kernels import attention_triton, elementwise_triton
-from tlt.kernels.attention_splits import list_shares
+from tlt.kernels.attention import triton as attention_triton
+from tlt.kernels.attention.kv_splits import list_shares
+from tlt.kernels.linear import elementwise_triton
 
 GPU = torch.cuda.is_available()
 WHERE = {attention: ("cpu", torch.float64), elementwise: ("cpu", torch.float64)} | dict.fromkeys(

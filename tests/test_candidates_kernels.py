@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.kernels import candidates as reference
-from tlt.kernels.workspace import shared_workspace
+from tlt.kernels.linear.workspace import shared_workspace
+from tlt.kernels.sampling import candidates as reference
 
-candidates_triton = pytest.importorskip("tlt.kernels.candidates_triton")
+candidates_triton = pytest.importorskip("tlt.kernels.sampling.candidates_triton")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

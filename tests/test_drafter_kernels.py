@@ -11,15 +11,16 @@ import tiny
 import torch
 from torch import Tensor
 
-from tlt.kernels import drafter, ring_attention
-from tlt.kernels.drafter import Intake, New
-from tlt.kernels.workspace import shared_workspace
+from tlt.kernels.attention import window as ring_attention
+from tlt.kernels.draft_tree import layer as drafter
+from tlt.kernels.draft_tree.layer import Intake, New
+from tlt.kernels.linear.workspace import shared_workspace
 from tlt.model.linear import rows_of
 from tlt.spec import eagle, window
 from tlt.spec.eagle import Eagle, EagleConfig
 
-drafter_triton = pytest.importorskip("tlt.kernels.drafter_triton")
-ring_attention_triton = pytest.importorskip("tlt.kernels.ring_attention_triton")
+drafter_triton = pytest.importorskip("tlt.kernels.draft_tree.layer_triton")
+ring_attention_triton = pytest.importorskip("tlt.kernels.attention.window_triton")
 Launch = ring_attention_triton.Launch
 
 GPU = torch.cuda.is_available()

@@ -19,7 +19,7 @@ from tlt.draft import _not_held_out, draft_export
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import TltError
-from tlt.kernels import distribution
+from tlt.kernels.training import reference as training
 from tlt.model.attention import PackedLayout
 from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
@@ -136,13 +136,13 @@ def test_the_loss_in_chunks_equals_the_definition(variation: float, logits_at_on
 @pytest.mark.parametrize("variation", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("width", [37, 5000])
 def test_the_fused_comparison_equals_the_plain_one(variation: float, width: int) -> None:
-    fused = pytest.importorskip("tlt.kernels.distribution_triton")
+    fused = pytest.importorskip("tlt.kernels.training.triton")
     generator = torch.Generator().manual_seed(0)
     policy = (torch.randn(3, width, generator=generator) * 3).to(DEVICE)
     draft = (torch.randn(2, 3, width, generator=generator) * 3).to(DEVICE)
     weight = torch.rand(2, 3, generator=generator).to(DEVICE)
-    expected = distribution.compare(policy.double(), draft.double(), weight.double(), variation)
-    found = fused.compare(policy, draft.clone(), weight, variation)
+    expected = training.compare_distributions(policy.double(), draft.double(), weight.double(), variation)
+    found = fused.compare_distributions(policy, draft.clone(), weight, variation)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-7)
 

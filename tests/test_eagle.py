@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tlt.engine import sampler
 from tlt.errors import ModelError, TltError
-from tlt.kernels import linear_table
-from tlt.kernels.entering import UNUSED
+from tlt.kernels.batch_state.reference import UNUSED
+from tlt.kernels.linear import plan as linear_table
 from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
 from tlt.spec import candidates as candidates_module

@@ -10,7 +10,7 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
-from tlt.kernels import linear_table
+from tlt.kernels.linear import plan as linear_table
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tlt.kernels import entering
-from tlt.kernels.entering import UNUSED, Memory
+from tlt.kernels.batch_state import reference as batch_state
+from tlt.kernels.batch_state.reference import UNUSED, Memory
 from tlt.spec.drafter import Entered
 from tlt.spec.prompt_states import PromptStates, Recalled
 
@@ -43,11 +43,11 @@ def newcomers(
     return entered, prompts, states
 
 
-def enter_by_triton(memory: Memory, new: entering.NewRows) -> None:
-    pytest.importorskip("tlt.kernels.entering_triton").enter_rows(memory, new)
+def enter_by_triton(memory: Memory, new: batch_state.NewRows) -> None:
+    pytest.importorskip("tlt.kernels.batch_state.triton").enter_rows(memory, new)
 
 
-@pytest.mark.parametrize("enter", [entering.enter_rows, enter_by_triton])
+@pytest.mark.parametrize("enter", [batch_state.enter_rows, enter_by_triton])
 @pytest.mark.parametrize(("width", "dtype"), [(6, torch.float32), (1500, torch.float32), (1500, torch.bfloat16)])
 def test_what_is_known_of_a_prompt_comes_with_who_enters(enter, width: int, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     entered, prompts, states = newcomers(width, dtype)
@@ -72,7 +72,7 @@ def test_what_is_known_of_a_prompt_comes_with_who_enters(enter, width: int, dtyp
         assert torch.equal(after.states_RWF[4, slot], before.states_RWF[4, slot]), "slots nobody knows are not written"
 
 
-@pytest.mark.parametrize("enter", [entering.enter_rows, enter_by_triton])
+@pytest.mark.parametrize("enter", [batch_state.enter_rows, enter_by_triton])
 def test_a_ring_of_any_length_is_forgotten(enter) -> None:  # type: ignore[no-untyped-def]
     entered, prompts, _ = newcomers(6, torch.float32)
     ring = torch.arange(7 * 1100, device=DEVICE).view(7, 1100)

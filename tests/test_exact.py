@@ -24,10 +24,14 @@ from tlt.engine.engine import EngineCore
 from tlt.engine.exact import head_chain
 from tlt.engine.sampler import Sampled
 from tlt.errors import ConfigError
-from tlt.kernels import attention_triton, elementwise_triton, exact_attention_triton, linear_triton, sampling_triton
-from tlt.kernels.linear import PreNormed
-from tlt.kernels.linear_table import TABLE, Config, choose_exact
-from tlt.kernels.workspace import Workspace
+from tlt.kernels.attention import exact_triton as exact_attention_triton
+from tlt.kernels.attention import triton as attention_triton
+from tlt.kernels.linear import elementwise_triton
+from tlt.kernels.linear import triton as linear_triton
+from tlt.kernels.linear.plan import TABLE, Config, choose_exact
+from tlt.kernels.linear.reference import PreNormed
+from tlt.kernels.linear.workspace import Workspace
+from tlt.kernels.sampling import triton as sampling_triton
 from tlt.model import attention as model_attention
 from tlt.model import linear as model_linear
 from tlt.model.attention import PagedLayout

@@ -11,9 +11,9 @@ from tests.test_engine_gpu import batch, gpu_policy
 from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
-from tlt.kernels import linear_triton
-from tlt.kernels.linear import PreNormed, weigh
-from tlt.kernels.linear_table import TABLE, choose_exact
+from tlt.kernels.linear import triton as linear_triton
+from tlt.kernels.linear.plan import TABLE, choose_exact
+from tlt.kernels.linear.reference import PreNormed, weigh
 from tlt.model.config import ModelConfig
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer

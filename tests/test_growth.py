@@ -5,16 +5,16 @@ And what trees are grown from: states are kept in their place, those of idle row
 import pytest
 import torch
 
-from tlt.kernels import moving, pruning
-from tlt.kernels.pruning import Pruned, Shared
-from tlt.kernels.states import StatePlaces, keep_states
+from tlt.kernels.batch_state import reference as batch_state
+from tlt.kernels.batch_state.reference import StatePlaces, keep_states
+from tlt.kernels.draft_tree import pruning
+from tlt.kernels.draft_tree.pruning import Pruned, Shared
 from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import Draft, merge, share_out
 from tlt.spec.tree import Trees, own_bits
 
-pruning_triton = pytest.importorskip("tlt.kernels.pruning_triton")
-moving_triton = pytest.importorskip("tlt.kernels.moving_triton")
-states_triton = pytest.importorskip("tlt.kernels.states_triton")
+pruning_triton = pytest.importorskip("tlt.kernels.draft_tree.pruning_triton")
+batch_state_triton = pytest.importorskip("tlt.kernels.batch_state.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -209,7 +209,7 @@ def by_hand(states: torch.Tensor, tokens: torch.Tensor, taps: list[torch.Tensor]
 @pytest.mark.parametrize("window", [8, 2, 1])  # the last two are shorter than a walk: the newest states stay
 @pytest.mark.parametrize("tick", [plain_tick, results])
 def test_states_are_kept_where_they_belong(tick, window: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(states_triton, "_BLOCK", 16)  # columns in two parts
+    monkeypatch.setattr(batch_state_triton, "_TAPS_BLOCK", 16)  # columns in two parts
     device = DEVICE if fused else "cpu"
     with torch.device(device):
         kept = tick()
@@ -218,7 +218,7 @@ def test_states_are_kept_where_they_belong(tick, window: int, fused: bool, monke
     expected = torch.full((7, window, 3 * WIDTH), -5.0), torch.full((7, window), -5)  # and rows that nobody decodes
     found = [ring.to(device, copy=True) for ring in expected]
     by_hand(*expected, taps, kept)
-    keep = states_triton.keep_states if fused else keep_states
+    keep = batch_state_triton.keep_states if fused else keep_states
     keep(*found, taps, kept)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
@@ -236,7 +236,7 @@ def test_states_are_kept_behind_the_kernel_that_makes_them() -> None:
     def tick() -> None:
         for written in (*taps, token):
             written.add_(1)
-        states_triton.keep_states(states, tokens, taps, kept, pdl=True)
+        batch_state_triton.keep_states(states, tokens, taps, kept, pdl=True)
         position.add_(1)
 
     tick()
@@ -275,13 +275,13 @@ def test_rows_move_with_all_they_hold(pairs: list[tuple[int, int]]) -> None:
     for x, before in zip(expected, rows, strict=True):
         for come_from, to in pairs:
             x[to] = before[come_from]
-    for move_rows, device in ((moving.move_rows, "cpu"), (moving_triton.move_rows, DEVICE)):
+    for move_rows, device in ((batch_state.move_rows, "cpu"), (batch_state_triton.move_rows, DEVICE)):
         found = [x.to(device, copy=True) for x in rows]
         move_rows(found, source.to(device), target.to(device))
         for x, wanted in zip(found, expected, strict=True):
             assert torch.equal(x.cpu(), wanted)
     with pytest.raises(ValueError, match="strides"):
-        moving_triton.move_rows([rows[0].transpose(1, 2)], source, target)
+        batch_state_triton.move_rows([rows[0].transpose(1, 2)], source, target)
 
 
 def test_prompt_states_hold_no_more_than_they_count() -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.kernels import growth
-from tlt.kernels.growth import Growing
+from tlt.kernels.draft_tree import growth
+from tlt.kernels.draft_tree.growth import Growing
 
-growth_triton = pytest.importorskip("tlt.kernels.growth_triton")
+growth_triton = pytest.importorskip("tlt.kernels.draft_tree.growth_triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

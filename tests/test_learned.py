@@ -29,7 +29,7 @@ from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Chunk, Plan
 from tlt.errors import RequestError
 from tlt.kernels import compiling
-from tlt.kernels import states as state_kernels
+from tlt.kernels.batch_state import reference as state_kernels
 from tlt.model.attention import PackedLayout
 from tlt.spec import backlog
 from tlt.spec import learned as learned_module

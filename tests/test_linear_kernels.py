@@ -10,12 +10,14 @@ from launches import Launches
 from tiny import policy
 from torch import Tensor
 
-from tlt.kernels import elementwise_triton, linear_table, linear_triton
-from tlt.kernels.linear import PreNormed, QuantizedMatrix, weigh, weighed_linear
-from tlt.kernels.linear import linear as torch_linear
-from tlt.kernels.linear_table import BUCKETS, LIGHT, TABLE, Config, bucket_of, choose, choose_quantized, ever_quantized
-from tlt.kernels.linear_triton import room_for, skinny_linear
-from tlt.kernels.workspace import Workspace
+from tlt.kernels.linear import elementwise_triton
+from tlt.kernels.linear import plan as linear_table
+from tlt.kernels.linear import triton as linear_triton
+from tlt.kernels.linear.plan import BUCKETS, LIGHT, TABLE, Config, bucket_of, choose, choose_quantized, ever_quantized
+from tlt.kernels.linear.reference import PreNormed, QuantizedMatrix, weigh, weighed_linear
+from tlt.kernels.linear.reference import linear as torch_linear
+from tlt.kernels.linear.triton import room_for, skinny_linear
+from tlt.kernels.linear.workspace import Workspace
 from tlt.model import linear as model_linear
 from tlt.model.attention import PackedLayout
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tlt.kernels import rows as reference
+from tlt.kernels.batch_state import reference
 
-rows_triton = pytest.importorskip("tlt.kernels.rows_triton")
+rows_triton = pytest.importorskip("tlt.kernels.batch_state.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -23,8 +23,8 @@ def test_rows_are_prepared_and_finished_alike(rows: int, count: int) -> None:
     for module in (reference, rows_triton):
         state = [tensor.clone().to(DEVICE) for tensor in (ints, floats, pages)]
         live = torch.tensor(count, dtype=torch.int32, device=DEVICE)
-        inputs = module.prepare(*state, live, rows, 8)
-        packed = module.finish(state[0], live, *(x.to(DEVICE) for x in (drawn, logprob, policy_logprob)), rows)
+        inputs = module.prepare_decode(*state, live, rows, 8)
+        packed = module.finish_decode(state[0], live, *(x.to(DEVICE) for x in (drawn, logprob, policy_logprob)), rows)
         outcomes.append([*inputs, packed, state[0]])
     for expected, got in zip(*outcomes, strict=True):
         assert expected.dtype == got.dtype

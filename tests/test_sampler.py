@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt.engine import sampler
 from tlt.engine.sampler import Sampled, SamplingRows, sample
-from tlt.kernels import noise
+from tlt.kernels.sampling import noise
 from tlt.types import Key, SamplingParams
 
 # R rows, V vocabulary, N tokens or keys

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tlt.engine import sampler
 from tlt.engine.sampler import Sampled, SamplingRows
-from tlt.kernels import noise
+from tlt.kernels.sampling import noise
 from tlt.types import Key, SamplingParams
 
-sampling_triton = pytest.importorskip("tlt.kernels.sampling_triton")
-noise_triton = pytest.importorskip("tlt.kernels.noise_triton")
+sampling_triton = pytest.importorskip("tlt.kernels.sampling.triton")
+noise_triton = pytest.importorskip("tlt.kernels.sampling.noise_triton")
 
 # R rows, V vocabulary, N tokens
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt.kernels.trees import walk
+from tlt.kernels.draft_tree.verification import walk
 from tlt.spec.shape import OFF, Draft, Shape, by_batch, depths, merge
 from tlt.spec.tree import Trees
 

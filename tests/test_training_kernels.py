@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.tiny import VOCAB, policy
-from tlt.kernels import logprobs, training
+from tlt.kernels.training import reference as training
 from tlt.model import attention, linear
 from tlt.model.attention import PackedLayout
 
 pytest.importorskip("triton")
-from tlt.kernels import logprobs_triton, training_triton
+from tlt.kernels.training import triton as training_triton
 
 # T tokens, D width, N = 2D or all heads' width, C tokens, V vocabulary
 
@@ -113,7 +113,7 @@ def test_logprobs_and_their_gradient(count: int, vocab: int, sharpness: float) -
     logits = draw(count, vocab).detach() * 6
     token = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     slope = draw(count, seed=2).detach()
-    found, expected = (kernels.read(logits, token, sharpness) for kernels in (logprobs_triton, logprobs))
+    found, expected = (kernels.read_logprobs(logits, token, sharpness) for kernels in (training_triton, training))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
     plain = torch.log_softmax(logits.double() * sharpness, dim=-1)
@@ -121,14 +121,14 @@ def test_logprobs_and_their_gradient(count: int, vocab: int, sharpness: float) -
     torch.testing.assert_close(expected[1].double(), -(plain.exp() * plain).sum(-1), rtol=1e-5, atol=1e-4)
     for dtype, close in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
         given = (logits.clone(), token, expected[2], slope, sharpness, dtype)
-        a, b = logprobs_triton.gradient(*given), logprobs.gradient(*given)
+        a, b = training_triton.logprobs_gradient(*given), training.logprobs_gradient(*given)
         assert a.dtype == b.dtype == dtype
         torch.testing.assert_close(a.float(), b.float(), rtol=2 * close, atol=close)
 
 
 def test_a_token_that_cannot_be_drawn_does_no_harm() -> None:
     logits = torch.tensor([[0.0, -float("inf"), 1.0]], device=DEVICE)
-    logprob, entropy, logsum = logprobs_triton.read(logits, torch.tensor([2], device=DEVICE), 1.0)
+    logprob, entropy, logsum = training_triton.read_logprobs(logits, torch.tensor([2], device=DEVICE), 1.0)
     assert all(value.isfinite().all() for value in (logprob, entropy, logsum))
 
 

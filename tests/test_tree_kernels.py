@@ -8,12 +8,12 @@ import torch
 
 from tlt.config import SpecSettings
 from tlt.engine.build import shapes_of
-from tlt.kernels import trees as reference
-from tlt.kernels.pruning import Pruned, Shared
+from tlt.kernels.draft_tree import verification as reference
+from tlt.kernels.draft_tree.pruning import Pruned, Shared
 from tlt.spec.shape import Draft
 from tlt.spec.tree import Trees
 
-trees_triton = pytest.importorskip("tlt.kernels.trees_triton")
+trees_triton = pytest.importorskip("tlt.kernels.draft_tree.verification_triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -94,7 +94,7 @@ class Compiled:
 
 def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler takes tenths of a second, and a rollout would wait for it whenever a shape is tried."""
-    pruning_triton = pytest.importorskip("tlt.kernels.pruning_triton")
+    pruning_triton = pytest.importorskip("tlt.kernels.draft_tree.pruning_triton")
     names = ("_prune_kernel", "_cut_kernel", "_handicap_kernel", "_prepare_kernel", "_finish_kernel")
     kernels = {name: Compiled() for name in names}
     for name, compiled in kernels.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt.kernels.drafter import New
+from tlt.kernels.draft_tree.layer import New
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.text import Tokenizer

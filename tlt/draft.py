@@ -27,7 +27,7 @@ from tlt.drafting.answers import Answer, write_answers
 from tlt.engine.build import drafter_shape, open_drafter
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
-from tlt.kernels.noise import as_int64
+from tlt.kernels.sampling.noise import as_int64
 from tlt.outputs import check_new, write_new
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, draft_vocabulary

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from tlt.engine.sampler import Sampled, SamplingRows
 from tlt.engine.scheduler import Plan
-from tlt.kernels import moving
-from tlt.kernels import rows as row_kernels
-from tlt.kernels import trees as tree_kernels
+from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.dispatch import dispatch
-from tlt.kernels.noise import as_int64
+from tlt.kernels.draft_tree import verification as tree_kernels
+from tlt.kernels.sampling.noise import as_int64
 from tlt.spec.drafter import RowView
 from tlt.spec.shape import FAVOUR
 from tlt.spec.tree import Trees
@@ -96,7 +95,9 @@ class Rows:
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
         """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
-        int64s, int32s, float32s = dispatch(row_kernels, self._device).prepare(*self._state(), rows, self._page_size)
+        int64s, int32s, float32s = dispatch(batch_state, self._device).prepare_decode(
+            *self._state(), rows, self._page_size
+        )
         token, position, next_position, seed, request, top_k = int64s
         sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
         return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
@@ -108,7 +109,7 @@ class Rows:
         """
         ints, _, _, count = self._state()
         drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        packed_R3: Tensor = dispatch(row_kernels, self._device).finish(ints, count, *drawn_parts, rows)
+        packed_R3: Tensor = dispatch(batch_state, self._device).finish_decode(ints, count, *drawn_parts, rows)
         return packed_R3
 
     def tree_inputs(self, trees: Trees, tokens: int, filtered: bool) -> TreeInputs:
@@ -140,7 +141,7 @@ class Rows:
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         source, target = self._send(list(zip(*moves, strict=True)), torch.int64)
-        moving.move_rows((self._ints, self._floats, self._pages, self._ends), source, target)
+        batch_state.move_rows((self._ints, self._floats, self._pages, self._ends), source, target)
 
     def _enter(self, plan: Plan) -> None:
         entries = plan.entries

@@ -26,8 +26,8 @@ from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan
 from tlt.engine.thrift import Waste
 from tlt.kernels import compiling
+from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.kernels.dispatch import dispatch
-from tlt.kernels.states import StatePlaces
 from tlt.model.attention import PagedLayout, kernels_for, shares_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer

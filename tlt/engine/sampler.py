@@ -1,6 +1,8 @@
 """Keyed sampling: which token comes next, and how probable it was.
 
-    token = argmax_v( filtered_logits[v] / T + G(seed, request, position, v) ),  G Gumbel noise from tlt.kernels.noise
+    token = argmax_v( filtered_logits[v] / T + G(seed, request, position, v) )
+
+with G the Gumbel noise of tlt.kernels.sampling.noise.
 
 Always holds: a row's token is a function of its logits, its key and its settings alone: any order or split of a batch,
 the CPU and the GPU give the same tokens for the same logits. Nothing here waits for the device.
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.kernels import noise
+from tlt.kernels.sampling import noise
 from tlt.types import Key, SamplingParams
 
 # R rows (one next token each), V vocabulary
@@ -117,7 +119,7 @@ def sample(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None = None, *,
 
 
 def _sample_fused(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None, exact: bool = False) -> Sampled:
-    from tlt.kernels import sampling_triton  # only where there is a GPU is there sure to be a Triton
+    from tlt.kernels.sampling import triton as sampling_triton  # only where there is a GPU is there sure to be a Triton
 
     out = out or Sampled.empty(logits_RV.shape[0], logits_RV.device)
     sampling_triton.sample(

@@ -1,6 +1,7 @@
-"""Which of two modules does the work: the reference in torch, or its twin in Triton, which is held equal to it.
+"""Which of two modules does the work: the reference in torch, or its counterpart in Triton, which is held equal to it.
 
-What always holds: the twin of `name` is `name_triton`, and is imported only for a GPU: elsewhere there is no Triton.
+Always holds: the counterpart of a family's `reference` is its `triton`, that of any other module `name` is
+`name_triton`; it is imported only for a GPU: elsewhere Triton need not be installed.
 """
 
 from functools import cache
@@ -18,4 +19,4 @@ def dispatch(reference: ModuleType, device: torch.device) -> Any:
 
 @cache
 def _in_triton(name: str) -> ModuleType:
-    return import_module(f"{name}_triton")
+    return import_module(f"{name.removesuffix('reference')}triton" if name.endswith(".reference") else f"{name}_triton")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tlt.kernels import attention as torch_kernels
+from tlt.kernels.attention import reference as torch_kernels
 from tlt.kernels.dispatch import dispatch
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
@@ -131,13 +131,13 @@ class PackedLayout:
         tables = (rotary.cos_PR, rotary.sin_PR, self.positions_T)
         fused = heads.rotary and (in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN))
         if fused and norms.query_d is None:
-            from tlt.kernels.training_triton import split_and_rotate
+            from tlt.kernels.training.triton import split_and_rotate
 
             return split_and_rotate(qkv_TN, *tables, heads.query, heads.kv, heads.dim)
         q, k, v = _split(qkv_TN, heads)
         q, k = _head_norm(q, norms.query_d, heads.norm_eps), _head_norm(k, norms.key_d, heads.norm_eps)
         if fused:
-            from tlt.kernels.training_triton import rotate_heads
+            from tlt.kernels.training.triton import rotate_heads
 
             return rotate_heads(q, k, v, *tables)
         if heads.rotary:
@@ -200,7 +200,7 @@ class PagedLayout:
         where = (q_THd, k_cache, v_cache, self.query_start_R1, self.context_R, self.pages_RP)
         how: dict[str, Any] = {"max_query": self.max_query, "scale": heads.scale, "sliding_window": heads.window}
         if self.exact and q_THd.is_cuda:
-            from tlt.kernels.exact_attention_triton import paged_attention
+            from tlt.kernels.attention.exact_triton import paged_attention
 
             return paged_attention(*where, **how, pdl=True).flatten(1)
         if q_THd.is_cuda:

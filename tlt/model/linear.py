@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.kernels import linear as torch_linear
-from tlt.kernels.linear import Matrix, PreNormed, fine
+from tlt.kernels.linear import reference as torch_linear
+from tlt.kernels.linear.reference import Matrix, PreNormed, fine
 
 Stream = Tensor | PreNormed
 """The residual stream: rows, or in GPU rollout rows and what their next norm needs of them."""
@@ -49,7 +49,7 @@ def linear(
         return _trained_linear(x_TK, fine(weight), **options)
     if not in_gpu_rollout(x_TK):
         return torch_linear.linear(x_TK, fine(weight), **options)
-    from tlt.kernels.linear_triton import linear as fused  # Triton is installed only where there is a GPU
+    from tlt.kernels.linear.triton import linear as fused  # Triton is installed only where there is a GPU
 
     # pdl: each kernel may start while the one before it ends (see linear_triton)
     return fused(x, weight, **options, out=residual, pdl=True, exact=exact)
@@ -69,7 +69,7 @@ def add_linear(
     where that is to be kept."""
     if not in_gpu_rollout(x_TK):
         return linear(x_TK, weight, bias=bias, residual=rows_of(residual))
-    from tlt.kernels.linear_triton import add_linear as fused
+    from tlt.kernels.linear.triton import add_linear as fused
 
     how: dict[str, Any] = {"next_norm": next_norm, "keep_residual": keep_residual, "pdl": True, "exact": exact}
     return fused(x_TK, weight, bias=bias, residual=rows_of(residual), **how)
@@ -79,7 +79,7 @@ def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool 
     """The table's rows of these tokens, for `next_norm` to read."""
     if not in_gpu_rollout(table_VD):
         return table_VD[tokens_T]
-    from tlt.kernels.linear_triton import take_rows
+    from tlt.kernels.linear.triton import take_rows
 
     return take_rows(table_VD, tokens_T, next_norm, pdl=True, exact=exact)
 
@@ -98,7 +98,7 @@ def _trained_linear(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    from tlt.kernels import training_triton
+    from tlt.kernels.training import triton as training_triton
 
     normed_TK = x_TK if norm_weight is None else training_triton.rms_norm(x_TK, norm_weight, norm_eps)
     if residual is not None and bias is None and not gated:
@@ -112,7 +112,7 @@ def _trained_linear(
 def wide_linear(x_TK: Tensor, weight_NK: Tensor, *, exact: bool = False) -> Tensor:
     """A product whose sums are not rounded to half precision."""
     if in_gpu_rollout(x_TK):
-        from tlt.kernels.linear_triton import linear as fused
+        from tlt.kernels.linear.triton import linear as fused
 
         out = torch.empty((len(x_TK), len(weight_NK)), dtype=torch.float32, device=x_TK.device)
         return fused(x_TK, weight_NK, out=out, pdl=True, exact=exact)
@@ -141,11 +141,11 @@ class _WideProduct(torch.autograd.Function):
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if in_gpu_rollout(x_TD):
-        from tlt.kernels.elementwise_triton import rms_norm as fused
+        from tlt.kernels.linear.elementwise_triton import rms_norm as fused
 
         return fused(x_TD, weight_D, eps, pdl=True)
     if in_gpu_training(x_TD):
-        from tlt.kernels.training_triton import rms_norm as trained
+        from tlt.kernels.training.triton import rms_norm as trained
 
         return trained(x_TD, weight_D, eps)
     return torch.nn.functional.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)

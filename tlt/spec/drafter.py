@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from tlt.kernels.states import StatePlaces
+from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.spec.costs import Measured
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.suffix import SuffixDrafter

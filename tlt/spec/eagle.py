@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import ModelError
-from tlt.kernels import drafter as torch_kernels
-from tlt.kernels import training as training_kernels
-from tlt.kernels.drafter import New
-from tlt.kernels.linear import Matrix, QuantizedMatrix
-from tlt.kernels.linear_table import ever_quantized
+from tlt.kernels.draft_tree import layer as torch_kernels
+from tlt.kernels.draft_tree.layer import New
+from tlt.kernels.linear.plan import ever_quantized
+from tlt.kernels.linear.reference import Matrix, QuantizedMatrix
+from tlt.kernels.training import reference as training_kernels
 from tlt.model.attention import Heads
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
@@ -237,7 +237,7 @@ class Eagle(nn.Module):
         qkv_TN = linear(both, self.qkv)
         rows: Any = training_kernels
         if in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN):
-            from tlt.kernels import training_triton as rows  # Triton is installed only where there is a GPU
+            from tlt.kernels.training import triton as rows  # Triton is installed only where there is a GPU
         turned: tuple[Tensor, Tensor, Tensor] = rows.split_and_rotate(
             qkv_TN, self.cos_PR, self.sin_PR, position_T, heads.query, heads.kv, heads.dim
         )
@@ -366,7 +366,7 @@ def drafter_kernels(state: Tensor) -> Any:
     """The module of what surrounds the products in rollout; Triton is installed only where there is a GPU."""
     if not in_gpu_rollout(state):
         return torch_kernels
-    from tlt.kernels import drafter_triton
+    from tlt.kernels.draft_tree import layer_triton as drafter_triton
 
     return drafter_triton
 

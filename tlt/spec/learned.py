@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels import compiling, entering, moving, states
+from tlt.kernels import compiling
+from tlt.kernels.batch_state import reference as batch_state
+from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.kernels.dispatch import dispatch
-from tlt.kernels.drafter import Intake
-from tlt.kernels.linear import QuantizedMatrix
-from tlt.kernels.linear_table import ever_quantized
-from tlt.kernels.pruning import Shared
-from tlt.kernels.states import StatePlaces
+from tlt.kernels.draft_tree.layer import Intake
+from tlt.kernels.draft_tree.pruning import Shared
+from tlt.kernels.linear.plan import ever_quantized
+from tlt.kernels.linear.reference import QuantizedMatrix
 from tlt.model.device import upload_columns
 from tlt.model.linear import reads_quantized
 from tlt.model.transformer import Transformer
@@ -69,7 +70,7 @@ class LearnedDrafting:
             policy.embed.detach(),
             self._quantized_head or self._head_vD.detach(),
         )
-        self._memory = entering.Memory.empty(self._inputs.ring.position_RW, len(self.taps) * hidden, dtype)
+        self._memory = batch_state.Memory.empty(self._inputs.ring.position_RW, len(self.taps) * hidden, dtype)
         self._builders: dict[int, TreeBuilder] = {}  # by width
         self._keys: Sequence[Key] = ()  # whom trees were grown for last, row by row …
         self._row_of: Mapping[Key, int] = {}  # … and in which row
@@ -204,7 +205,7 @@ class LearnedDrafting:
         self._runner, self._view = runner, runner.view()
 
     def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
-        dispatch(states, self._row.device).keep_states(
+        dispatch(batch_state, self._row.device).keep_states(
             self._memory.states_RWF, self._memory.tokens_RW, taps, kept, pdl=True
         )
 
@@ -233,14 +234,14 @@ class LearnedDrafting:
         rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._inputs.g_RD]
         if self._started_trees is not None and self._started_trees.tick == self._ticks:
             rows += self._attached_runner().trees(self._started_trees.shape.verify).parts
-        dispatch(moving, self._row.device).move_rows(rows, source_E, target_E)
+        dispatch(batch_state, self._row.device).move_rows(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
         rollout begins, and what is launched for each of them would hold the first ticks up."""
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
-        dispatch(entering, self._row.device).enter_rows(self._memory, new)
+        dispatch(batch_state, self._row.device).enter_rows(self._memory, new)
         for positions, rows in recalled.rows_by_positions.items():
             self._backlog.came(rows, positions)
         if self._started_trees is not None and self._started_trees.tick == self._ticks:

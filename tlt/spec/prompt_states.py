@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.kernels.entering import NewRows
+from tlt.kernels.batch_state.reference import NewRows
 from tlt.model.device import upload_columns
 from tlt.spec.drafter import Entered
 

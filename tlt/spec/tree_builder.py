@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tlt.kernels import growth, pruning
 from tlt.kernels.dispatch import dispatch
-from tlt.kernels.growth import Growing
-from tlt.kernels.linear import Matrix
-from tlt.kernels.pruning import Pruned, Shared
+from tlt.kernels.draft_tree import growth, pruning
+from tlt.kernels.draft_tree.growth import Growing
+from tlt.kernels.draft_tree.pruning import Pruned, Shared
+from tlt.kernels.linear.reference import Matrix
 from tlt.model.linear import rows_of
 from tlt.spec.built_trees import NOT_READY
 from tlt.spec.candidates import DrawKeys, candidates

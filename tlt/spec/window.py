@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tlt.kernels import ring_attention
-from tlt.kernels.entering import UNUSED
+from tlt.kernels.attention import window as ring_attention
+from tlt.kernels.batch_state.reference import UNUSED
 from tlt.model.device import upload
 from tlt.model.linear import in_gpu_rollout
 
@@ -261,7 +261,9 @@ def attend_ring(
     """
     kernels: Any = ring_attention
     if in_gpu_rollout(q_RQHd):
-        from tlt.kernels import ring_attention_triton  # Triton is installed only where there is a GPU
+        from tlt.kernels.attention import (
+            window_triton as ring_attention_triton,  # Triton is installed only where there is a GPU
+        )
 
         kernels = ring_attention_triton
     near = None if beside is None else (beside.k_RKNd, beside.v_RKNd, seen_RQN)

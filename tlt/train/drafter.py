@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt.config import DraftSettings
 from tlt.errors import TltError
-from tlt.kernels import distribution
+from tlt.kernels.training import reference as training
 from tlt.model.attention import PackedLayout
 from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
@@ -334,7 +334,7 @@ class _DistributionLoss(torch.autograd.Function):
 
 def _comparison(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     if not x.is_cuda or x.dtype == torch.float64:
-        return distribution.compare
-    from tlt.kernels import distribution_triton  # Triton is installed only where there is a GPU
+        return training.compare_distributions
+    from tlt.kernels.training import triton as training_triton  # Triton is installed only where there is a GPU
 
-    return distribution_triton.compare
+    return training_triton.compare_distributions

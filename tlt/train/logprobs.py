@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.kernels import logprobs as torch_kernels
+from tlt.kernels.training import reference as torch_kernels
 from tlt.model.linear import wide_linear
 
 _LOGITS_AT_ONCE = 2**27  # elements; in float32 half a gibibyte
@@ -64,7 +64,7 @@ def token_logprobs(
     rows = max(1, (logits_at_once or most_logits(head_VD.device)) // len(head_VD))
     kernels = _kernels_for(hidden_ND)
     parts = [
-        kernels.read(wide_linear(hidden_ND[chunk], head_VD), token_N[chunk], 1.0 / temperature)[0]
+        kernels.read_logprobs(wide_linear(hidden_ND[chunk], head_VD), token_N[chunk], 1.0 / temperature)[0]
         for chunk in _chunks(len(hidden_ND), rows)
     ]
     return torch.cat(parts) if parts else hidden_ND.new_empty(0)
@@ -95,10 +95,12 @@ class _TokenLoss(torch.autograd.Function):
         kernels = _kernels_for(hidden_ND)
         for chunk in _chunks(len(hidden_ND), rows):
             logits_CV = wide_linear(hidden_ND[chunk], head_VD)
-            logprob_N[chunk], entropy_N[chunk], logsum_C = kernels.read(logits_CV, token_N[chunk], sharpness)
+            logprob_N[chunk], entropy_N[chunk], logsum_C = kernels.read_logprobs(logits_CV, token_N[chunk], sharpness)
             part, slope_C = _value_and_slope(loss_of, logprob_N[chunk], chunk)
             loss += part
-            grad_CV = kernels.gradient(logits_CV, token_N[chunk], logsum_C, slope_C, sharpness, hidden_ND.dtype)
+            grad_CV = kernels.logprobs_gradient(
+                logits_CV, token_N[chunk], logsum_C, slope_C, sharpness, hidden_ND.dtype
+            )
             torch.mm(grad_CV, head_VD, out=hidden_grad_ND[chunk])
             if head_grad_VD is not None:
                 head_grad_VD += grad_CV.T @ hidden_ND[chunk]
@@ -130,6 +132,6 @@ def _chunks(count: int, rows: int) -> Iterator[slice]:
 def _kernels_for(x: Tensor) -> Any:
     if not x.is_cuda or x.dtype == torch.float64:
         return torch_kernels
-    from tlt.kernels import logprobs_triton  # Triton is installed only where there is a GPU
+    from tlt.kernels.training import triton as training_triton  # Triton is installed only where there is a GPU
 
-    return logprobs_triton
+    return training_triton

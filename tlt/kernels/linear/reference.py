@@ -1,0 +1,110 @@
+"""A linear layer with everything that touches it: norm before, gate, bias and residual after. Torch, on any device.
+
+What always holds: `linear` here defines what the fused kernels in `linear_triton` must compute, and rounds where a
+Hugging Face model rounds (the normed row, each product and the activation are cast back to the dtype of `x`).
+On a GPU the rows of the residual stream travel `PreNormed` for the norm that reads them next; `weigh` and
+`weighed_linear` define that: the sums are scaled where `linear` scales the rows, so bfloat16 rounds once less.
+A matrix may have a `QuantizedMatrix` copy in 8 bits beside it, which only kernels for few rows read.
+Knows nothing of devices, tiles, or which layer of a model it serves.
+"""
+
+# M rows (tokens), N outputs, K inputs, D width of the residual stream, P parts of a sum
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tlt.kernels.linear.elementwise import rms_norm, silu_mul
+
+
+def linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """residual + act(norm(x)·Wᵀ + bias). Gated: W holds gate rows, then up rows; act(g, u) = silu(g)·u.
+
+    `out` may be `residual` itself (in place); it must not overlap `x`.
+    """
+    normed_MK = x_MK if norm_weight is None else rms_norm(x_MK, norm_weight, norm_eps)
+    product_MN = functional.linear(normed_MK, weight_NK, bias)
+    if gated:
+        product_MN = silu_mul(product_MN)
+    if residual is not None:
+        product_MN = residual + product_MN
+    return product_MN if out is None else out.copy_(product_MN)
+
+
+_LARGEST = 448.0  # of an e4m3 number
+_ROWS = 8192  # of a matrix rounded to such numbers at a time
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix, and the same in 8 bits, each row in a scale of its own: half as much to read. What it computes is a
+    little off: for drafts alone, which the policy verifies."""
+
+    fine_NK: Tensor
+    light_NK: Tensor  # float8_e4m3fn
+    scale_N: Tensor  # float32: fine ≈ light · scale
+
+    @classmethod
+    def of(cls, fine_NK: Tensor) -> "QuantizedMatrix":
+        scale_N = torch.empty(len(fine_NK), dtype=torch.float32, device=fine_NK.device)
+        light = cls(fine_NK, torch.empty_like(fine_NK, dtype=torch.float8_e4m3fn), scale_N)
+        light.renew()
+        return light
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """The matrix has changed. Written over what was there, where graphs look for it."""
+        for first in range(0, len(self.fine_NK), _ROWS):  # or a head would need several times its memory for a moment
+            rows = slice(first, first + _ROWS)
+            wide_NK, scale_N = self.fine_NK[rows].float(), self.scale_N[rows]
+            scale_N.copy_((wide_NK.abs().amax(1) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
+            self.light_NK[rows].copy_((wide_NK / scale_N[:, None]).clamp_(-_LARGEST, _LARGEST))
+
+
+Matrix = Tensor | QuantizedMatrix
+
+
+def fine(matrix: Matrix) -> Tensor:
+    return matrix.fine_NK if isinstance(matrix, QuantizedMatrix) else matrix
+
+
+@dataclass(frozen=True, slots=True)
+class PreNormed:
+    """Rows ready for the norm that reads them next, but for its scale: norm(x) = weighed · rsqrt(mean(x²) + eps)."""
+
+    x_MD: Tensor
+    norm_D: Tensor  # the weight of that norm
+    weighed_MD: Tensor  # x · norm_D, in the dtype of x
+    squares_MP: Tensor  # float32: sums of x² over parts of the row
+
+
+def weigh(x_MD: Tensor, norm_D: Tensor, part: int) -> PreNormed:
+    """With squares in parts of `part` columns."""
+    fine_MD = x_MD.float()
+    squares = [columns.square().sum(-1) for columns in fine_MD.split(part, dim=-1)]
+    return PreNormed(x_MD, norm_D, (fine_MD * norm_D.float()).to(x_MD.dtype), torch.stack(squares, dim=-1))
+
+
+def weighed_linear(
+    x: PreNormed, weight_NK: Tensor, *, bias: Tensor | None = None, norm_eps: float = 0.0, gated: bool = False
+) -> Tensor:
+    """act(norm(x)·Wᵀ + bias), with the products scaled instead of the rows."""
+    scale_M1 = torch.rsqrt(x.squares_MP.sum(-1, keepdim=True) / x.x_MD.shape[1] + norm_eps)
+    product_MN = scale_M1 * functional.linear(x.weighed_MD.float(), weight_NK.float())
+    if bias is not None:
+        product_MN = product_MN + bias.float()
+    if gated:
+        product_MN = silu_mul(product_MN)
+    return product_MN.to(x.x_MD.dtype)
