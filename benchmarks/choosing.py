@@ -28,9 +28,9 @@ from tlt.config import EngineSettings, SpecSettings
 from tlt.engine.build import shape_policy_of, shapes_of
 from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.costs import CAPTURE, DRAFT, EXTEND, LOOKUP, POLICY, Measured
-from tlt.spec.feedback import looked_into
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.shape_policy import Outcome
+from tlt.spec.speculation import looked_into
 from tlt.spec.tuner import Tuner
 
 LEARNED = "eagle"
@@ -107,7 +107,7 @@ class World:
         return min(self.alone, WINDOW)
 
     def _walks(self, shape: Shape) -> list[AcceptResult]:
-        """A few with what each drafter named, as `tlt.spec.feedback` picks them."""
+        """A few with what each drafter named, as `tlt.spec.speculation` picks them."""
         looked = set(looked_into(len(self.left), self.verifies))
         results = []
         for row, request in enumerate(self.left):

@@ -37,7 +37,7 @@ from tlt.kernels.linear.triton import exact_linear, room_for
 from tlt.policy import Policy, open_policy
 from tlt.replay import common_start
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.speculation import NoSpeculation
+from tlt.spec.speculation import Speculation
 from tlt.types import Completion, Key, SamplingParams
 
 CHAIN = Shape(("recall",), 4, 1, 5)
@@ -49,7 +49,7 @@ BLOCKS = (16, 32, 64)
 Answers = dict[Key, Completion]
 
 
-class Recall(NoSpeculation):
+class Recall(Speculation):
     """Drafts chains from answers known beforehand, with errors."""
 
     deepest, widest = CHAIN.depth, CHAIN.verify

@@ -67,7 +67,7 @@ def engine_of(
     drafter = Eagle(config, dtype=torch.bfloat16, device="cuda")
     drafter.init_weights(0, torch.arange(config.draft_vocab) if config.reduced else None)
     learned = LearnedDrafting(drafter, model, settings.rows, deepest, quantized=quantized)
-    speculating = Speculating([learned], shape_policy, learned=learned, deepest=deepest, widest=widest)
+    speculating = Speculating([learned], shape_policy, deepest=deepest, widest=widest)
     tokenizer = Tokenizer.load(TINY_POLICY)
     return EngineCore(model, tokenizer, settings, taps=config.taps, speculation=speculating), learned
 

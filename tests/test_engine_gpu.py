@@ -15,10 +15,10 @@ from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
-from tlt.spec.drafter import SuffixDrafting
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
+from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 pytestmark = [
@@ -241,7 +241,7 @@ def learned_engine(
     drafter.init_weights(3)
     learned = LearnedDrafting(drafter, model, rows=24, quantized=quantized)
     always = Always(lambda running: shapes() if running else Shape())
-    speculation = Speculating([learned, SuffixDrafting(10_000)], always, learned=learned, deepest=8)
+    speculation = Speculating([learned, SuffixDrafting(10_000)], always, deepest=8)
     return EngineCore(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
 
 

@@ -28,8 +28,8 @@ from tlt.model.config import ModelConfig
 from tlt.model.rope import BEYOND
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
-from tlt.spec.drafter import SuffixDrafting
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
+from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 CONTEXT = 64
@@ -319,8 +319,8 @@ def test_a_key_may_come_again_under_another_prompt() -> None:
     later = Key(0, 1)
     drafting.begin(later, "a", (3, 4, 5), SamplingParams())
     keys, written = [first, later], [[11], [6, 7]]
-    drafting.catch_up(keys, written, shape)
-    assert drafting.propose(keys, written, shape)[1].tokens[0] == 8, "what the first answer to the prompt went on with"
+    drafting.extend(keys, written, shape)
+    assert drafting.draft(keys, written, shape)[1].tokens[0] == 8, "what the first answer to the prompt went on with"
 
 
 # ---- the doors

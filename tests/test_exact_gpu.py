@@ -157,7 +157,7 @@ def test_a_learned_drafter_changes_no_bit(graphs: bool) -> None:
     ticks = iter(range(10**6))
     shape = Shape(("eagle",), 4, 1, 5)
     always = Always(lambda running: shape if running and next(ticks) % 9 > 2 else OFF)
-    speculation = Speculating([learned], always, learned=learned, deepest=8)
+    speculation = Speculating([learned], always, deepest=8)
     assert answers(model, speculation, graphs=graphs) == answers(model)
 
 

@@ -37,12 +37,13 @@ from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
 from tlt.spec.beta import Roots
 from tlt.spec.candidates import BetaCalibrator, beta_hits, candidates
-from tlt.spec.drafter import Segment, StartedTrees, SuffixDrafting
+from tlt.spec.drafter import Segment, StartedTrees
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import Speculating
+from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.spec.tree import Trees
 from tlt.types import Completion, Key, SamplingParams
 
@@ -81,7 +82,7 @@ def engine_with(  # type: ignore[no-untyped-def]
     learned: LearnedDrafting, choose, ahead: bool = False, suffix: bool = False, **knobs: object
 ) -> EngineCore:
     drafters = [learned, SuffixDrafting(10_000)] if suffix else [learned]
-    speculation = Speculating(drafters, Always(choose), learned=learned)
+    speculation = Speculating(drafters, Always(choose))
     engine = EngineCore(MODEL, letters(), EngineSettings(**knobs), speculation=speculation)
     engine._ahead = ahead
     return engine
@@ -256,7 +257,7 @@ def test_suffix_and_learned_branches_share_a_tree(kind: str, ahead: bool, monkey
 def test_lookups_are_made_while_the_device_grows_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is grown is launched first and read last; what is looked up comes in between."""
     learned, calls = drafting(), list[str]()
-    for owner, name in ((LearnedDrafting, "start_trees"), (LearnedDrafting, "propose"), (SuffixDrafting, "propose")):
+    for owner, name in ((LearnedDrafting, "start_trees"), (LearnedDrafting, "draft"), (SuffixDrafting, "draft")):
         work, called = getattr(owner, name), f"{owner.name} {name}"
 
         def noted(self: Any, *given: Any, work: Any = work, called: str = called) -> Any:
@@ -268,11 +269,11 @@ def test_lookups_are_made_while_the_device_grows_trees(monkeypatch: pytest.Monke
     engine = engine_with(learned, lambda batch: both if batch else Shape(), False, suffix=True, rows=6)
     engine.submit(requests(6))
     engine.drain()
-    asked = [number for number, call in enumerate(calls) if call == "suffix propose"]
+    asked = [number for number, call in enumerate(calls) if call == "suffix draft"]
     assert len(asked) > 5
     for number in asked:
         assert calls[number - 1] == "eagle start_trees"
-        assert calls[number + 1] == "eagle propose"
+        assert calls[number + 1] == "eagle draft"
 
 
 def test_switching_on_and_off_computes_nothing_of_the_policys_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,9 +376,9 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
     def look(learned: LearnedDrafting, count: int) -> None:
         late = learned.late(count)
         take_in(learned, count)
-        taken = learned.took_in()
+        taken = learned.ingested()
         assert taken is not None
-        assert learned.took_in() is None
+        assert learned.ingested() is None
         told.append((taken * count, late))
 
     monkeypatch.setattr(LearnedDrafting, "_take_in", look)
@@ -393,11 +394,11 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
     brought = [positions for positions, late in told[before:] if not late]
     assert brought == pytest.approx([89.0]), "all but the newest token"
     learned = drafting()
-    learned._took_in = learned._ticks, 3.0
-    assert learned.took_in_early
+    learned._ingested = learned._ticks, 3.0
+    assert learned.ingested_early
     learned._ticks += 1  # a tick went by in which nobody asked: all for whom it was taken in had ended
-    assert not learned.took_in_early
-    assert learned.took_in() is None
+    assert not learned.ingested_early
+    assert learned.ingested() is None
 
 
 def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,9 +626,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
 
 def told_engine(learned: LearnedDrafting) -> tuple[EngineCore, Told]:
     told = Told(lambda running: shape_of(3, 2, 5) if running else Shape())
-    engine = EngineCore(
-        MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned)
-    )
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told))
     engine._ahead = True
     return engine, told
 
@@ -742,9 +741,7 @@ def test_a_tuner_is_told_who_came_and_how_much_may_come() -> None:
     ticks = iter(range(10**6))
     told = Told(lambda running: shape_of(3, 2, 5) if running and next(ticks) % 3 else Shape())
     learned = drafting(window=64)
-    engine = EngineCore(
-        MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told, learned=learned)
-    )
+    engine = EngineCore(MODEL, letters(), EngineSettings(rows=4), speculation=Speculating([learned], told))
     batch = requests(8, params=[SamplingParams(max_tokens=30, ignore_eos=True)], seed=1)
     engine.submit(batch)
     left = []

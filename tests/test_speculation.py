@@ -13,15 +13,15 @@ from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
-from tlt.spec.drafter import SuffixDrafting
 from tlt.spec.shape import OFF, Draft, Shape, merge
-from tlt.spec.speculation import NoSpeculation, Speculating
+from tlt.spec.speculation import Speculating, Speculation
+from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 Guess = Callable[[Key, Sequence[int], Shape], Draft]
 
 
-class Scripted(NoSpeculation):
+class Scripted(Speculation):
     """Speculation with any guesser and any sequence of shapes."""
 
     def __init__(self, guess: Guess, shapes: Callable[[int], Shape]) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import tlt.rollout
-import tlt.spec.lifecycle as roll_module
+import tlt.spec.drafter as drafter_module
 import tlt.spec.speculation as speculation_module
 from tests.test_engine import MODEL, requests
 from tests.test_learned import drafting
@@ -21,13 +21,13 @@ from tlt.engine.request import Request
 from tlt.spec.acceptance import AcceptResult, RankHits, rank_hits_of
 from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
-from tlt.spec.drafter import NoDrafter, SuffixDrafting
+from tlt.spec.drafter import Drafter, LifecycleQueue
 from tlt.spec.fixed import Fixed
-from tlt.spec.lifecycle import LifecycleQueue
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.shape_policy import Outcome
-from tlt.spec.speculation import NoSpeculation, Speculating
+from tlt.spec.speculation import Speculating, Speculation
 from tlt.spec.suffix import SuffixDrafter
+from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.spec.tuner import Tuner
 from tlt.types import Key, SamplingParams
 from tlt.watch.events import AcceptanceCollapsed, RolloutFinished, read_run
@@ -49,7 +49,7 @@ class Recording(Fixed):
         return (Alarm("x", outcome.shape, 1.0, 3.0, 64),) if len(self.outcomes) == 2 else ()
 
 
-class Slow(NoDrafter):
+class Slow(Drafter):
     """Catches up for 5 seconds and drafts for 2, on a clock of its own."""
 
     name = "x"
@@ -57,10 +57,10 @@ class Slow(NoDrafter):
     def __init__(self) -> None:
         self.now = 0.0
 
-    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
+    def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         self.now += 5.0
 
-    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def draft(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         self.now += 2.0
         return [Draft((7, 8), (-1, 0), (0.5, 0.5))] * len(keys)
 
@@ -101,15 +101,12 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
 
     class Learned(Slow):
         left_out, capture_s, version, planted, arrived, waited = True, 0.0, 0, 0, 0, False
-        asynchronous, took_in_early = True, False
-
-        def late(self, rows: int) -> bool:
-            return self.left_out
+        on_device = True
 
         def lag(self, rows: int) -> int:
             return 64 * self.left_out
 
-        def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
+        def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
             slow.now += 5.0
             self.capture_s += 4.0
             self.left_out = False
@@ -117,15 +114,15 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
         def start_trees(self, keys: Sequence[Key], shape: Shape) -> None:
             self.planted += 1
 
-        def took_in(self) -> float | None:
+        def ingested(self) -> float | None:
             return None
 
-        def wait(self) -> None:
+        def synchronize(self) -> None:
             slow.now += 7.0  # of whatever came before
             self.waited = True
 
     tuner, learned = Recording(CHAIN), Learned()
-    speculating = Speculating([learned], tuner, learned=cast(Any, learned))
+    speculating = Speculating([learned], tuner)
     speculating.prepare([Key(0, 0)], CHAIN)
     assert learned.planted == 0
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
@@ -143,26 +140,20 @@ def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
 def test_what_newcomers_brought_is_in_the_time_of_the_tick_that_took_it_in(asynchronous: bool) -> None:
     """Unless it was done before the tick before was read: then that one, read behind it, says nothing, as this one."""
 
-    class Learned(NoDrafter):
-        name = "x"
-        capture_s, version, arrived, left_out, took_in_early = 0.0, 0, 0, 0, False
+    class Learned(Drafter):
+        name, on_device, asynchronous = "x", True, True
+        capture_s, version, arrived, left_out, ingested_early = 0.0, 0, 0, 0, False
         taken: float | None = None
 
         def lag(self, rows: int) -> int:
             return self.left_out
 
-        def late(self, rows: int) -> bool:
-            return self.left_out > 0
-
-        def wait(self) -> None:
-            pass
-
-        def took_in(self) -> float | None:
+        def ingested(self) -> float | None:
             return self.taken
 
     learned, tuner = Learned(), Recording(CHAIN)
     learned.asynchronous = asynchronous  # type: ignore[attr-defined]
-    speculating = Speculating([learned], tuner, learned=cast(Any, learned))
+    speculating = Speculating([learned], tuner)
     for taken in (None, 6.25, None):
         learned.taken = taken
         speculating.propose([Key(0, 0)], [[1]], CHAIN)
@@ -178,15 +169,15 @@ def test_what_newcomers_brought_is_in_the_time_of_the_tick_that_took_it_in(async
         speculating.report()
         return tuner.outcomes[-1].seconds and round(tuner.outcomes[-1].seconds, 2), tuner.outcomes[-1].taken_in
 
-    learned.took_in_early = True  # for the tick to come, before this one was read
+    learned.ingested_early = True  # for the tick to come, before this one was read
     assert last(7.0) == ((7.0 if asynchronous else None), 0.0)
-    learned.took_in_early, learned.left_out, learned.taken = False, 64, 6.25
+    learned.ingested_early, learned.left_out, learned.taken = False, 64, 6.25
     assert last(8.0) == (None, 0.0), "whoever caught up was timed apart, newcomers among the others or not"
 
 
 def test_ticks_are_counted_by_batch_and_shape() -> None:
     tuner = Fixed(CHAIN)
-    speculating = Speculating([NoDrafter()], tuner)
+    speculating = Speculating([Drafter()], tuner)
     shapes = iter([CHAIN, CHAIN, OFF, CHAIN])
     tuner.choose = lambda batch, lag=0: next(shapes)  # type: ignore[method-assign]
     assert speculating.choose(0) == OFF  # nobody runs: no tick of anyone's choosing
@@ -204,7 +195,7 @@ def test_ticks_are_counted_by_batch_and_shape() -> None:
 
 def test_a_tuners_books_can_be_read_from_any_point() -> None:
     tuner = Tuner([CHAIN], costs(CostTable()))
-    speculating = Speculating([NoDrafter()], tuner)
+    speculating = Speculating([Drafter()], tuner)
     walked = [AcceptResult(1, (RankHits((1,), 1),)), AcceptResult(2, (RankHits((1, 1)),))]
     tuner.observe(Outcome(CHAIN, 2, walked, 2.0))
     before = speculating.report()
@@ -247,15 +238,15 @@ def test_a_tick_with_prefill_in_it_tells_no_time() -> None:
 
 
 def test_the_suffix_drafter_catches_up_before_it_drafts() -> None:
-    """Long texts are indexed in `catch_up`; what one tick can have added is left to `propose`."""
+    """Long texts are indexed in `extend`; what one tick can have added is left to `draft`."""
     drafter, key = SuffixDrafting(10_000), Key(0, 0)
     drafter.begin(key, "p", (5, 6, 7, 8), PARAMS)
     completion = [5, 6, 7, 8] * 4
-    drafter.catch_up([key], [completion], SUFFIX)
+    drafter.extend([key], [completion], SUFFIX)
     assert drafter._indexed[key] == 16
-    drafter.catch_up([key], [[*completion, 5, 6]], SUFFIX)
+    drafter.extend([key], [[*completion, 5, 6]], SUFFIX)
     assert drafter._indexed[key] == 16
-    (draft,) = drafter.propose([key], [[*completion, 5, 6]], SUFFIX)
+    (draft,) = drafter.draft([key], [[*completion, 5, 6]], SUFFIX)
     assert drafter._indexed[key] == 18
     assert draft.tokens == (7, 8, 5, 6)
 
@@ -344,12 +335,12 @@ def test_what_a_drafter_on_the_host_has_yet_to_index_is_known(monkeypatch: pytes
     assert drafting._due(left) == len(completions[3]) + len(completions[4]) + finished + prompts
     assert drafting.due_s(left) == pytest.approx(4e-6 * drafting._due(left))
     due = drafting._due(left)
-    drafting.catch_up(*zip(*left, strict=True), shape)
+    drafting.extend(*zip(*left, strict=True), shape)
     assert seen["tokens"] == due - prompts, "prompts are indexed too, when they begin"
     assert drafting._due(left) == 0.0
     completions[3] += [1] * 300
     assert drafting._due(left) == 300
-    drafting.catch_up(*zip(*left, strict=True), shape)
+    drafting.extend(*zip(*left, strict=True), shape)
     assert drafting._due(left) == 0
     assert len(drafting._token_s) == 2, "so many were timed"
     assert drafting._due([(keys[5], completions[5])]) == len(completions[5]), (
@@ -397,7 +388,7 @@ def test_a_verified_tick_tells_what_is_due() -> None:
     last = shape_policy.outcomes[-1]
     assert last.shape == SUFFIX
     written = sum(len(engine.written(Key(0, number))) for number in range(4))
-    indexed = sum(speculation._looking_up[0]._indexed.values())  # type: ignore[attr-defined]
+    indexed = sum(speculation._drafters[0]._indexed.values())  # type: ignore[attr-defined]
     assert last.due_s() == pytest.approx(4e-6 * (written - indexed)) != 0.0
 
 
@@ -425,7 +416,7 @@ def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Speculating, "propose", proposing)
     monkeypatch.setattr(Speculating, "verified", verifying)
-    speculation = Speculating([learned], told, learned=learned)
+    speculation = Speculating([learned], told)
     engine = EngineCore(MODEL, letters(), EngineSettings(rows=12), speculation=speculation)
     engine._ahead = True
     engine.submit(requests(20, params=[SamplingParams(max_tokens=n) for n in (5, 12, 30)]))
@@ -486,7 +477,7 @@ def test_a_key_that_comes_again_is_heard_again(slow: Slow) -> None:
     assert not speculating._lifecycle._completions
 
 
-class Hearing(NoDrafter):
+class Hearing(Drafter):
     name = "x"
 
     def __init__(self) -> None:
@@ -522,7 +513,7 @@ def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
 
 
 def test_answers_that_end_before_anybody_asks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_module, "_MAX_DEFERRED", 10)
+    monkeypatch.setattr(drafter_module, "_MAX_DEFERRED", 10)
     drafter, expected = Hearing(), list[int]()
     roll = LifecycleQueue([drafter], expected.append)
     for number in range(100):
@@ -546,7 +537,7 @@ def test_whoever_cannot_hear_keeps_nothing_from_others(monkeypatch: pytest.Monke
     assert drafter.heard == [Key(0, 1), Key(0, 2)]
 
 
-class Alarming(NoSpeculation):
+class Alarming(Speculation):
     """Plain decoding that has heard two alarms."""
 
     alarms = (Alarm("suffix", SUFFIX, 1.1, 3.0, 70), Alarm("suffix", SUFFIX, 1.0, 2.0, 80))

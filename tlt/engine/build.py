@@ -15,7 +15,7 @@ from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.choices import candidates
 from tlt.spec.costs import CostTable, Measured, TickCosts
-from tlt.spec.drafter import Drafter, SuffixDrafting
+from tlt.spec.drafter import Drafter
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import load_drafter
 from tlt.spec.fixed import Fixed
@@ -24,6 +24,7 @@ from tlt.spec.record import DraftRecord, read_record
 from tlt.spec.shape import Shape
 from tlt.spec.shape_policy import ShapePolicy
 from tlt.spec.speculation import Speculating
+from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.spec.tuner import Tuner
 
 NEW = "new"  # spec.path of a drafter that starts from nothing
@@ -66,10 +67,8 @@ def speculating_engine(
     """Put together and compiled, with the graphs that decode; nothing is measured yet, nothing else captured."""
     suffix = SuffixDrafting(config.spec.memory_tokens) if config.spec.drafter in ("suffix", "both") else None
     drafters: list[Drafter] = [drafter for drafter in (learned, suffix) if drafter is not None]
-    speculating = Speculating(
-        drafters, shape_policy, learned=learned, deepest=max(config.spec.depths), widest=max(config.spec.verifies)
-    )
-    taps = learned.drafter.config.taps if learned else ()
+    speculating = Speculating(drafters, shape_policy, deepest=max(config.spec.depths), widest=max(config.spec.verifies))
+    taps = speculating.state_sink.taps
     engine = EngineCore(
         *(policy.model, policy.tokenizer, config.engine),
         taps=taps,
@@ -77,8 +76,7 @@ def speculating_engine(
         speculation=speculating,
     )
     engine.compile(filtered=config.sampling.filtered)
-    if learned is not None:
-        learned.compile(shapes_of(config.spec, exact=config.engine.exact))
+    speculating.compile(shapes_of(config.spec, exact=config.engine.exact))
     return engine
 
 

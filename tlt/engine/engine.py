@@ -29,7 +29,7 @@ from tlt.model.transformer import Transformer
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import CAPTURE, POLICY, Measured
 from tlt.spec.shape import MOST_NODES, Shape
-from tlt.spec.speculation import NoSpeculation, Speculation, SpeculationReport
+from tlt.spec.speculation import Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
 
@@ -66,7 +66,7 @@ class EngineCore:
             check_policy(model)
         self._tokenizer = tokenizer
         self._version = version
-        self._speculation = speculation or NoSpeculation()
+        self._speculation = speculation or Speculation()
         beyond = MOST_NODES if speculation else 0  # a tree needs room for its branches
         pages = cache_pages(model, settings, beyond, self._speculation.widest)
         self._limits = Limits(
@@ -295,7 +295,7 @@ class EngineCore:
         """What runs of the policy and of its drafter cost: what a tuner wants to know beforehand."""
         sizes, speculation = self._runner.measured_sizes(), self._speculation
         runs = [*self.warm_up(sizes).items(), *self._runner.time_trees(speculation.widest, speculation.deepest + 1)]
-        measured = [Measured(POLICY, *run) for run in runs] + speculation.state_sink.measure(sizes)
+        measured = [Measured(POLICY, *run) for run in runs] + speculation.measure(sizes)
         graphs = self._runner.report()
         return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])
 
@@ -303,7 +303,7 @@ class EngineCore:
         """Captures the graphs of ticks in this shape, so that no request will wait for them."""
         if self._runner.report() is not None:
             self._runner.ready_to_verify(shape, requests, self._walk(shape), filtered)
-            self._speculation.state_sink.ready(shape, requests)
+            self._speculation.ready(shape, requests)
 
     def _walk(self, shape: Shape) -> int:
         """Tokens that a tick may give a row, with room for any shape's walks."""

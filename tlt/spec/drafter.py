@@ -1,164 +1,117 @@
-"""What a drafter is: someone who guesses the policy's next tokens. Wrong, stale or absent, only speed changes."""
+"""What a drafter is: it guesses the policy's next tokens. A wrong, stale or absent guess changes only the speed.
 
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+`Drafter` is the whole contract. Every method has a default that does nothing, so that a drafter on the host needs only
+`begin`, `extend` and `draft`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
 from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.spec.costs import Measured
 from tlt.spec.shape import EMPTY, Draft, Shape
-from tlt.spec.suffix import SuffixDrafter
 from tlt.spec.tree import Trees
 from tlt.types import Key, SamplingParams
 
 
-class Drafter(Protocol):
-    """Told when requests begin and end; asked for a tree per running request."""
-
-    name: str
-
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
-
-    def end(self, key: Key, completion: Sequence[int]) -> None:
-        """The answer is complete."""
-
-    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
-        """Called before `propose`: takes in what is more than the last tick can have added.
-
-        That is work done once, after a start or a pause, and not what drafting in this shape costs.
-        """
-
-    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        """A draft of at most `shape.verify − 1` nodes per request; `completions` holds the tokens written so far."""
-        ...
-
-    def start_trees(self, keys: Sequence[Key], shape: Shape) -> "StartedTrees | None":
-        """Trees for the rows of these requests, on the device: launched, not waited for. None: it drafts on the host.
-
-        May be called behind a verification whose tokens nobody has read yet.
-        """
-
-
-Running = Iterable[tuple[Key, Sequence[int]]]  # requests that decode, and what they have written so far
-
-
-@runtime_checkable
-class Indexing(Protocol):
-    """A drafter that has something to read on the host after a start or a pause."""
-
-    def due_s(self, running: Running) -> float:
-        """Seconds that it would need before it could be asked about these."""
-
-
-class StartedTrees(Protocol):
-    """Trees that lie on the device, ready to be verified."""
-
-    def draft(self, key: Key) -> Draft:
-        """What was grown for this request, before anything was pruned; may wait for the device."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """What the device knows of each row of the batch: the engine's own tensors, never written here."""
+    """The device state of each row of the batch. The tensors are the engine's; drafters never write them."""
 
     position_R: Tensor  # int64, of the newest token
     seed_R: Tensor
     request_R: Tensor
     temperature_R: Tensor
     end_R: Tensor  # int64, position of the last token that it may have
-    remaining_bias: Tensor  # float32, one number: how much those with more left come first where requests share
+    remaining_bias: Tensor  # float32 scalar: priority of long remaining requests in a shared verify budget
     count: Tensor  # rows from here on are idle
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of work on the device, always the same for a role and a number of rows."""
+    """A piece of work on the device. Role and number of rows determine it."""
 
     role: Hashable
     rows: int
-    work: Callable[[int], object]  # for so many rows: perhaps for more than asked for, which are idle …
-    exactly: bool = False  # … unless it must not be
+    work: Callable[[int], object]  # takes the number of rows, which may be larger than `rows`: the others are idle
+    exactly: bool = False  # the work must run over `rows` rows and no more
 
 
 class GraphRunner(Protocol):
-    """Where a drafter's work on the device is played: in the engine's graphs, or just so."""
+    """Runs a drafter's work on the device, as CUDA graphs of the engine or eagerly."""
 
     def view(self) -> RowView: ...
 
     def padded(self, rows: int) -> int:
-        """The number of rows that work for so many is done for."""
+        """The padded number of rows that the work for `rows` rows runs over."""
 
     def trees(self, nodes: int) -> Trees:
         """The trees that the policy verifies."""
 
     def run_segments(self, parts: Sequence[Segment]) -> None:
-        """One piece of work after the other. Before the first, each may be run with all rows idle, to capture it."""
+        """Runs the segments in order. A segment may first run with all rows idle, which captures it."""
 
     def ready(self, parts: Sequence[Segment]) -> None:
-        """Has their graphs captured, where there are graphs."""
+        """Captures the segments' graphs, where the engine uses graphs."""
 
     def time(self, part: Segment) -> float:
-        """Seconds the work takes, all rows idle."""
+        """Seconds that the segment takes with all rows idle."""
 
     @property
     def capture_s(self) -> float:
-        """Spent capturing graphs so far."""
+        """Seconds spent on captures so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A request has come into a row."""
+    """A request has entered a row."""
 
     row: int
-    position: int  # of its next token …
-    token: int  # … which this is
-    prefix: tuple[int, ...]  # what comes before
+    position: int  # of its newest token
+    token: int  # its newest token
+    prefix: tuple[int, ...]  # the tokens before it
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What was read of a prefix at once; there may be several."""
+    """A chunk of a prefix that one prefill pass computed."""
 
     prefix: tuple[int, ...]
     start: int  # position of its first token
-    first: int  # where it lies among all that was read …
-    last: int  # … up to, but not with
+    first: int  # index of its first state in the pass
+    last: int  # index behind its last state
 
 
 class HiddenStateSink(Protocol):
-    """Keeps states of the policy as the engine computes them, row by row, on the device."""
+    """Receives the policy's hidden states as the engine computes them, row by row, on the device."""
 
-    taps: tuple[int, ...]  # layers whose states it wants; none: it keeps nothing
+    taps: tuple[int, ...]  # layers whose states it receives; (): none
 
     def attach(self, runner: GraphRunner) -> None:
-        """Called once, by the engine that feeds it."""
+        """Called once, by the engine."""
 
     def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
-        """States of the rows, and the tokens drawn from them. Part of the engine's graphs: tensor work of static shape,
-        and little of it, for plain ticks do it too."""
+        """States of the rows, and the tokens drawn from them. Runs inside the engine's graphs, in plain ticks too: the
+        work must be small and its shapes static."""
 
     def prefilled(self, pieces: Sequence["Piece"], taps: Sequence[Tensor]) -> None:
-        """States of what was read of prefixes that requests will enter with, one behind the other."""
+        """States of the prefixes that requests will enter with, packed one behind the other."""
 
     def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
-        """Rows moved (from, to), none of them in two moves; then requests entered."""
+        """Rows moved (from, to), each in at most one move; then requests entered."""
 
     def computed(self, steps: int, each: float) -> None:
-        """A tick was launched that gives a row at most `steps` tokens, and all of them at most `each` on average."""
-
-    def measure(self, sizes: Sequence[int]) -> list[Measured]:
-        """What its own work costs for so many rows."""
-
-    def ready(self, shape: Shape, rows: int) -> None:
-        """Drafts of this shape will be asked for, of so many rows: whatever has to be captured may be now."""
+        """A tick was launched that writes at most `steps` tokens per row, and at most `each` on average."""
 
 
 class NoSink:
+    """Keeps nothing."""
+
     taps: tuple[int, ...] = ()
 
     def attach(self, runner: GraphRunner) -> None:
@@ -176,143 +129,159 @@ class NoSink:
     def computed(self, steps: int, each: float) -> None:
         pass
 
-    def measure(self, sizes: Sequence[int]) -> list[Measured]:
-        return []
 
-    def ready(self, shape: Shape, rows: int) -> None:
-        pass
+Running = Collection[tuple[Key, Sequence[int]]]  # requests that decode, and what they have written so far
 
 
-class NoDrafter:
-    """Proposes nothing."""
+class StartedTrees(Protocol):
+    """Draft trees that lie on the device, ready to be verified."""
 
-    name = "none"
+    def draft(self, key: Key) -> Draft:
+        """The tree of this request before pruning; may wait for the device."""
+
+
+class Drafter:
+    """A draft tree per running request and tick. The class attributes declare its kind."""
+
+    name = ""  # in `spec.drafter`, in shapes and in reports
+    on_device = False  # its trees lie on the device, and it reads the policy's hidden states; at most one per engine
+    learned = False  # it has weights that a trainer improves
+    version = 0  # of these weights
+
+    # ---- every drafter
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        pass
+        """A request begins. Requests with the same `prompt_id` answer the same prompt."""
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
-        pass
+        """The request is complete."""
 
-    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
-        pass
+    def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
+        """Draft-extend: ingests what was written beyond one tick's tokens. Called before `draft`.
 
-    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        It is one-off work after a start or a pause, and is timed apart from what drafting in this shape costs.
+        """
+
+    def draft(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        """A draft of at most `shape.verify − 1` nodes per request; `completions` holds the tokens written so far."""
         return [EMPTY] * len(keys)
 
+    def due_s(self, running: Running) -> float:
+        """Seconds that `extend` would need on the host for these requests."""
+        return 0.0
+
+    # ---- drafters on the device
+
+    @property
+    def state_sink(self) -> HiddenStateSink:
+        """Receives the policy's hidden states."""
+        return _NO_SINK
+
     def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees | None:
+        """Trees for the rows of these requests, launched on the device and not waited for. None: it drafts on the host.
+
+        May be called behind a verification whose tokens are still unread.
+        """
         return None
 
+    def lag(self, rows: int) -> int:
+        """Positions per row, on average over so many rows, that `extend` must ingest before it can draft."""
+        return 0
 
-_COMPLETIONS_KEPT = 16  # finished answers per prompt that wait to be indexed
-_PAST = Key(0, 1 << 64)  # no request has this key: finished answers are indexed under it, one after the other
+    def synchronize(self) -> None:
+        """Waits for the device, so that the work timed next is timed alone."""
 
-_TOKEN_S = 4e-6  # to index one, before that was timed …
-_TIMED, _TIMES = 256, 5  # … with so many at once at least; of so many times of late the one in the middle
+    @property
+    def asynchronous(self) -> bool:
+        """Work launched behind a verification runs while that is read, and counts towards the next tick's time."""
+        return True
 
-_Finished = tuple[Sequence[int], Sequence[int]]  # prompt and answer
+    def ingested(self) -> float | None:
+        """Prompt positions of new requests per row, on average, that this tick ingested; None for a normal tick.
+
+        Each such tick is returned once.
+        """
+        return None
+
+    @property
+    def ingested_early(self) -> bool:
+        """Prompts were ingested for trees that no tick has asked for yet."""
+        return False
+
+    @property
+    def arrived(self) -> int:
+        """Prompt positions that new requests have brought so far."""
+        return 0
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds of graph captures so far."""
+        return 0.0
+
+    def compile(self, shapes: Sequence[Shape]) -> None:
+        """Compiles its kernels for these shapes before the first request."""
+
+    def ready(self, shape: Shape, rows: int) -> None:
+        """Captures the graphs that drafts of this shape need for so many rows."""
+
+    def measure(self, sizes: Sequence[int]) -> list[Measured]:
+        """What its runs on the device cost for these numbers of rows."""
+        return []
+
+    # ---- drafters that learn
+
+    def policy_changed(self) -> None:
+        """The policy's tensors hold another version: hidden states of the old one are void."""
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Other weights, between two ticks. Touches only its own tensors; the same version again changes nothing."""
+        raise ValueError(f"drafter {self.name} has no weights; expected a learned drafter to load them into")
 
 
-class SuffixDrafting:
-    """The model-free drafter behind the protocol. Texts are indexed when somebody first asks about their prompt.
+_NO_SINK = NoSink()
+_MAX_DEFERRED = 4096  # notifications that wait: completions of one token may end before any draft is asked for
 
-    While nobody speculates (a full batch decodes plainly) it costs a list append per answer and nothing per token.
+
+class LifecycleQueue:
+    """Deferred begin and end notifications from the engine to the drafters, in the order of events.
+
+    Hundreds of requests come at once when a rollout begins. The notifications wait until `flush`, so that the device
+    does not wait for them.
     """
 
-    name = "suffix"
-
-    def __init__(self, memory_tokens: int) -> None:
-        self._suffix = SuffixDrafter(memory_tokens)
-        self._memory_tokens = memory_tokens
-        self._waiting: dict[Key, tuple[str, Sequence[int]]] = {}  # begun, not indexed yet
-        self._indexed: dict[Key, int] = {}  # tokens of the answer that the index has
-        self._finished: OrderedDict[str, deque[_Finished]] = OrderedDict()  # never indexed; by prompt, latest last
-        self._kept_tokens = 0  # in them
-        self._token_s: deque[float] = deque([_TOKEN_S], maxlen=_TIMES)
-
-    def due_s(self, running: Running) -> float:
-        return median(self._token_s) * self._due(running)
-
-    def _due(self, running: Running) -> int:
-        """Tokens: what they have written since they were indexed; or else all of it, with what was finished there, and
-        their prompts, unless these are known."""
-        due, prompts = 0, dict[str, int]()
-        for key, completion in running:
-            due += len(completion) - self._indexed.get(key, 0)
-            if key in self._waiting:
-                prompt_id, prompt = self._waiting[key]
-                prompts[prompt_id] = 0 if self._suffix.holds(prompt_id) else len(prompt)
-        finished = (self._finished.get(prompt_id, ()) for prompt_id in prompts)
-        return due + sum(prompts.values()) + sum(len(completion) for kept in finished for _, completion in kept)
+    def __init__(self, drafters: Sequence[Drafter], set_max_len: Callable[[int], None]) -> None:
+        """`set_max_len` gets the token limit of each request."""
+        self._drafters = drafters
+        self._set_max_len = set_max_len
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._completions: dict[Key, int] = {}  # running → number: a key may come again for another completion
+        self._begun = 0  # completions so far
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._waiting[key] = (prompt_id, prompt)
+        self._deferred.append(partial(self._begin, key, prompt_id, prompt, params))
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
-        if key in self._indexed:
-            self._suffix.extend(key, completion[self._indexed.pop(key) :])
-            self._suffix.end(key)
-            return
-        prompt_id, prompt = self._waiting.pop(key)
-        self._keep(prompt_id, (prompt, tuple(completion)))
+        """`completion` must not change from now on."""
+        self._deferred.append(partial(self._end, key, completion))
+        if len(self._deferred) > _MAX_DEFERRED:
+            self.flush()
 
-    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
-        lag = [
-            (key, completion)
-            for key, completion in zip(keys, completions, strict=True)
-            if key in self._waiting or len(completion) - self._indexed[key] > shape.depth + 1
-        ]
-        if not lag:
-            return
-        due, started = self._due(lag), time.perf_counter()
-        for key, completion in lag:
-            if key in self._waiting:
-                self._index(key)
-            self._extend(key, completion)
-        if due >= _TIMED:
-            self._token_s.append((time.perf_counter() - started) / due)
+    def flush(self) -> None:
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
-        drafts = []
-        for key, completion in zip(keys, completions, strict=True):
-            self._extend(key, completion)
-            drafts.append(self._suffix.propose(key, shape.depth, shape.width, shape.verify - 1))
-        return drafts
+    def number(self, key: Key) -> int | None:
+        """The number of the running completion; None: it never began."""
+        return self._completions.get(key)
 
-    def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees | None:
-        return None
+    def _begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._completions[key] = self._begun
+        self._begun += 1
+        self._set_max_len(params.max_tokens)
+        for drafter in self._drafters:
+            drafter.begin(key, prompt_id, prompt, params)
 
-    def _extend(self, key: Key, completion: Sequence[int]) -> None:
-        self._suffix.extend(key, completion[self._indexed[key] :])
-        self._indexed[key] = len(completion)
-
-    def _keep(self, prompt_id: str, finished: _Finished) -> None:
-        """Until somebody asks about the prompt. No more than the index could hold: the oldest prompts go."""
-        kept = self._finished.setdefault(prompt_id, deque())
-        self._finished.move_to_end(prompt_id)
-        kept.append(finished)
-        self._kept_tokens += _size(finished)
-        if len(kept) > _COMPLETIONS_KEPT:
-            self._kept_tokens -= _size(kept.popleft())
-        while self._kept_tokens > self._memory_tokens:
-            self._give_up(next(iter(self._finished)))
-
-    def _give_up(self, prompt_id: str) -> Sequence[_Finished]:
-        gone = self._finished.pop(prompt_id, ())
-        self._kept_tokens -= sum(map(_size, gone))
-        return gone
-
-    def _index(self, key: Key) -> None:
-        """The request, and whatever its group has finished."""
-        prompt_id, prompt = self._waiting.pop(key)
-        for earlier_prompt, completion in self._give_up(prompt_id):
-            self._suffix.begin(_PAST, prompt_id, earlier_prompt)
-            self._suffix.extend(_PAST, completion)
-            self._suffix.end(_PAST)
-        self._suffix.begin(key, prompt_id, prompt)
-        self._indexed[key] = 0
-
-
-def _size(finished: _Finished) -> int:
-    prompt, completion = finished
-    return len(prompt) + len(completion)
+    def _end(self, key: Key, completion: Sequence[int]) -> None:
+        self._completions.pop(key, None)
+        for drafter in self._drafters:
+            drafter.end(key, completion)

@@ -31,20 +31,21 @@ from tlt.spec.beta import MOST_ROWS, BetaProbe, fetch
 from tlt.spec.built_trees import BuiltTrees
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
-from tlt.spec.drafter import Entered, GraphRunner, Piece, RowView, Segment, StartedTrees
+from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
 from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.shape import MAX_REMAINING_BIAS, Draft, Shape
 from tlt.spec.tree_builder import DraftInputs, TreeBuilder
-from tlt.types import Key, SamplingParams
+from tlt.types import Key
 
 _MOST_NODES = 2048  # of a level, of all rows together: so many nobody grows
 
 
-class LearnedDrafting:
-    """An Eagle behind the drafters' protocol, and the keeper of the states it reads."""
+class LearnedDrafting(Drafter):
+    """An Eagle as a drafter, and the sink of the hidden states that it reads."""
 
     name = "eagle"
+    on_device = learned = True
 
     def __init__(
         self, drafter: Eagle, policy: Transformer, rows: int, deepest: int = 8, *, quantized: bool = False
@@ -78,7 +79,7 @@ class LearnedDrafting:
         self._runner: GraphRunner | None = None
         self._view: RowView | None = None
         self._backlog = Backlog(window, at_once=deepest + 1)
-        self._took_in: tuple[int, float] | None = None  # much at once, since somebody asked: in which tick, newcomers'
+        self._ingested: tuple[int, float] | None = None  # since last asked: tick, prompt positions per row
         self._ticks = 0
         self._started_trees: BuiltTrees | None = None
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
@@ -91,21 +92,18 @@ class LearnedDrafting:
         return self._beta_probe.beta_calibrator.beta
 
     def late(self, rows: int) -> bool:
-        """Whether it has to catch up first; a little is taken in with the first guess."""
+        """Whether it must extend first; a few positions are ingested with the first level of the trees."""
         return self._backlog.late(rows)
 
     def lag(self, rows: int) -> int:
-        """Positions that would be taken in first, for each of so many rows on average."""
         return self._backlog.before(rows)
 
     @property
     def arrived(self) -> int:
-        """Positions that newcomers ever brought with them."""
         return self._backlog.arrived
 
     @property
     def capture_s(self) -> float:
-        """Spent capturing graphs so far, by whoever runs them."""
         return self._attached_runner().capture_s
 
     # ---- weights that change
@@ -149,44 +147,36 @@ class LearnedDrafting:
         self._started_trees = None
         self._copy_head()
 
-    # ---- the drafters' protocol
+    # ---- the drafter
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        pass
-
-    def end(self, key: Key, completion: Sequence[int]) -> None:
-        pass
+    @property
+    def state_sink(self) -> HiddenStateSink:
+        return self
 
     @torch.no_grad()
-    def catch_up(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
-        """After plain ticks: takes in what they wrote, as far back as the window reaches."""
+    def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
+        """Ingests what plain ticks wrote, as far back as the window reaches."""
         if self.late(len(keys)):
             self._take_in(len(keys))
-            self.wait()  # rare: its time must not count as this tick's
+            self.synchronize()  # rare: its time must not count as this tick's
 
-    def wait(self) -> None:
-        """Until the device has done what came before: what is timed next is nothing else."""
+    def synchronize(self) -> None:
         if self._row.is_cuda:
             torch.cuda.current_stream(self._row.device).synchronize()
 
-    def took_in(self) -> float | None:
-        """What newcomers had brought each row on average, if much was taken in at once since this was last asked: a
-        tick with it says nothing of what others cost."""
-        took, self._took_in = self._took_in, None
-        return took[1] if took is not None and took[0] == self._ticks else None
+    def ingested(self) -> float | None:
+        ingested, self._ingested = self._ingested, None
+        return ingested[1] if ingested is not None and ingested[0] == self._ticks else None
 
     @property
-    def took_in_early(self) -> bool:
-        """Whether much was taken in for trees that nobody has asked for yet."""
-        return self._took_in is not None and self._took_in[0] == self._ticks
+    def ingested_early(self) -> bool:
+        return self._ingested is not None and self._ingested[0] == self._ticks
 
     @property
     def asynchronous(self) -> bool:
-        """Whether what is launched behind a verification is done while that is read: then it is in the next one's time,
-        and otherwise in its own."""
         return self._row.is_cuda
 
-    def propose(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+    def draft(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         trees = self.start_trees(keys, shape)
         return [trees.draft(key) for key in keys]
 
@@ -199,7 +189,7 @@ class LearnedDrafting:
         started_trees.cleared.update(keys[row] for row in self._entered)
         return started_trees
 
-    # ---- the keeper's protocol
+    # ---- the sink of hidden states
 
     def attach(self, runner: GraphRunner) -> None:
         self._runner, self._view = runner, runner.view()
@@ -336,7 +326,7 @@ class LearnedDrafting:
         runner, rows, most = self._attached_runner(), self._attached_runner().padded(count), TAKEN_IN[-1]
         for room in self._backlog.rooms(count):
             runner.run_segments([self._taking_in(rows, most, room)])
-        self._took_in = self._ticks, self._backlog.newly(count)
+        self._ingested = self._ticks, self._backlog.newly(count)
         self._backlog.clear()
 
     def _taking_in(self, rows: int, most: int, room: float) -> Segment:
@@ -380,7 +370,7 @@ class LearnedDrafting:
         return Measured(CATCH_UP, rows, seconds / most)
 
     @torch.no_grad()
-    def compile(self, shapes: Iterable[Shape]) -> None:
+    def compile(self, shapes: Sequence[Shape]) -> None:
         """Before any request comes, so that no rollout waits for a compiler, half a second for a kernel. Which ones
         run depends on how many rows there are; pruning only where they share."""
         dispatch(compiling, self._row.device).compile_ahead(partial(self._run_idle, shapes))

@@ -1,40 +1,40 @@
-"""Speculation as the engine sees it: which shape now, which trees, and how it went.
+"""Speculation as the engine calls it: the shape of each tick, its draft trees, and what their verification showed.
 
-Owns the drafters and the policy that chooses between them; knows tokens and seconds, computes no tensors. Whatever
-happens here, the tokens that come out are the same.
+Owns the drafters and the shape policy; knows tokens and seconds, computes no tensors. What always holds: the emitted
+tokens are those of plain decoding; drafters get begin and end in the order of events, before they draft.
 """
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
+from tlt.spec.acceptance import AcceptResult, rank_hits_of
 from tlt.spec.alarm import Alarm
 from tlt.spec.budget import TunerReport
-from tlt.spec.drafter import Drafter, HiddenStateSink, Indexing, NoSink, Running
-from tlt.spec.feedback import Proposed, TickFeedback, looked_into
-from tlt.spec.learned import LearnedDrafting
-from tlt.spec.lifecycle import LifecycleQueue
-from tlt.spec.shape import OFF, Draft, Shape, merge, share_out
+from tlt.spec.costs import Measured
+from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, Running, StartedTrees
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
 from tlt.spec.shape_policy import Outcome, ShapePolicy, forever
 from tlt.types import Key, SamplingParams
+
+_LOOKED_INTO = 8  # rows per tick whose drafts are compared with the emitted tokens, drafter by drafter
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationReport:
-    """What was chosen and what came of it, since the start."""
+    """Shapes chosen and tokens accepted since the start."""
 
-    ticks: Mapping[tuple[int, Shape], int]  # (requests that ran when it was chosen, shape) → ticks
-    switches: int  # ticks whose shape was not that of the tick before
+    ticks: Mapping[tuple[int, Shape], int]  # (running requests when the shape was chosen, shape) → ticks
+    switches: int  # ticks whose shape differs from the tick before
     verifies: int  # of single requests
     accepted: int  # draft tokens
-    drafting_s: float  # in which the host waited for drafts
-    one_off_s: float  # work done once because of speculation: drafters that caught up, captures
+    drafting_s: float  # host time spent on drafts
+    one_off_s: float  # one-off work for speculation: draft-extends and captures
     alarms: tuple[Alarm, ...]
-    tuner: TunerReport | None  # the tuner's own books, if it keeps any
+    tuner: TunerReport | None  # None: the shape policy keeps no report
 
     @property
     def accept_length(self) -> float:
@@ -43,12 +43,12 @@ class SpeculationReport:
 
     @property
     def off_share(self) -> float:
-        """Of the ticks."""
+        """Fraction of the ticks that were plain."""
         off = sum(count for (_, shape), count in self.ticks.items() if shape.off)
         return off / max(1, sum(self.ticks.values()))
 
     def since(self, before: "SpeculationReport") -> "SpeculationReport":
-        """What came after an earlier report."""
+        """The part after an earlier report."""
         return replace(
             self,
             ticks=dict(Counter(self.ticks) - Counter(before.ticks)),
@@ -62,156 +62,159 @@ class SpeculationReport:
         )
 
 
-class Speculation(Protocol):
-    """What the engine asks and tells."""
+class Speculation:
+    """What the engine calls. The defaults are plain decoding."""
+
+    state_sink: HiddenStateSink = NoSink()  # receives the policy's hidden states
+    deepest = 0  # largest depth of any shape that will be chosen
+    widest = 1  # largest tree of any shape that will be chosen, in nodes
 
     @property
     def alarms(self) -> Sequence[Alarm]:
-        """All there have been, oldest first."""
-
-    @property
-    def state_sink(self) -> HiddenStateSink:
-        """Who wants the policy's states."""
-
-    @property
-    def deepest(self) -> int:
-        """Tokens a branch may run ahead in any shape that will be chosen."""
-
-    @property
-    def widest(self) -> int:
-        """Nodes of a tree in any shape that will be chosen."""
+        """All alarms so far, oldest first."""
+        return ()
 
     def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
-        """Called once, by the engine: it tells how many plain ticks are to come at most, and who decodes."""
+        """Called once, by the engine. `to_come` bounds the plain ticks left; `running` lists what decodes."""
+
+    def compile(self, shapes: Sequence[Shape]) -> None:
+        """Compiles the drafters' kernels for these shapes."""
+
+    def measure(self, sizes: Sequence[int]) -> list[Measured]:
+        """What the drafters' runs on the device cost for these numbers of rows."""
+        return []
+
+    def ready(self, shape: Shape, rows: int) -> None:
+        """Captures the drafters' graphs for this shape and so many rows."""
 
     def policy_changed(self) -> None:
         """The policy's tensors hold another version from the next tick on."""
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Another version of the learned drafter, between two ticks; the same version again is nothing."""
+        """Another version of the learned drafter, between two ticks; the same version again changes nothing."""
+        raise ValueError("the engine does not speculate; expected a learned drafter to load weights into")
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """A request was submitted."""
 
-    def end(self, key: Key, completion: Sequence[int]) -> None: ...
+    def end(self, key: Key, completion: Sequence[int]) -> None:
+        """A request is complete, or failed."""
 
     def choose(self, running: int) -> Shape:
-        """For the tick that begins now."""
+        """The shape of the tick that begins now."""
+        return OFF
 
     def choose_next(self, running: int) -> Shape:
-        """For the tick after the one just launched; whoever then runs it says so with `chosen`."""
+        """The shape of the tick after the one just launched. `chosen` follows when that tick begins."""
+        return OFF
 
     def chosen(self, running: int, shape: Shape) -> None:
-        """A tick begins in a shape that was foreseen."""
+        """A tick begins in a shape that `choose_next` returned."""
 
     def propose(
         self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> Sequence[Draft] | None:
-        """A draft for each row; None: they lie on the device, in the trees the policy verifies."""
+        """A draft for each row. None: the drafts lie on the device, in the trees that the policy verifies."""
+        raise AssertionError("plain decoding drafts nothing")
 
     def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
-        """Behind a launched verification: starts drafting for the tick after it, where that needs no tokens read."""
+        """Starts drafting for the next tick behind a launched verification, where that needs no tokens read."""
 
     def needs_no_tokens(self, shape: Shape) -> bool:
-        """Whether trees of this shape grow where the tokens are, so that nobody has to read them first."""
+        """Whether trees of this shape can be drafted before the newest tokens are read."""
+        return False
 
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
     ) -> None:
-        """The oldest tick proposed for and not verified yet emitted these tokens, row by row (none: its request was
-        over), and took this long, drafting included.
+        """The oldest unverified tick emitted these tokens, row by row; none: the row's request was over.
 
-        None: it did other work too. `one_off_s` was spent beside it on what will not be needed again.
+        `seconds` includes drafting; None: the tick did other work too. `one_off_s` counts captures apart.
         """
 
     def decoded(self, running: int, seconds: float) -> None:
         """A plain tick took this long."""
 
     def report(self) -> SpeculationReport | None:
-        """None if nobody speculates."""
-
-
-class NoSpeculation:
-    """Plain decoding."""
-
-    alarms: Sequence[Alarm] = ()
-    state_sink: HiddenStateSink = NoSink()
-    deepest = 0
-    widest = 1
-
-    def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
-        pass
-
-    def policy_changed(self) -> None:
-        pass
-
-    def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        raise ValueError("nobody speculates here; expected a learned drafter to load weights into")
-
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        pass
-
-    def end(self, key: Key, completion: Sequence[int]) -> None:
-        pass
-
-    def choose(self, running: int) -> Shape:
-        return OFF
-
-    def choose_next(self, running: int) -> Shape:
-        return OFF
-
-    def chosen(self, running: int, shape: Shape) -> None:
-        pass
-
-    def propose(
-        self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
-    ) -> Sequence[Draft] | None:
-        raise AssertionError("plain decoding drafts nothing")
-
-    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
-        pass
-
-    def needs_no_tokens(self, shape: Shape) -> bool:
-        return False
-
-    def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
-    ) -> None:
-        pass
-
-    def decoded(self, running: int, seconds: float) -> None:
-        pass
-
-    def report(self) -> SpeculationReport | None:
+        """None without speculation."""
         return None
 
 
-class Speculating:
-    """Drafters whose branches are merged into one tree per request, in the shape that a tuner chooses."""
+def looked_into(rows: int, verifies: int) -> range:
+    """The rows of a tick to compare with their drafts. They rotate: comparing all takes the host too long."""
+    stride = -(-rows // _LOOKED_INTO)
+    return range(verifies % stride, rows, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The drafts of a tick, row by row, one per drafter, and what they took."""
+
+    keys: Sequence[Key]
+    drafts_s: Sequence[float]  # host seconds of each drafter
+    extend_s: float  # of the draft-extend before, captures left out
+    extend_host_s: float  # part of `extend_s` that drafters on the host took
+    lag: int  # positions per row that the draft-extend ingested on the device
+    ingested: float | None  # prompt positions per row ingested within the tick; None for a normal tick
+    versions: tuple[int, ...]  # of the drafters' weights
+    parts: Sequence[tuple[Draft, ...]] = ()
+    started_trees: StartedTrees | None = None  # instead of `parts`: the trees of one drafter, on the device
+
+    def of(self, row: int) -> tuple[Draft, ...]:
+        return (self.started_trees.draft(self.keys[row]),) if self.started_trees else self.parts[row]
+
+
+@dataclass(frozen=True, slots=True)
+class TickFeedback:
+    """A verified tick whose drafts are not yet compared with the emitted tokens."""
+
+    shape: Shape
+    proposed: Proposed
+    emitted: Sequence[Sequence[int]]
+    completions: Mapping[int, int | None]  # row to compare → number of its completion; None: it never began
+    seconds: float | None
+    one_off_s: float
+
+    def results(self) -> list[AcceptResult]:
+        """One per row that had a request."""
+        results = [_UNSEEN[len(tokens)] for tokens in self.emitted]
+        for row in self.completions:
+            results[row] = self._looked_into(row)
+        return [result for result in results if result.accepted >= 0]
+
+    def _looked_into(self, row: int) -> AcceptResult:
+        tokens = self.emitted[row]
+        rank_hits = tuple(rank_hits_of(draft, tokens, self.shape) for draft in self.proposed.of(row))
+        return AcceptResult(len(tokens) - 1, rank_hits, self.completions[row])
+
+
+# results of rows that are not compared, by emitted tokens: there are hundreds in a tick; no tokens: no request
+_UNSEEN = tuple(AcceptResult(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
+
+
+class Speculating(Speculation):
+    """Drafters whose branches are merged into one tree per request, in the shape that the shape policy chooses."""
 
     def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        tuner: ShapePolicy,
-        *,
-        learned: LearnedDrafting | None = None,
-        deepest: int = 0,
-        widest: int = 1,
+        self, drafters: Sequence[Drafter], shape_policy: ShapePolicy, *, deepest: int = 0, widest: int = 1
     ) -> None:
-        """`learned` is the one among the drafters that reads the policy's states."""
-        self._drafters: Mapping[str, Drafter] = {drafter.name: drafter for drafter in drafters}
-        self._tuner = tuner
-        self._learned = learned
-        self.state_sink: HiddenStateSink = learned or NoSink()
+        on_device = [drafter for drafter in drafters if drafter.on_device]
+        if len(on_device) > 1:
+            names = sorted(drafter.name for drafter in on_device)
+            raise ValueError(f"drafters {names} run on the device; expected one at most: an engine feeds one sink")
+        self._drafters = sorted(drafters, key=lambda drafter: drafter.on_device)  # the host works while a device does
+        self._named = {drafter.name: drafter for drafter in self._drafters}
+        self._shape_policy = shape_policy
+        self.state_sink = next((drafter.state_sink for drafter in on_device), NoSink())
         self.deepest, self.widest = deepest, widest
-        self._proposed: deque[Proposed] = deque()  # of the ticks under way, oldest first
-        self._lifecycle = LifecycleQueue(drafters, tuner.set_max_len)
-        self._feedback: TickFeedback | None = None  # of the tick before, until somebody asks what was learned
-        self._looking_up = [drafter for drafter in drafters if isinstance(drafter, Indexing)]
-        self._to_come: Callable[[], float] = forever  # plain ticks, at most
+        self._proposed: deque[Proposed] = deque()  # of the ticks in flight, oldest first
+        self._lifecycle = LifecycleQueue(drafters, shape_policy.set_max_len)
+        self._feedback: TickFeedback | None = None  # of the newest verified tick, until it is looked into
+        self._to_come: Callable[[], float] = forever
         self._running: Callable[[], Running] = tuple
-        self._arrived = 0  # positions that newcomers brought the learned drafter, as far as the tuner was told
-        self._last: Shape | None = None  # shape of the tick before, if there was one
-        self._plain: Counter[int] = Counter()  # requests that ran → ticks without speculation
+        self._arrived = 0  # prompt positions of new requests that the shape policy was told of
+        self._last: Shape | None = None  # of the tick before, if requests ran in it
+        self._plain: Counter[int] = Counter()  # running requests → plain ticks
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._one_off_s = 0.0
@@ -225,26 +228,38 @@ class Speculating:
     def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
         self._to_come, self._running = to_come, running
 
-    def _due_s(self) -> float:
-        return sum(drafter.due_s(self._running()) for drafter in self._looking_up)
+    def compile(self, shapes: Sequence[Shape]) -> None:
+        for drafter in self._drafters:
+            drafter.compile(shapes)
+
+    def measure(self, sizes: Sequence[int]) -> list[Measured]:
+        return [measured for drafter in self._drafters for measured in drafter.measure(sizes)]
+
+    def ready(self, shape: Shape, rows: int) -> None:
+        for drafter in self._drafters:
+            drafter.ready(shape, rows)
 
     def policy_changed(self) -> None:
-        if self._learned is not None:
-            self._learned.policy_changed()
+        for drafter in self._drafters:
+            drafter.policy_changed()
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        if self._learned is None:
-            raise ValueError(f"drafters are {sorted(self._drafters)}; expected a learned one to load weights into")
-        if version != self._learned.version:
+        learned = [drafter for drafter in self._drafters if drafter.learned]
+        if len(learned) != 1:
+            raise ValueError(f"drafters are {sorted(self._named)}; expected a learned one to load weights into")
+        (drafter,) = learned
+        if version != drafter.version:
             self._learn()
-            self._learned.load(weights, version)
-            self._tuner.drafter_changed(self._learned.name)
+            drafter.load(weights, version)
+            self._shape_policy.drafter_changed(drafter.name)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._lifecycle.begin(key, prompt_id, prompt, params)
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
         self._lifecycle.end(key, completion)
+
+    # ---- before a tick
 
     def choose(self, running: int) -> Shape:
         shape = self.choose_next(running)
@@ -256,7 +271,7 @@ class Speculating:
         if not running:
             return OFF
         self._lifecycle.flush()
-        return self._tuner.choose(running, self._learned.lag(running) if self._learned is not None else 0)
+        return self._shape_policy.choose(running, sum(drafter.lag(running) for drafter in self._drafters))
 
     def chosen(self, running: int, shape: Shape) -> None:
         if not running:
@@ -270,79 +285,84 @@ class Speculating:
             self._switches += self._last is not None and shape != self._last
             self._last = shape
 
+    def needs_no_tokens(self, shape: Shape) -> bool:
+        return bool(shape.drafters) and all(self._named[name].on_device for name in shape.drafters)
+
+    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
+        for drafter in self._of(shape):
+            if not drafter.lag(len(keys)):  # a drafter that must extend first does so in `propose`, where it is timed
+                drafter.start_trees(keys, shape)
+
     def propose(
         self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> Sequence[Draft] | None:
         self._lifecycle.flush()
-        drafters = [self._drafters[name] for name in shape.drafters]
-        caught_up = self._catch_up(drafters, keys, completions, shape)
+        drafters = self._of(shape)
+        took = self._extend(drafters, keys, completions, shape)
         started = time.perf_counter()
         started_trees = drafters[0].start_trees(keys, shape) if len(drafters) == 1 else None
         if started_trees is not None:
-            took_s = [time.perf_counter() - started]
+            drafts_s = [time.perf_counter() - started]
             self._proposed.append(
-                Proposed(keys, took_s, caught_up, self._ingest_tokens(), self._version, started_trees=started_trees)
+                Proposed(keys, drafts_s, *took, self._ingested(), self._versions, started_trees=started_trees)
             )
             return None
         columns, drafts_s = self._ask_all(drafters, keys, completions, shape)
         parts = list(zip(*columns, strict=True))
-        self._proposed.append(Proposed(keys, drafts_s, caught_up, self._ingest_tokens(), self._version, parts))
+        self._proposed.append(Proposed(keys, drafts_s, *took, self._ingested(), self._versions, parts))
         drafts = [_joined(row, shape.verify - 1) for row in parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
+
+    def _of(self, shape: Shape) -> list[Drafter]:
+        return [self._named[name] for name in shape.drafters]
+
+    def _extend(
+        self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
+    ) -> tuple[float, float, int]:
+        """Seconds it took, captures left out; the host drafters' part; positions ingested on the device."""
+        lag = sum(drafter.lag(len(keys)) for drafter in drafters)
+        if lag:
+            for drafter in drafters:
+                drafter.synchronize()
+        started, captured_s = time.perf_counter(), self._captured_s
+        host_s = 0.0
+        for drafter in sorted(drafters, key=lambda drafter: drafter.on_device):
+            drafter.extend(keys, completions, shape)
+            host_s = host_s if drafter.on_device else time.perf_counter() - started
+        return time.perf_counter() - started - (self._captured_s - captured_s), host_s, lag
+
+    @property
+    def _captured_s(self) -> float:
+        return sum(drafter.capture_s for drafter in self._drafters)
 
     def _ask_all(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> tuple[list[Sequence[Draft]], list[float]]:
-        """Everyone's drafts, and the seconds each took. Whoever looks things up does so while a device grows trees."""
+        """Every drafter's drafts, and the seconds each took. Drafters on the host work while the device does."""
         drafts, seconds = dict[str, Sequence[Draft]](), dict.fromkeys((drafter.name for drafter in drafters), 0.0)
         for drafter in drafters:
             started = time.perf_counter()
             drafter.start_trees(keys, shape)
             seconds[drafter.name] += time.perf_counter() - started
-        for drafter in sorted(drafters, key=lambda drafter: drafter is self._learned):
+        for drafter in sorted(drafters, key=lambda drafter: drafter.on_device):
             started = time.perf_counter()
-            drafts[drafter.name] = drafter.propose(keys, completions, shape)
+            drafts[drafter.name] = drafter.draft(keys, completions, shape)
             seconds[drafter.name] += time.perf_counter() - started
         return [drafts[drafter.name] for drafter in drafters], [seconds[drafter.name] for drafter in drafters]
 
-    def _ingest_tokens(self) -> float | None:
-        """What newcomers had brought a row, if much was taken in for the trees that have just been grown."""
-        return self._learned.took_in() if self._learned is not None else None
-
-    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
-        for name in shape.drafters:
-            if self._learned is None or name != self._learned.name or not self._learned.late(len(keys)):
-                self._drafters[name].start_trees(
-                    keys, shape
-                )  # who must catch up does so when asked, and it is timed there
-
-    def needs_no_tokens(self, shape: Shape) -> bool:
-        return self._learned is not None and shape.drafters == (self._learned.name,)
+    def _ingested(self) -> float | None:
+        found = [positions for drafter in self._drafters if (positions := drafter.ingested()) is not None]
+        return sum(found) if found else None
 
     @property
-    def _version(self) -> int:
-        return self._learned.version if self._learned is not None else 0
-
-    def _catch_up(
-        self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
-    ) -> tuple[float, int, float]:
-        """Seconds it took, captures left out, for they come once; positions that the learned drafter took in; and what
-        the others took of the time."""
-        lag = self._learned.lag(len(keys)) if self._learned is not None and self._learned in drafters else 0
-        if lag and self._learned is not None:
-            self._learned.wait()
-        started, captured_s = time.perf_counter(), self._captured_s
-        for drafter in drafters:
-            if drafter is not self._learned:
-                drafter.catch_up(keys, completions, shape)
-        indexed_s = time.perf_counter() - started
-        if self._learned is not None and self._learned in drafters:
-            self._learned.catch_up(keys, completions, shape)
-        return time.perf_counter() - started - (self._captured_s - captured_s), lag, indexed_s
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(drafter.version for drafter in self._drafters)
 
     @property
-    def _captured_s(self) -> float:
-        return self._learned.capture_s if self._learned is not None else 0.0
+    def _asynchronous(self) -> bool:
+        return all(drafter.asynchronous for drafter in self._drafters)
+
+    # ---- after a tick
 
     def verified(
         self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
@@ -350,60 +370,68 @@ class Speculating:
         self._learn()
         self._lifecycle.flush()
         proposed = self._proposed.popleft()
-        if self._took_in_early or any(self._read_behind(later) for later in self._proposed):
+        if self._waited_for_ingest or any(self._read_behind(later) for later in self._proposed):
             seconds = None
         rows = looked_into(len(emitted), self._verifies)
-        completions = {
-            row: self._lifecycle.number(proposed.keys[row]) for row in rows
-        }  # now: later they may have ended
+        completions = {row: self._lifecycle.number(proposed.keys[row]) for row in rows}  # later they may have ended
         self._feedback = TickFeedback(shape, proposed, emitted, completions, seconds, one_off_s)
-
-    def _learn(self) -> None:
-        """What the tick before taught, when somebody wants to know: by then the device works on the next one."""
-        feedback, self._feedback = self._feedback, None
-        if feedback is None:
-            return
-        results, proposed = feedback.results(), feedback.proposed
-        caught_up_s, lag, indexed_s = proposed.caught_up
-        newly = 0.0 if lag else proposed.ingest_tokens or 0.0
-        seconds = None
-        if feedback.seconds is not None and (proposed.ingest_tokens is None or (newly and self._asynchronous)):
-            seconds = feedback.seconds - caught_up_s
-        one_off_s = feedback.one_off_s + caught_up_s
-        self._verifies += len(results)
-        self._accepted += sum(map(len, feedback.emitted)) - len(results)
-        self._drafting_s += sum(proposed.drafts_s)
-        self._one_off_s += one_off_s
-        told = results if proposed.version == self._version else []  # another drafter's walks say nothing of this one
-        spent = (seconds, one_off_s, proposed.drafts_s, caught_up_s, lag, newly)
-        asked = self._newly_arrived(), self._to_come, self._due_s, indexed_s
-        self._alarms += self._tuner.observe(Outcome(feedback.shape, len(feedback.emitted), told, *spent, *asked))
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
         arrived = self._newly_arrived()
-        self._tuner.observe(
+        self._shape_policy.observe(
             Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come, due_s=self._due_s)
         )
 
-    @property
-    def _asynchronous(self) -> bool:
-        return self._learned is not None and self._learned.asynchronous
+    def _learn(self) -> None:
+        """Passes the newest verified tick to the shape policy. By now the device works on the next one."""
+        feedback, self._feedback = self._feedback, None
+        if feedback is None:
+            return
+        results, proposed = feedback.results(), feedback.proposed
+        ingested = 0.0 if proposed.lag else proposed.ingested or 0.0
+        seconds = None
+        if feedback.seconds is not None and (proposed.ingested is None or (ingested and self._asynchronous)):
+            seconds = feedback.seconds - proposed.extend_s
+        one_off_s = feedback.one_off_s + proposed.extend_s
+        self._verifies += len(results)
+        self._accepted += sum(map(len, feedback.emitted)) - len(results)
+        self._drafting_s += sum(proposed.drafts_s)
+        self._one_off_s += one_off_s
+        outcome = Outcome(
+            feedback.shape,
+            len(feedback.emitted),
+            results if proposed.versions == self._versions else [],  # other weights say nothing about these
+            seconds,
+            one_off_s,
+            proposed.drafts_s,
+            caught_up_s=proposed.extend_s,
+            lag=proposed.lag,
+            taken_in=ingested,
+            arrived=self._newly_arrived(),
+            to_come=self._to_come,
+            due_s=self._due_s,
+            indexed_s=proposed.extend_host_s,
+        )
+        self._alarms += self._shape_policy.observe(outcome)
 
     @property
-    def _took_in_early(self) -> bool:
-        """Where nothing is done meanwhile, the tick that is read now waited for it."""
-        return self._learned is not None and not self._learned.asynchronous and self._learned.took_in_early
+    def _waited_for_ingest(self) -> bool:
+        """Prompts were ingested for the next tick before this one was read, and the read waited for it."""
+        return any(drafter.ingested_early and not drafter.asynchronous for drafter in self._drafters)
 
     def _read_behind(self, later: Proposed) -> bool:
-        """Whether a tick that is read now was waited for behind another's taking in, so that it seems to have taken as
-        long as both. What newcomers bring is launched behind it where the device works on by itself."""
-        _, lag, _ = later.caught_up
-        return later.ingest_tokens is not None and (lag > 0 or not self._asynchronous)
+        """Whether the read of this tick waited for a later tick's ingest, so that it seems to have taken both times.
+        An asynchronous device ingests new prompts behind the read."""
+        return later.ingested is not None and (later.lag > 0 or not self._asynchronous)
 
     def _newly_arrived(self) -> int:
-        before, self._arrived = self._arrived, self._learned.arrived if self._learned is not None else 0
+        before, self._arrived = self._arrived, sum(drafter.arrived for drafter in self._drafters)
         return self._arrived - before
+
+    def _due_s(self) -> float:
+        running = self._running()
+        return sum(drafter.due_s(running) for drafter in self._drafters)
 
     def report(self) -> SpeculationReport:
         self._learn()
@@ -415,7 +443,7 @@ class Speculating:
             drafting_s=self._drafting_s,
             one_off_s=self._one_off_s,
             alarms=tuple(self._alarms),
-            tuner=self._tuner.report(),
+            tuner=self._shape_policy.report(),
         )
 
 
