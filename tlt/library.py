@@ -18,6 +18,7 @@ from tlt.engine import engine as core
 from tlt.engine.build import build_engine
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, RequestError, shown
+from tlt.model.transformer import Transformer
 from tlt.policy import Policy, open_policy
 from tlt.recipe import knobs, load_config, nearest_key
 from tlt.tasks.files import messages_of
@@ -133,6 +134,18 @@ class Engine:
         self._asked += len(asked) if seed is None else 0
         done = {completion.key: completion for completion in engine.drain()}
         return [done[key] for key in keys]
+
+    @property
+    def model(self) -> Transformer:
+        """The policy itself, a torch module. The engine reads these very tensors: train them in place."""
+        self._opened()
+        assert self._policy is not None
+        return self._policy.model
+
+    def weights_changed(self) -> None:
+        """Call after an update of `model`: keys and values computed with the old weights are dropped."""
+        engine, _ = self._opened()
+        engine.load_policy(engine.version + 1)
 
     def report(self) -> core.EngineReport:
         """What the engine has done so far: ticks, tokens, pages, and how speculation went."""
