@@ -20,11 +20,11 @@ from linear import SHAPES, versions
 from tick import busy, engine_of, kernels, policy_of, tick_ms, tree_of
 
 import tlt.engine.graphs as graphs
-from tlt.bench.variants import Understudy
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.swappable import SwappableShapePolicy
 
 _ROWS = 256
 _SHOWN = 14
@@ -88,8 +88,8 @@ class Stopwatch:
         return found
 
 
-def built(name: str, vocabulary: int, trees: list[Shape]) -> tuple[EngineCore, Understudy]:
-    shape_policy, settings = Understudy(), EngineSettings(rows=_ROWS, kv_gib=30)
+def built(name: str, vocabulary: int, trees: list[Shape]) -> tuple[EngineCore, SwappableShapePolicy]:
+    shape_policy, settings = SwappableShapePolicy(), EngineSettings(rows=_ROWS, kv_gib=30)
     engine, learned = engine_of(policy_of(name), settings, shape_policy, trees, vocabulary, mlp=0.5)
     started = time.perf_counter()
     engine.compile()

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from tlt.bench.machine import describe
 from tlt.config import EngineSettings, SpecSettings
 from tlt.engine.build import shape_policy_of, shapes_of
+from tlt.machine import describe
 from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.costs import CAPTURE, DRAFT, EXTEND, LOOKUP, POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Shape

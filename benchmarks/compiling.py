@@ -34,13 +34,13 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tlt.bench.machine import describe
 from tlt.config import RunConfig
 from tlt.engine import build, runner
 from tlt.engine.chunks import Chunk
 from tlt.engine.graphs import buckets
 from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.compiling_triton import compile_ahead
+from tlt.machine import describe
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES

@@ -26,18 +26,18 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt.bench.lab import check_shape, widened
-from tlt.bench.machine import describe
-from tlt.bench.prompts import token_prompts
 from tlt.config import EngineSettings, ModelSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.kernels.linear.plan import choose_exact
 from tlt.kernels.linear.reference import weigh
 from tlt.kernels.linear.triton import exact_linear, room_for
+from tlt.machine import describe
 from tlt.policy import Policy, open_policy
 from tlt.replay import common_start
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.speculation import Speculation
+from tlt.tasks.token_prompts import token_prompts
 from tlt.types import Completion, Key, SamplingParams
 
 CHAIN = Shape(("recall",), 4, 1, 5)

@@ -22,11 +22,11 @@ from staging import (
     warm_up,
 )
 
-from tlt.bench.machine import free_memory
 from tlt.bench.variants import PLAIN, TUNER, WARM, Variant, Written
 from tlt.config import RunConfig
 from tlt.engine.build import NEW
 from tlt.errors import ConfigError
+from tlt.machine import free_memory
 
 _CASE_S = 8.0  # of plain decoding in a case: short ones take many turns …
 _MOST_TURNS = 24  # … but no more than these

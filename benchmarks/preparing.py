@@ -21,10 +21,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BytesTokenizer
 from workloads import Workload
 
-from tlt.bench.machine import wait_for
 from tlt.config import RunConfig
 from tlt.draft import Trained, draft_train
 from tlt.errors import ConfigError
+from tlt.machine import wait_for
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.weights import save_policy

@@ -20,15 +20,15 @@ from typing import Any
 import staging
 import workloads
 
-from tlt.bench.book import measure_book
-from tlt.bench.machine import describe
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import PLAIN, WARM, Stage, Variant, Written
 from tlt.config import RunConfig
 from tlt.errors import TltError
+from tlt.machine import describe
 from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config, take_flags
 from tlt.sim.book import words_of
+from tlt.sim.measuring import measure_book
 from tlt.sim.trace import Asked, Trace
 from tlt.simulate import Foreseen, choose_next
 from tlt.tasks.toy import ToyTask

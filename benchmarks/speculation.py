@@ -40,11 +40,11 @@ from staging import (
 )
 from workloads import WORKLOADS
 
-from tlt.bench.machine import free_memory
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine, learned_drafting
 from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TltError
+from tlt.machine import free_memory
 from tlt.recipe import load_config, take_flags
 from tlt.spec.candidates import GREEDY, BetaCalibrator
 from tlt.spec.fixed import Fixed

@@ -16,12 +16,12 @@ import workloads
 from recording import Recording
 from workloads import WORKLOADS, Workload
 
-from tlt.bench.machine import describe
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import PLAIN, Variant, Written
 from tlt.config import RunConfig
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
+from tlt.machine import describe
 from tlt.policy import Policy, open_policy
 from tlt.replay import Difference
 from tlt.types import Completion, Key, Prompt

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from tlt.bench.machine import describe
+from tlt.machine import describe
 from tlt.spec.shape import Draft
 from tlt.spec.suffix import SuffixDrafter
 from tlt.types import Key

@@ -33,11 +33,11 @@ import preparing
 import torch
 from speculation import tell
 
-from tlt.bench.machine import describe, wait_for
 from tlt.config import ModelSettings, RunConfig
 from tlt.drafting import buffer, deadline, trainer
 from tlt.engine import build, graphs, request, runner
 from tlt.errors import TltError
+from tlt.machine import describe, wait_for
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy, device_of, source_of

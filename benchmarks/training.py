@@ -38,10 +38,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tlt.bench.lab import check_shape, widened
-from tlt.bench.machine import GIB, describe, wait_for
 from tlt.config import DraftingSettings, DraftSettings, GrpoSettings, ModelSettings, TrainSettings, WarmupSettings
 from tlt.drafting.saving import DrafterSaver, contents_of, write_contents
 from tlt.drafting.trainer import OnlineDrafter
+from tlt.machine import GIB, describe, wait_for
 from tlt.model.transformer import Transformer
 from tlt.policy import open_policy
 from tlt.spec.eagle import Eagle, EagleConfig

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tlt.bench.prompts import token_prompts
 from torch import Tensor
 from vllm import LLM, SamplingParams
 
-from tlt.bench.prompts import token_prompts
 from tlt.config import DraftSettings, ModelSettings
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle

@@ -38,7 +38,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "kernels": ("tlt.kernels",),
     "model": ("tlt.model",),
-    "parts": ("tlt.train", "tlt.spec", "tlt.text", "tlt.tasks", "tlt.policy", "tlt.watch"),
+    "parts": ("tlt.train", "tlt.spec", "tlt.text", "tlt.tasks", "tlt.policy", "tlt.watch", "tlt.machine"),
     "machines": ("tlt.engine", "tlt.drafting", "tlt.sync"),
     "house": (
         "tlt.loop",
@@ -55,9 +55,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.rollout",
         "tlt.warmup",
         "tlt.draft",
-        "tlt.bench",
     ),
-    "doors": ("tlt.cli", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server"),
+    "doors": ("tlt.cli", "tlt.bench", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server"),
 }
 # Modules that need nothing but the standard library (and each other).
 PLAIN = {
@@ -87,6 +86,7 @@ PLAIN = {
     "tlt.drafting.deadline",
     "tlt.drafting.idle",
     "tlt.dispatch",
+    "tlt.cluster.interference",
     "tlt.cluster.timeline",
     "tlt.sim",
     "tlt.bench.options",
@@ -211,6 +211,12 @@ def ray_outside_the_cluster(modules: list[Module]) -> Iterator[str]:
             yield f"{module} imports ray"
 
 
+def production_that_imports_the_benchmarks(modules: list[Module]) -> Iterator[str]:
+    for name, targets in arrows(modules).items():
+        if name != "tlt.cli" and not name.startswith("tlt.bench"):
+            yield from (f"{name} imports {target}" for target in sorted(targets) if target.startswith("tlt.bench"))
+
+
 def packages_that_hold_code(modules: list[Module]) -> Iterator[str]:
     yield from (m.name for m in modules if m.is_package and m.name != "tlt" and m.source.strip())
 
@@ -296,6 +302,13 @@ RULES: list[tuple[Rule, list[list[Module]]]] = [
         ],
     ),
     (ray_outside_the_cluster, [[plain("tlt.fleet", "import ray.util")], [plain("tlt.loop", "from ray import get")]]),
+    (
+        production_that_imports_the_benchmarks,
+        [
+            [plain("tlt.reinforce", "def f():\n    from tlt.bench.lab import Lab"), plain("tlt.bench.lab")],
+            [plain("tlt.cluster.host", "from tlt.bench import lab"), plain("tlt.bench.lab")],
+        ],
+    ),
     (packages_that_hold_code, [[plain("tlt.engine", "x = 1", is_package=True)]]),
     (names_that_say_nothing, [[plain("tlt.engine.utils")], [plain("tlt.common.x")]]),
     (files_without_a_docstring, [[plain("tlt.types", "x = 1")]]),

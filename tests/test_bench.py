@@ -14,20 +14,21 @@ import pytest
 import torch
 
 from tests.tiny import EOS, VOCAB, letters, policy
-from tlt.bench import fidelity, machine, overheads, peers, steps
+from tlt.bench import bandwidth, fidelity, overheads, peers, steps
+from tlt.bench.bandwidth import read_bandwidth
 from tlt.bench.lab import Lab
-from tlt.bench.machine import GIB, Machine, describe, read_bandwidth
 from tlt.bench.options import FULL, QUICK, SECTIONS, BenchOptions, read_options
 from tlt.bench.peer_file import PeerFile, read_peer
-from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.cli import main
 from tlt.config import RunConfig
 from tlt.engine.graphs import GraphPool, PoolReport
 from tlt.errors import ConfigError, ModelError, TaskError
+from tlt.machine import GIB, Machine, describe
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.widen import wide_config
+from tlt.tasks.token_prompts import token_prompts
 from tlt.types import SamplingParams
 
 SMALL = replace(
@@ -174,7 +175,7 @@ def test_the_floor_counts_what_a_step_reads() -> None:
 def test_bandwidth_is_what_is_read_in_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a tenth of a second whenever it is read: in between the memory is read four times."""
     looks = count()
-    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: 0.1 * next(looks)))
+    monkeypatch.setattr(bandwidth, "time", SimpleNamespace(perf_counter=lambda: 0.1 * next(looks)))
     assert read_bandwidth(torch.device("cpu"), 0.01) == pytest.approx(4 * 0.01 * GIB / 0.1, rel=0.01)
 
 
@@ -433,9 +434,9 @@ def report_file(directory: Path) -> Path:
 
 def test_git_knows_the_commit_better_than_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name given by hand must not hide that files were changed."""
-    monkeypatch.setattr("tlt.bench.machine._commit", lambda: "0123456789ab-dirty")
+    monkeypatch.setattr("tlt.machine._commit", lambda: "0123456789ab-dirty")
     assert describe(torch.device("cpu"), "abc").commit == "0123456789ab-dirty"
-    monkeypatch.setattr("tlt.bench.machine._commit", lambda: "")
+    monkeypatch.setattr("tlt.machine._commit", lambda: "")
     assert describe(torch.device("cpu"), "abc").commit == "abc"
     assert describe(torch.device("cpu"), None).commit == "unknown"
 

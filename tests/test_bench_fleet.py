@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tlt.bench.beside import Beside, Rollout, Ticks, at_it, busy
 from tlt.bench.fleet import _idle_share, _idle_used, bench_fleet
 from tlt.bench.options import FleetOptions
+from tlt.cluster.interference import InterferenceRuns, Ticks, TimedRollout, interference, is_work_turn
 from tlt.config import RunConfig
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
@@ -19,25 +19,27 @@ from tlt.watch.workers import FleetRolledOut
 
 
 class Workers(LocalFleet):
-    def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
-        return Beside(rollouts(repeats, beside=1.01), rollouts(repeats, beside=1.05), 3)
+    def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns:
+        return InterferenceRuns(rollouts(repeats, beside=1.01), rollouts(repeats, beside=1.05), 3)
 
 
-def rollouts(count: int, beside: float, cpu: float = 1.0, mood: float = 0.0, others: int = 2) -> tuple[Rollout, ...]:
+def rollouts(
+    count: int, beside: float, cpu: float = 1.0, mood: float = 0.0, others: int = 2
+) -> tuple[TimedRollout, ...]:
     """Ticks of one and of two seconds; the others work every other twenty seconds, and a tick is slower then. The
     machine gets slower all the time, or for a moment."""
     found = []
     for number in range(count):
         now, spans, columns = 1007.0 * number, list[tuple[float, float]](), list[tuple[float, float, float]]()
         for tick in range(90):
-            active = at_it(now, 20.0)
+            active = is_work_turn(now, 20.0)
             if active and (not spans or spans[-1][1] < now):
                 spans.append((now, (now // 20 + 1) * 20))
             baseline = (1.0 + tick % 2) * (1.0 + mood * now / 1000.0) * (9.0 if mood and tick == 33 else 1.0)
             columns.append((now, baseline * (beside if active else 1.0), cpu if active else 1.0))
             now += columns[-1][1]
         began_s, wall_s, cpu_s = zip(*columns, strict=True)
-        found.append(Rollout(Ticks(began_s, wall_s, cpu_s), (tuple(spans),) * others))
+        found.append(TimedRollout(Ticks(began_s, wall_s, cpu_s), (tuple(spans),) * others))
     return tuple(found)
 
 
@@ -73,7 +75,7 @@ def test_the_same_steps_are_taken_in_every_way(tmp_path: Path) -> None:
 def test_a_turn_is_compared_with_those_beside_it(mood: float) -> None:
     """Ticks differ, the machine gets slower by a third during the measurement and stands still in one tick: the two
     percent are seen all the same, and the error says how well."""
-    found = busy(Beside(rollouts(8, 1.02, 1.5, mood), rollouts(8, 1.0, 1.0, mood), 7))
+    found = interference(InterferenceRuns(rollouts(8, 1.02, 1.5, mood), rollouts(8, 1.0, 1.0, mood), 7))
     assert found.slowdown == pytest.approx(0.02, abs=0.004)
     assert abs(found.slowdown - 0.02) <= 3 * found.error + 1e-9
     assert found.counting == pytest.approx(0.0, abs=0.004)
@@ -88,9 +90,9 @@ def test_ticks_between_two_turns_belong_to_neither() -> None:
     shifted = []
     for one in rollouts(8, 1.02):
         late = (tuple((began + 1.5, ended + 1.5) for began, ended in one.active[0]), *one.active[1:])
-        shifted.append(Rollout(one.ticks, late))
-    assert busy(Beside(tuple(shifted), (), 0)).slowdown == pytest.approx(0.02, abs=1e-9)
-    assert busy(Beside((), (), 0)).slowdown == 0.0
+        shifted.append(TimedRollout(one.ticks, late))
+    assert interference(InterferenceRuns(tuple(shifted), (), 0)).slowdown == pytest.approx(0.02, abs=1e-9)
+    assert interference(InterferenceRuns((), (), 0)).slowdown == 0.0
 
 
 def test_one_worker_is_no_fleet() -> None:

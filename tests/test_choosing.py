@@ -33,7 +33,7 @@ def test_decisions_are_timed(
     def perf_counter_ns() -> int:
         return 100 * next(looks) + 1000 * sum(tuner.evaluations for tuner in tuners)
 
-    monkeypatch.setattr("tlt.bench.machine._commit", str)  # git cannot tell
+    monkeypatch.setattr("tlt.machine._commit", str)  # git cannot tell
     monkeypatch.setattr(choosing, "tuner_of", kept)
     monkeypatch.setattr(choosing, "time", SimpleNamespace(perf_counter_ns=perf_counter_ns))
     file = tmp_path / "choosing.json"

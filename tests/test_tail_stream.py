@@ -26,7 +26,7 @@ def test_one_after_the_other_exchanges_a_second_for_a_second() -> None:
 
 @pytest.mark.slow
 def test_ticks_and_micro_steps_are_measured_alone_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.bench.machine._commit", str)  # git cannot tell
+    monkeypatch.setattr("tlt.machine._commit", str)  # git cannot tell
     file, interval_s = tmp_path / "tail.json", sys.getswitchinterval()
     assert tail_stream.main(["--quick", "--json", str(file), "--commit", "abc"]) == 0
     found = json.loads(file.read_text(encoding="utf-8"))

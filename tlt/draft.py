@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tlt.bench.prompts import token_prompts
 from tlt.config import DraftSettings, ModelSettings, RunConfig
 from tlt.drafting.answers import Answer, write_answers
 from tlt.engine.build import drafter_shape, open_drafter
@@ -35,6 +34,7 @@ from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_con
 from tlt.spec.record import FILE as RECORD_FILE
 from tlt.spec.record import DraftRecord, keep_better, read_record
 from tlt.tasks.choose import task_of
+from tlt.tasks.token_prompts import token_prompts
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
 from tlt.train.kept_states import filling_s, states_for

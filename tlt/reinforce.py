@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tlt import __version__
-from tlt.bench.machine import describe
 from tlt.checkpoint_size import checkpoints_planned
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.event_builders import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
+from tlt.machine import describe
 from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
 from tlt.resume import Start, checkpoints_of, resumed, starting_point, write_record

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tlt.bench.book import measure_book, pad_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import NEW, record_of, shape_policy_of, shapes_of
 from tlt.errors import ConfigError
@@ -27,6 +26,7 @@ from tlt.outputs import check_new, write_new
 from tlt.policy import open_policy
 from tlt.sim.book import CostBook, read_book, words_of, write_book
 from tlt.sim.fleet import SimFleet, Simulated
+from tlt.sim.measuring import measure_book, pad_of
 from tlt.sim.trace import Trace, trace_of
 from tlt.sim.world import EAGLE, World
 from tlt.spec.shape import by_batch

@@ -9,13 +9,13 @@ from typing import Any
 from tlt.bench import fidelity, overheads, steps
 from tlt.bench import peers as foreign
 from tlt.bench.lab import Lab, check_shape, widened
-from tlt.bench.machine import describe
 from tlt.bench.options import BenchOptions
 from tlt.bench.peer_file import read_peer
-from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.config import RunConfig
+from tlt.machine import describe
 from tlt.policy import open_policy
+from tlt.tasks.token_prompts import token_prompts
 
 _SECTIONS: dict[str, Callable[[Lab], Iterator[Any]]] = {
     "floor": steps.floor,

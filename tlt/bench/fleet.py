@@ -16,10 +16,9 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from tlt.bench.beside import Beside, Busy, busy
-from tlt.bench.machine import describe
 from tlt.bench.options import FleetOptions, TrainScale
 from tlt.bench.report import Clock, Report, Subject
+from tlt.cluster.interference import Interference, InterferenceRuns, interference
 from tlt.config import RunConfig, SpecSettings
 from tlt.draft import draft_train
 from tlt.engine.build import NEW
@@ -27,6 +26,7 @@ from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step, ask
+from tlt.machine import describe
 from tlt.policy import device_of, open_policy, source_of
 from tlt.tasks.choose import judge_of, task_of
 from tlt.text import Tokenizer
@@ -43,7 +43,7 @@ Answers = Mapping[Key, tuple[int, ...]]
 class WorkerFleet(Fleet, Protocol):
     """What is measured here besides: every worker can be asked to train while another writes."""
 
-    def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside: ...
+    def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns: ...
 
 
 OpenWorkers = Callable[[RunConfig, Emit], WorkerFleet]
@@ -172,7 +172,7 @@ class _Bench:
         self._records: dict[tuple[int, str], list[FleetStep]] = {}
         self._rolled: dict[tuple[int, str], list[FleetRolledOut]] = {}
         self._completions: dict[int, list[Answers]] = {}  # of one worker, step by step
-        self._beside: Beside | None = None
+        self._beside: InterferenceRuns | None = None
 
     def steps(self) -> Iterator[FleetStep]:
         for seed in self._seeds:
@@ -262,9 +262,9 @@ class _Bench:
         requests = [request for one in asked for request in one.requests][: config.engine.rows]
         self._beside = workers.slowdown(requests, self._repeats)
 
-    def busy(self) -> Iterator[Busy]:
+    def busy(self) -> Iterator[Interference]:
         if self._beside:
-            yield busy(self._beside)
+            yield interference(self._beside)
 
 
 def _idle_share(rolled: Sequence[FleetRolledOut]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tlt.bench.machine import Machine, free_memory, read_bandwidth, wait_for
+from tlt.bench.bandwidth import read_bandwidth
 from tlt.bench.options import Scale
 from tlt.bench.peer_file import PeerFile
 from tlt.config import RunConfig
@@ -19,6 +19,7 @@ from tlt.engine.features import Features
 from tlt.engine.graphs import buckets
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
+from tlt.machine import Machine, free_memory, wait_for
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES, wide_config, widen
 from tlt.text import Tokenizer

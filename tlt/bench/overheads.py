@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tlt.bench.lab import Lab, Run
-from tlt.bench.machine import wait_for
 from tlt.engine.engine import EngineCore
 from tlt.engine.features import Features
+from tlt.machine import wait_for
 
 _RING_ROWS = 1 << 14
 

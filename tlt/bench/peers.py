@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.bench.lab import Lab
-from tlt.bench.machine import wait_for
+from tlt.machine import wait_for
 from tlt.model.transformer import Transformer
 from tlt.model.weights import places
 

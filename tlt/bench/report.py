@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tlt.bench.machine import Machine
 from tlt.bench.options import RolloutScale, Scale, TrainScale
 from tlt.bench.peer_file import PeerFile
 from tlt.errors import TltError
+from tlt.machine import Machine
 from tlt.model.config import ModelConfig
 
 _LOG_WIDTH = 160  # of tables where the output is no terminal

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from tlt.bench.lab import check_shape, widened
-from tlt.bench.machine import describe
 from tlt.bench.options import RolloutOptions, RolloutScale
 from tlt.bench.paper import Beside, beside_the_paper
-from tlt.bench.prompts import token_prompts
 from tlt.bench.report import Clock, Report, Subject
 from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
 from tlt.config import RunConfig
 from tlt.event_builders import Lengths
+from tlt.machine import describe
 from tlt.policy import open_policy
 from tlt.replay import common_start
 from tlt.spec.shape import by_batch
+from tlt.tasks.token_prompts import token_prompts
 
 _TAIL_SHARE = 0.125  # of the requests: when no more are left, the tail begins
 _LAST = 32  # requests below which the paper speculates

@@ -24,7 +24,6 @@ from tempfile import TemporaryDirectory
 import torch
 
 from tlt.bench.lab import check_shape, widened
-from tlt.bench.machine import describe, free_memory, wait_for
 from tlt.bench.options import VARIANTS, TrainOptions, TrainScale
 from tlt.bench.report import Clock, Report, Subject
 from tlt.config import RunConfig, SpecSettings
@@ -34,6 +33,7 @@ from tlt.drafting.states import Piece, Recompute
 from tlt.engine.build import NEW
 from tlt.fleet import LocalFleet, Worker
 from tlt.loop import Loop, Step
+from tlt.machine import describe, free_memory, wait_for
 from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
 from tlt.model.transformer import Transformer

@@ -9,7 +9,7 @@ anew in any case: prompts have another name in each rollout.
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -17,22 +17,21 @@ from typing import Any
 
 import torch
 
-from tlt.bench.machine import wait_for
 from tlt.bench.options import RolloutScale
 from tlt.config import RunConfig, SpecSettings
 from tlt.engine.build import build_engine, make_ready, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import PoolReport, buckets
 from tlt.engine.request import Request
+from tlt.machine import wait_for
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
-from tlt.spec.alarm import Alarm
-from tlt.spec.budget import TunerReport
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.fixed import Fixed
-from tlt.spec.shape import MOST_NODES, OFF, Shape
-from tlt.spec.shape_policy import Outcome, ShapePolicy
+from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.shape_policy import ShapePolicy
 from tlt.spec.speculation import Speculating, SpeculationReport
+from tlt.spec.swappable import SwappableShapePolicy
 from tlt.types import Completion, Key, SamplingParams
 
 PLAIN, STAYS_OFF, BANDIT, TUNER, WARM = "plain", "off", "BEG-MAB", "tuner", "tuner, warm"
@@ -91,37 +90,6 @@ def fixed_shapes(shapes: Sequence[Shape]) -> list[Shape]:
     return sorted(chosen.values(), key=lambda shape: (shape.drafters, shape.verify))
 
 
-class Understudy:
-    """Lets one chooser after another play in the same engine."""
-
-    def __init__(self) -> None:
-        self.now: ShapePolicy = Fixed(OFF)
-
-    def choose(self, batch: int, lag: int = 0) -> Shape:
-        return self.now.choose(batch, lag)
-
-    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
-        return self.now.observe(outcome)
-
-    def load_costs(self, costs: Iterable[Measured]) -> None:
-        self.now.load_costs(costs)
-
-    def set_max_len(self, ticks: int) -> None:
-        self.now.set_max_len(ticks)
-
-    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        self.now.load_prior(drafter, ranks)
-
-    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        return self.now.precapture(sizes)
-
-    def drafter_changed(self, drafter: str) -> None:
-        self.now.drafter_changed(drafter)
-
-    def report(self) -> TunerReport | None:
-        return self.now.report()
-
-
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
     """What a benchmark keeps of every tick is much, and looking through all of it for garbage takes a third of a
@@ -162,7 +130,7 @@ class Stage:
         self._prompts = prompts
         self._group_size = scale.group_size
         self._device = model.embed.device
-        self._choosers = Understudy()
+        self._choosers = SwappableShapePolicy()
         self._plain = EngineCore(model, policy.tokenizer, self._config.engine)
         self._plain.compile(filtered=config.sampling.filtered)
         self._speculating = build_engine(policy, self._config, self._choosers)

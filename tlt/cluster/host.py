@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt.bench.beside import Shift, Ticks
+from tlt.cluster.interference import Interval, Ticks
 from tlt.cluster.messages import (
     Beat,
     Handed,
@@ -258,7 +258,7 @@ class Host:
             cpus.append(time.thread_time() - cpu)
         return Ticks(tuple(begans), tuple(walls), tuple(cpus))
 
-    def draft_in_turns(self, turn_s: float) -> tuple[list[Shift], int]:
+    def draft_in_turns(self, turn_s: float) -> tuple[list[Interval], int]:
         """Trains the drafter, alone, whenever it is its turn, until `leave_off`; when, and how many micro-steps."""
         before = self._drafter.steps_taken
 
@@ -268,7 +268,7 @@ class Host:
 
         return self._turns.take(turn_s, work), self._drafter.steps_taken - before
 
-    def count_in_turns(self, turn_s: float) -> tuple[list[Shift], int]:
+    def count_in_turns(self, turn_s: float) -> tuple[list[Interval], int]:
         return self._turns.take(turn_s, count), 0
 
     @ray.method(concurrency_group=MAIL)

@@ -17,10 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from tlt.bench.beside import Beside, Rollout
 from tlt.cluster.actors import ActorGroup, Outcome, wait_while_it_moves
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
+from tlt.cluster.interference import InterferenceRuns, TimedRollout
 from tlt.cluster.lifeline import Lifeline
 from tlt.cluster.messages import Published, RollReport
 from tlt.cluster.placement import check_room, connect, share_of
@@ -129,10 +129,10 @@ class RayFleet:
         self._actors.ask_all("end_replay")
         return completions, seconds
 
-    def slowdown(self, requests: Sequence[Request], repeats: int) -> Beside:
+    def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns:
         """The ticks of the first worker that writes these plainly, so often while the others on its machine train in
         turns, so often while they count in turns."""
-        rollouts: dict[str, list[Rollout]] = {"draft_in_turns": [], "count_in_turns": []}
+        rollouts: dict[str, list[TimedRollout]] = {"draft_in_turns": [], "count_in_turns": []}
         micro_steps = 0
         for _ in range(repeats):
             for way, runs in rollouts.items():
@@ -140,9 +140,9 @@ class RayFleet:
                 runs.append(rollout)
                 micro_steps += taken
         training, counting = (tuple(runs) for runs in rollouts.values())
-        return Beside(training, counting, micro_steps)
+        return InterferenceRuns(training, counting, micro_steps)
 
-    def _beside_others(self, requests: Sequence[Request], way: str) -> tuple[Rollout, int]:
+    def _beside_others(self, requests: Sequence[Request], way: str) -> tuple[TimedRollout, int]:
         first, *rest = self._actors.members.values()
         others = [member.actor for member in rest if member.environment.node == first.environment.node]  # one clock
         at_work = [getattr(actor, way).remote(_TURN_S) for actor in others]
@@ -151,7 +151,7 @@ class RayFleet:
         finally:
             ray.get([actor.leave_off.remote() for actor in others])
         told = ray.get(at_work)
-        return Rollout(ticks, tuple(tuple(spans) for spans, _ in told)), sum(taken for _, taken in told)
+        return TimedRollout(ticks, tuple(tuple(spans) for spans, _ in told)), sum(taken for _, taken in told)
 
     # ---- learning
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from threading import Event
 
-from tlt.bench.beside import Shift, at_it
+from tlt.cluster.interference import Interval, is_work_turn
 
 Over = Callable[[], bool]
 
@@ -16,17 +16,17 @@ class Turns:
     def __init__(self) -> None:
         self._ended = Event()
 
-    def take(self, turn_s: float, work: Callable[[Over], None]) -> list[Shift]:
+    def take(self, turn_s: float, work: Callable[[Over], None]) -> list[Interval]:
         """Works whenever it is its turn; says when it did."""
-        shifts: list[Shift] = []
+        shifts: list[Interval] = []
 
         def over() -> bool:
-            return self._ended.is_set() or not at_it(time.perf_counter(), turn_s)
+            return self._ended.is_set() or not is_work_turn(time.perf_counter(), turn_s)
 
         try:
             while not self._ended.is_set():
                 began = time.perf_counter()
-                if at_it(began, turn_s):
+                if is_work_turn(began, turn_s):
                     work(over)
                     shifts.append((began, time.perf_counter()))
                 self._ended.wait(turn_s / 50)

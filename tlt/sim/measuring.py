@@ -1,7 +1,7 @@
-"""The book of this machine: what runs of a policy and its drafter cost here, measured in less than a minute.
+"""Measures the cost book of this machine: what forwards of a policy and its drafter cost, in less than a minute.
 
-Runs are timed as engines time them for their tuners; what is beside them in a tick is the difference to real ticks, of
-requests with short prompts and with long ones, plainly and with a chain of drafts. The middle one of some ticks counts.
+Forwards are timed by the engine, as for its tuner. The rest of a tick is the difference to the median of real ticks:
+with short prompts and with long ones, in plain decoding and with a chain of drafts.
 """
 
 import random
@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
 
-from tlt.bench.machine import describe, free_memory, wait_for
-from tlt.bench.variants import Understudy
 from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import build_engine, record_of, shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding
 from tlt.engine.request import Request
+from tlt.machine import describe, free_memory, wait_for
 from tlt.policy import Policy
 from tlt.sim.book import CostBook
 from tlt.sim.world import World
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import MOST_NODES, OFF, Shape
+from tlt.spec.swappable import SwappableShapePolicy
 from tlt.types import Key, SamplingParams
 
 _SHORT = 16  # tokens of prompts, and of long ones …
@@ -33,27 +33,29 @@ _SETTLE = 4  # ticks before them
 
 
 def measure_book(policy: Policy, config: RunConfig) -> CostBook:
-    """`spec.drafter` is none or eagle. One engine after the other: a GPU's memory may hold but one."""
+    """`spec.drafter` is none or eagle. The engines run one after the other: a GPU's memory may hold only one."""
     at_once = max(config.engine.prefill_tokens, EngineSettings().prefill_tokens)  # or the first would end meanwhile
     config = replace(config, engine=replace(config.engine, prefill_tokens=at_once))
     alone = replace(config, spec=SpecSettings())
-    plain = _Bench(policy, alone, build_engine(policy, alone), Understudy()).plain_book()
+    plain = _CostBookRun(policy, alone, build_engine(policy, alone), SwappableShapePolicy()).plain_book()
     if config.spec.drafter == "none":
         return plain
     free_memory()
-    shape_policy = Understudy()
-    book = _Bench(policy, config, build_engine(policy, config, shape_policy), shape_policy).drafting_book(plain)
+    shape_policy = SwappableShapePolicy()
+    book = _CostBookRun(policy, config, build_engine(policy, config, shape_policy), shape_policy).drafting_book(plain)
     free_memory()
     return book
 
 
 def pad_of(book: CostBook) -> Callable[[int], int]:
-    """Rows that a tick of so many requests computes."""
+    """Maps a batch size to the rows that its tick computes."""
     return padding(book.rows) if book.gpu else int
 
 
-class _Bench:
-    def __init__(self, policy: Policy, config: RunConfig, engine: EngineCore, shape_policy: Understudy) -> None:
+class _CostBookRun:
+    def __init__(
+        self, policy: Policy, config: RunConfig, engine: EngineCore, shape_policy: SwappableShapePolicy
+    ) -> None:
         self._policy, self._config, self._engine, self._shape_policy = policy, config, engine, shape_policy
         self._gpu = policy.model.embed.is_cuda
         self._numbers = count()
@@ -84,7 +86,7 @@ class _Bench:
         return replace(book, plain_tick_s=self._beside(book, OFF, batch, short))
 
     def drafting_book(self, plain: CostBook) -> CostBook:
-        """The same engine with a drafter: what it measures, and what its ticks take beside that."""
+        """The book of an engine with a drafter: its timed forwards, and the rest of its ticks."""
         page_stats, record = self._engine.report().pages, record_of(self._config.spec)
         book = replace(
             plain,
@@ -102,19 +104,19 @@ class _Bench:
         return replace(book, off_tick_s=beside[0], verify_tick_s=beside[1])
 
     def _sizes(self, cache_tokens: int) -> tuple[int, int]:
-        """Requests and tokens of long prompts, as far as there is room."""
+        """Batch size and length of the long prompts, limited by the KV cache."""
         batch = min(self._config.engine.rows, _BATCH[self._gpu])
         lag = MOST_NODES + 4 * _SETTLE + 2 * _TICKS[self._gpu]
         most = min(cache_tokens // (2 * batch), self._policy.model.config.max_positions) - lag
         return batch, max(2 * _SHORT, min(_LONG[self._gpu], most))
 
     def _beside(self, book: CostBook, shape: Shape, batch: int, ticks: "_Ticks") -> float:
-        """What a tick takes beside what the book knows of it."""
+        """Seconds of a tick beyond the forwards in the book."""
         known_s = World(book, (), pad_of(book), seed=0).tick_s(shape, [round(ticks.position)] * batch, may_draft=True)
         return max(0.0, ticks.tick_s - known_s)
 
     def _ticks(self, shape: Shape, batch: int, prompt_tokens: int) -> "_Ticks":
-        """Of so many new prompts, once all of them decode."""
+        """Times ticks of new requests after all of them decode."""
         self._shape_policy.now = Fixed(shape)
         keys = self._submit(shape, batch, prompt_tokens)
         wait_for(self._policy.model.embed.device)

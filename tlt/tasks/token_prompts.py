@@ -1,6 +1,6 @@
-"""What a benchmark asks: a user's JSONL, or questions made here so that nothing has to be fetched.
+"""Prompts as tokens: from a JSONL file, or built-in questions that need no download.
 
-A policy with a chat template is asked short word problems, one without is asked the toy task; always the same ones.
+The built-in questions are always the same: word problems for a policy with a chat template, the toy task for others.
 """
 
 import random
@@ -28,7 +28,7 @@ _STORIES = (
 
 
 def token_prompts(tokenizer: Tokenizer, count: int, file: Path | None, raw: bool) -> list[tuple[int, ...]]:
-    """`count` prompts as tokens; a file with fewer is gone through again from the start."""
+    """`count` prompts as tokens; a shorter file is repeated from the start."""
     chat = tokenizer.has_chat_template and not raw
     texts = _read(file) if file else _stories(count) if chat else _toy(count)
     contents = [(Message("user", text),) if chat else text for text in texts[:count]]

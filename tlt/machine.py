@@ -1,4 +1,7 @@
-"""The machine: what it is called, what is installed on it, and how fast it reads memory."""
+"""Describes the machine: device, processor, installed versions, commit and command line of the process.
+
+Runs and benchmarks write this description into their records.
+"""
 
 import gc
 import os
@@ -6,8 +9,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -60,24 +61,13 @@ def describe(device: torch.device, commit: str | None) -> Machine:
 
 
 def _program() -> str:
-    """As it is called from the repository's root: `tlt` itself, or a script of `benchmarks`."""
+    """The command from the repository's root: `tlt`, or a script of `benchmarks`."""
     called = Path(sys.argv[0])
     return f"{called.parent.name}/{called.name}" if called.parent.name == "benchmarks" else "tlt"
 
 
-def read_bandwidth(device: torch.device, gib: float) -> float:
-    """Bytes per second of reading `gib` GiB once from end to end: the best of several ways to do it."""
-    count = int(gib * GIB / 4)
-    block = 1 << 14
-    numbers = torch.ones(count // block * block, device=device)
-    rows = numbers.view(-1, block)
-    ways: tuple[Callable[[], object], ...] = (numbers.sum, lambda: rows.sum(1), lambda: rows.amax(1))
-    fastest = min(_fastest(way, device) for way in ways)
-    return numbers.nbytes / fastest
-
-
 def free_memory() -> None:
-    """What nobody holds any more goes, before somebody asks for what is free."""
+    """Collects garbage and returns cached device memory, so that the free memory is measured correctly."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -86,20 +76,6 @@ def free_memory() -> None:
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _fastest(way: Callable[[], object], device: torch.device, tries: int = 3, times: int = 4) -> float:
-    """Seconds of one go, the best of a few tries; each try goes several times so that the launch does not count."""
-    way()
-    seconds = []
-    for _ in range(tries):
-        wait_for(device)
-        started = time.perf_counter()
-        for _ in range(times):
-            way()
-        wait_for(device)
-        seconds.append((time.perf_counter() - started) / times)
-    return min(seconds)
 
 
 def _installed(name: str) -> str:
@@ -117,7 +93,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this package lies in, with a mark where files differ from it; empty where git cannot tell."""
+    """The commit of the package's checkout, with `-dirty` where files differ; empty without git."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

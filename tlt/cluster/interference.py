@@ -1,9 +1,9 @@
-"""What the others' training costs a worker that writes: ticks beside them against ticks just before and after.
+"""How much the training of other workers slows the ticks of one worker: adjacent turns compared.
 
-A machine's own moods last seconds and are larger than what is looked for, so the others train in turns of a fraction of
-a second, by the clock that all processes of a machine share, and every turn is compared with its neighbours in which
-nobody trained. What always holds: a tick is compared with the same tick of other rollouts, for they differ among each
-other; a figure comes with its error. Knows no cluster.
+The speed of a machine drifts within seconds by more than the measured effect. So the other workers train in turns
+of a fraction of a second, on the clock that all processes of a machine share, and each turn is compared with the
+adjacent turns without training. A tick is compared with the same tick of other rollouts, because ticks of one rollout
+differ. Every figure has a standard error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +12,9 @@ from itertools import groupby
 from math import sqrt
 from statistics import fmean, median, stdev
 
-_LEAST_TICKS = 4  # of a turn, for its median to say anything
+_LEAST_TICKS = 4  # in a turn; its median is not used below that
 
-Shift = tuple[float, float]  # when it began and ended
+Interval = tuple[float, float]  # start and end, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,46 +23,46 @@ class Ticks:
 
     began_s: tuple[float, ...]  # by the machine's clock
     wall_s: tuple[float, ...]
-    cpu_s: tuple[float, ...]  # that its thread had a processor
+    cpu_s: tuple[float, ...]  # processor time of the thread
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """The same answers every time, in the same ticks."""
+class TimedRollout:
+    """One repetition of the same requests, which takes the same ticks every time."""
 
     ticks: Ticks
-    active: tuple[tuple[Shift, ...], ...]  # when each of the others was at it
+    active: tuple[tuple[Interval, ...], ...]  # per other worker: when it worked
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    training: tuple[Rollout, ...]  # the others training the drafter in turns
-    counting: tuple[Rollout, ...]  # the others counting in turns: busy cores, and nothing else
-    micro_steps: int  # taken in all
+class InterferenceRuns:
+    training: tuple[TimedRollout, ...]  # the other workers train the drafter in turns
+    counting: tuple[TimedRollout, ...]  # the other workers count in turns: busy cores without memory traffic
+    micro_steps: int  # of all workers
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """What the others' training costs a worker that writes. Errors are standard errors of the mean over the turns."""
+class Interference:
+    """How much training on other workers slows a worker that decodes. Errors are standard errors over the turns."""
 
-    tick_ms: float  # the mean, nobody else at work
-    slowdown: float  # share, in the time of a clock
+    tick_ms: float  # mean while no other worker works
+    slowdown: float  # relative, wall time
     error: float
-    cpu_slowdown: float  # in processor time
+    cpu_slowdown: float  # relative, processor time
     cpu_error: float
-    counting: float  # the same beside workers that only count: what busy cores cost each other anyway
+    counting: float  # relative wall time beside workers that only count
     counting_error: float
     turns: int  # of training that were compared
     ticks: int  # in a rollout
     micro_steps: int
 
 
-def at_it(now_s: float, turn_s: float) -> bool:
-    """Whose turn it is: every other one is for work."""
+def is_work_turn(now_s: float, turn_s: float) -> bool:
+    """Every other turn is for work."""
     return int(now_s / turn_s) % 2 == 0
 
 
-def busy(found: Beside) -> Busy:
+def interference(found: InterferenceRuns) -> Interference:
     wall, cpu = (_slowdowns(found.training, seconds) for seconds in (_wall, _cpu))
     counting = _slowdowns(found.counting, _wall)
     alone = [
@@ -71,7 +71,7 @@ def busy(found: Beside) -> Busy:
         for tick, active in zip(rollout.ticks.wall_s, _labels(rollout), strict=True)
         if active is False
     ]
-    return Busy(
+    return Interference(
         tick_ms=1e3 * fmean(alone) if alone else 0.0,
         slowdown=_mean(wall),
         error=_error(wall),
@@ -93,8 +93,8 @@ def _cpu(ticks: Ticks) -> Sequence[float]:
     return ticks.cpu_s
 
 
-def _slowdowns(rollouts: Sequence[Rollout], seconds: Callable[[Ticks], Sequence[float]]) -> list[float]:
-    """Of every turn in which the others worked, against the turns beside it in which they did not."""
+def _slowdowns(rollouts: Sequence[TimedRollout], seconds: Callable[[Ticks], Sequence[float]]) -> list[float]:
+    """Per working turn, the slowdown against the adjacent idle turns."""
     labels = [_labels(rollout) for rollout in rollouts]
     baseline = _baseline([seconds(rollout.ticks) for rollout in rollouts], labels)
     found = []
@@ -109,7 +109,7 @@ def _slowdowns(rollouts: Sequence[Rollout], seconds: Callable[[Ticks], Sequence[
 
 
 def _baseline(runs: Sequence[Sequence[float]], labels: Sequence[Sequence[bool | None]]) -> dict[int, float]:
-    """Of each tick, what it takes while nobody else works, in the middle of the rollouts that show it."""
+    """Tick number → its median seconds over the rollouts in which no other worker worked."""
     told: dict[int, list[float]] = {}
     for times, mine in zip(runs, labels, strict=True):
         for tick, (took, active) in enumerate(zip(times, mine, strict=True)):
@@ -121,8 +121,7 @@ def _baseline(runs: Sequence[Sequence[float]], labels: Sequence[Sequence[bool | 
 def _turns(
     times: Sequence[float], labels: Sequence[bool | None], baseline: Mapping[int, float]
 ) -> Iterator[tuple[bool, float]]:
-    """Whether the others worked, and how much slower than usual the ticks were: their median. Between two turns are
-    ticks that belong to neither."""
+    """Per turn: whether the others worked, and the median of its ticks over the baseline."""
     told = ((labels[tick], times[tick] / baseline[tick]) for tick in range(len(times)) if tick in baseline)
     for active, ticks in groupby((pair for pair in told if pair[0] is not None), key=lambda pair: pair[0]):
         paces = [pace for _, pace in ticks]
@@ -130,8 +129,8 @@ def _turns(
             yield bool(active), median(paces)
 
 
-def _labels(rollout: Rollout) -> list[bool | None]:
-    """True: all of the tick, and of the others, at work; False: none of them at any time; None: neither."""
+def _labels(rollout: TimedRollout) -> list[bool | None]:
+    """Per tick: True if all others worked throughout, False if none worked at any time, None otherwise."""
     found: list[bool | None] = []
     for began, took in zip(rollout.ticks.began_s, rollout.ticks.wall_s, strict=True):
         ended = began + took
