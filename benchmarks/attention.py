@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt.kernels.attention import reference as attention
 from tlt.kernels.attention import triton as attention_triton
-from tlt.kernels.attention.kv_splits import list_shares
+from tlt.kernels.attention.kv_splits import list_kv_splits
 from tlt.kernels.attention.plan import Launch, plan_launch
 from tlt.kernels.linear import elementwise, elementwise_triton
 
@@ -72,11 +72,11 @@ class Batch:
     def call(self, layer: int, *, launch: Launch | None = None, pdl: bool = False, out: Tensor | None = None) -> Tensor:
         launch = launch or planned(self)
         if launch not in self.listed:
-            self.listed[launch] = list_shares(self.context_len, launch)  # once for all layers, as an engine does it
+            self.listed[launch] = list_kv_splits(self.context_len, launch)  # once for all layers, as an engine does it
         return attention_triton.paged_attention(
             self.q, self.k_caches[layer], self.v_caches[layer], self.query_start, self.context_len, self.page_table,
             max_query=self.max_query, scale=self.q.shape[2] ** -0.5, tree_mask_TW=self.tree_mask,
-            launch=launch, pdl=pdl, out=out, shares_S=self.listed[launch],
+            launch=launch, pdl=pdl, out=out, kv_splits_S=self.listed[launch],
         )  # fmt: skip
 
     def reference(self, layer: int) -> Tensor:

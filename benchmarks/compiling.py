@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,10 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import import_module
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -101,15 +99,10 @@ class NoProducts(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def in_triton(reference: ModuleType, device: torch.device) -> ModuleType:
-    return import_module(f"{reference.__name__}_triton")
-
-
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Every tensor says that it lies on one, and its kernels are Triton's."""
     properties = SimpleNamespace(multi_processor_count=_PROCESSORS)
-    choosers = [module for name, module in sys.modules.items() if name.startswith("tlt.") and hasattr(module, "twin")]
     with ExitStack() as patches:
         for target, name, value in (
             (torch.Tensor, "is_cuda", property(lambda tensor: True)),
@@ -117,7 +110,6 @@ def as_on_a_gpu() -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
             (attention_triton, "multiprocessors_of", lambda device: _PROCESSORS),
             (runner.Runner, "ready_to_decode", lambda one, filtered: None),  # there is nothing to capture it
-            *((module, "twin", in_triton) for module in choosers),
         ):
             patches.enter_context(patch.object(target, name, value))
         patches.enter_context(patch.dict(runner._DEAREST, {"cpu": runner._DEAREST["cuda"]}))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt.kernels.attention import window as ring_attention
 from tlt.kernels.attention import window_triton as ring_attention_triton
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import growth, growth_triton
 from tlt.kernels.draft_tree import layer as drafter
 from tlt.kernels.draft_tree import layer_triton as drafter_triton
@@ -131,12 +132,14 @@ def fused_path() -> Iterator[None]:
 @contextmanager
 def torch_path() -> Iterator[None]:
     """Everything but the products by torch operations."""
-    kept = eagle.drafter_kernels, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH
-    eagle.drafter_kernels, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH = lambda _: drafter, lambda _: False, 0
+    modules = (eagle, window, naming)
+    for module in modules:
+        module.dispatch = lambda reference, in_triton: reference
     try:
         yield
     finally:
-        eagle.drafter_kernels, window.in_gpu_rollout, naming._MOST_IN_ONE_LAUNCH = kept
+        for module in modules:
+            module.dispatch = dispatch
 
 
 def weight(*shape: int) -> Tensor:

@@ -18,7 +18,7 @@ from tlt.kernels.linear import elementwise
 
 pytest.importorskip("triton")
 from tlt.kernels.attention import triton as attention_triton
-from tlt.kernels.attention.kv_splits import list_shares
+from tlt.kernels.attention.kv_splits import list_kv_splits
 from tlt.kernels.linear import elementwise_triton
 
 GPU = torch.cuda.is_available()
@@ -260,7 +260,7 @@ def test_contexts_are_divided_evenly(contexts: list[int], extra: int, min_split:
     """Every key is read once, by shares of one length; a shorter one would not have been enough of them."""
     launch = replace(SPLIT, extra=extra, min_split=min_split)
     device = WHERE[attention_triton][0]
-    length, *listed = list_shares(torch.tensor(contexts, dtype=torch.int32, device=device), launch).tolist()
+    length, *listed = list_kv_splits(torch.tensor(contexts, dtype=torch.int32, device=device), launch).tolist()
     tiles = [math.ceil(context / 16) for context in contexts]
     counts = [max(1, math.ceil(count / length)) for count in tiles]
     assert listed[: sum(counts)] == [256 * r + share for r, count in enumerate(counts) for share in range(count)]
@@ -275,7 +275,7 @@ def test_a_straggler_is_shared_out() -> None:
     """One long context among 64: whoever reads most of it reads little more than the others read of theirs."""
     contexts = torch.tensor([250] * 63 + [4000], dtype=torch.int32, device=WHERE[attention_triton][0])
     launch = attention_triton.plan_launch(64, 16, 3, 1, 132)
-    assert list_shares(contexts, launch)[0] * launch.block_n <= 512
+    assert list_kv_splits(contexts, launch)[0] * launch.block_n <= 512
 
 
 @BOTH
@@ -485,12 +485,12 @@ def test_a_captured_graph_follows_its_inputs(pdl: bool) -> None:
     device = {name: getattr(batch, name).cuda() for name in ("query_start", "context_len", "page_table", "tree_mask")}
     q, k, v = (t.to("cuda", torch.bfloat16) for t in (batch.q, batch.k_cache, batch.v_cache))
     launch = replace(SPLIT, extra=21)
-    shares = list_shares(device["context_len"], launch)
+    shares = list_kv_splits(device["context_len"], launch)
 
     def call() -> Tensor:
         return attention_triton.paged_attention(
             q, k, v, device["query_start"], device["context_len"], device["page_table"], max_query=3, scale=0.125,
-            tree_mask_TW=device["tree_mask"], launch=launch, pdl=pdl, shares_S=shares if pdl else None,
+            tree_mask_TW=device["tree_mask"], launch=launch, pdl=pdl, kv_splits_S=shares if pdl else None,
         )  # fmt: skip
 
     call()
@@ -499,7 +499,7 @@ def test_a_captured_graph_follows_its_inputs(pdl: bool) -> None:
         out = call()
     for contexts in ([300, 40, 129], [17, 3, 100], [250, 0, 64]):
         device["context_len"].copy_(torch.tensor(contexts))
-        shares.copy_(list_shares(device["context_len"], launch))
+        shares.copy_(list_kv_splits(device["context_len"], launch))
         expected = naive(replace(batch, context_len=torch.tensor(contexts)), 0.125)
         graph.replay()
         first = out.clone()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt.kernels.attention import window as ring_attention
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import layer as drafter
 from tlt.kernels.draft_tree.layer import Intake, New
 from tlt.kernels.linear.workspace import shared_workspace
@@ -374,8 +375,8 @@ def test_the_whole_layer_is_the_same_through_the_kernels(monkeypatch: pytest.Mon
                 if function := getattr(module, name, None):
                     plain = lambda *given, pdl, function=function: function(*given)
                     monkeypatch.setattr(module, name, plain)
-        monkeypatch.setattr(eagle, "drafter_kernels", lambda _: drafter_triton)
-        monkeypatch.setattr(window, "in_gpu_rollout", lambda _: True)
+        for module in (eagle, window):
+            monkeypatch.setattr(module, "dispatch", lambda reference, in_triton: dispatch(reference, True))
         found = drafted(drafter_of(torch.float32, "cpu"), *weights)
     for ours, theirs in zip(found, expected, strict=True):
         error = (ours.cpu().float() - theirs).norm() / theirs.norm()

@@ -238,15 +238,17 @@ def test_prompts_chains_and_single_tokens_leave_the_same_bits(
 
     class Kernels:
         @staticmethod
-        def paged_attention(*args: Tensor, tree_mask_TW: Tensor | None, pdl: bool, **how: object) -> Tensor:
-            assert tree_mask_TW is None
+        def paged_attention(
+            *args: Tensor, tree_mask_TW: Tensor | None, kv_splits_S: Tensor | None, pdl: bool, **how: object
+        ) -> Tensor:
+            assert tree_mask_TW is kv_splits_S is None
             return exact_attention_triton.paged_attention(*args, **how)  # type: ignore[arg-type]
 
         @staticmethod
         def rope_and_write(*args: object, pdl: bool, **how: object) -> Tensor:
             return attention_triton.rope_and_write(*args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(model_attention, "kernels_for", lambda device: Kernels)
+    monkeypatch.setattr(model_attention, "dispatch", lambda reference, in_triton: getattr(Kernels, reference.__name__))
     monkeypatch.setattr(model_linear, "in_gpu_rollout", lambda x: True)
     norm = elementwise_triton.rms_norm
     monkeypatch.setattr(elementwise_triton, "rms_norm", lambda x, weight, eps, pdl: norm(x, weight, eps))

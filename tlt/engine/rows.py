@@ -95,7 +95,7 @@ class Rows:
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
         """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
-        int64s, int32s, float32s = dispatch(batch_state, self._device).prepare_decode(
+        int64s, int32s, float32s = dispatch(batch_state.prepare_decode, self._ints.is_cuda)(
             *self._state(), rows, self._page_size
         )
         token, position, next_position, seed, request, top_k = int64s
@@ -109,19 +109,20 @@ class Rows:
         """
         ints, _, _, count = self._state()
         drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        packed_R3: Tensor = dispatch(batch_state, self._device).finish_decode(ints, count, *drawn_parts, rows)
-        return packed_R3
+        return dispatch(batch_state.finish_decode, ints.is_cuda)(ints, count, *drawn_parts, rows)
 
     def tree_inputs(self, trees: Trees, tokens: int, filtered: bool) -> TreeInputs:
         """Puts each row's newest token at the root of its tree. The trees' nodes are laid into so many tokens: padding
         and all if these are enough for it, else without."""
-        kernels, (rows, nodes), state = dispatch(tree_kernels, self._device), trees.token_RQ.shape, self._state()
+        (rows, nodes), state, on_gpu = trees.token_RQ.shape, self._state(), self._ints.is_cuda
         if tokens == rows * nodes:
             start_R1 = torch.arange(0, tokens + 1, nodes, dtype=torch.int32, device=self._device)
         else:
-            start_R1 = kernels.starts(trees.size_R, self._count, tokens)
+            start_R1 = dispatch(tree_kernels.starts, on_gpu)(trees.size_R, self._count, tokens)
         laid = (trees.token_RQ, trees.depth_RQ, trees.mask_RQW)
-        int64s, slot_T, context_R, float32s, mask_TW = kernels.prepare(state, laid, start_R1, tokens, self._page_size)
+        int64s, slot_T, context_R, float32s, mask_TW = dispatch(tree_kernels.prepare, on_gpu)(
+            state, laid, start_R1, tokens, self._page_size
+        )
         token_T, position_T, next_position, seed, request, top_k = int64s
         sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
         pages_RP = self._pages[:rows]
@@ -133,7 +134,7 @@ class Rows:
         tree = (trees.parent_RQ, trees.token_RQ)
         drawn_parts = (inputs.slot_T, drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
         return Walk(
-            *dispatch(tree_kernels, self._device).finish(ints, count, tree, inputs.start_R1, drawn_parts, steps)
+            *dispatch(tree_kernels.finish, ints.is_cuda)(ints, count, tree, inputs.start_R1, drawn_parts, steps)
         )
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

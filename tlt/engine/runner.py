@@ -26,9 +26,10 @@ from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan
 from tlt.engine.thrift import Waste
 from tlt.kernels import compiling
+from tlt.kernels.attention import reference as attention_kernels
 from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.kernels.dispatch import dispatch
-from tlt.model.attention import PagedLayout, kernels_for, shares_of
+from tlt.model.attention import PagedLayout, kv_splits_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.costs import POLICY, CostTable
@@ -223,7 +224,7 @@ class Runner:
         compiler, a second and more, whenever a size first comes up."""
         live = self._rows.set_count(0)
         try:
-            dispatch(compiling, self._device).compile_ahead(partial(self._run_idle, widest, steps, filtered))
+            dispatch(compiling.compile_ahead, self._cache.k.is_cuda)(partial(self._run_idle, widest, steps, filtered))
         finally:
             self._rows.set_count(live)
 
@@ -312,7 +313,7 @@ class Runner:
             pages_RP=inputs.pages_RP,
             max_query=1,
             exact=self._exact,
-            shares_S=self._shares(inputs.context_R, 1),
+            kv_splits_S=self._shares(inputs.context_R, 1),
         )
         out = self._model(inputs.token_R, layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
@@ -323,7 +324,7 @@ class Runner:
         return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
 
     def _shares(self, context_R: Tensor, max_query: int) -> Tensor | None:
-        return None if self._exact else shares_of(context_R, self._model.config, max_query)
+        return None if self._exact else kv_splits_of(context_R, self._model.config, max_query)
 
     def _sample(self, hidden_TD: Tensor, rows: SamplingRows) -> Sampled:
         return sample(self._model.logits(hidden_TD, exact=self._exact), rows, exact=self._exact)
@@ -358,13 +359,15 @@ class Runner:
             max_query=nodes,
             tree_mask_TW=None if self._exact else inputs.mask_TW,
             exact=self._exact,
-            shares_S=self._shares(inputs.context_R, nodes),
+            kv_splits_S=self._shares(inputs.context_R, nodes),
         )
         out = self._model(inputs.token_T, layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
         walked = self._rows.finish_trees(head_chain(trees) if self._exact else trees, inputs, sampled, steps)
         if steps > 1:  # to where plain decoding would have put the accepted
-            kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, walked.moves_RS, walked.places_RS)
+            dispatch(attention_kernels.copy_kv, self._cache.k.is_cuda)(
+                self._cache.k, self._cache.v, walked.moves_RS, walked.places_RS
+            )
         kept, taps = self._split(out.taps)
         if kept:
             where = inputs.position_T, inputs.slot_T
@@ -399,13 +402,13 @@ class Runner:
             pages_RP=self._send(packed.pages, torch.int32),
             max_query=most,
             exact=self._exact,
-            shares_S=self._shares(context_R, most),
+            kv_splits_S=self._shares(context_R, most),
         )
         return self._model(self._send(packed.tokens, torch.int64), layout, self._state_sink.taps).taps, packed.starts
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         source, target = (self._send(slots, torch.int32) for slots in copied_slots(copies, self._page_size))
-        kernels_for(self._device).copy_kv(self._cache.k, self._cache.v, source, target)
+        dispatch(attention_kernels.copy_kv, self._cache.k.is_cuda)(self._cache.k, self._cache.v, source, target)
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return send(values, dtype, self._device)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tlt.kernels.attention import reference as torch_kernels
+from tlt.kernels.attention import reference as kernels
 from tlt.kernels.dispatch import dispatch
+from tlt.kernels.training import reference as training_kernels
 from tlt.model.config import ModelConfig
 from tlt.model.device import upload
 from tlt.model.kv import KVCache
@@ -131,15 +132,11 @@ class PackedLayout:
         tables = (rotary.cos_PR, rotary.sin_PR, self.positions_T)
         fused = heads.rotary and (in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN))
         if fused and norms.query_d is None:
-            from tlt.kernels.training.triton import split_and_rotate
-
-            return split_and_rotate(qkv_TN, *tables, heads.query, heads.kv, heads.dim)
+            return dispatch(training_kernels.split_and_rotate, True)(qkv_TN, *tables, heads.query, heads.kv, heads.dim)
         q, k, v = _split(qkv_TN, heads)
         q, k = _head_norm(q, norms.query_d, heads.norm_eps), _head_norm(k, norms.key_d, heads.norm_eps)
         if fused:
-            from tlt.kernels.training.triton import rotate_heads
-
-            return rotate_heads(q, k, v, *tables)
+            return dispatch(training_kernels.rotate_heads, True)(q, k, v, *tables)
         if heads.rotary:
             cos_TR, sin_TR = rotary.cos_PR[self.positions_T], rotary.sin_PR[self.positions_T]
             q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
@@ -183,12 +180,12 @@ class PagedLayout:
     max_query: int  # most queries of one request: sizes the launch
     tree_mask_TW: Tensor | None = None  # int32 bits: which queries of its own request a node sees; None = causal
     exact: bool = False  # on a GPU in bfloat16; has no tree mask
-    shares_S: Tensor | None = None  # who reads which part of which context, on a GPU (`shares_of`)
+    kv_splits_S: Tensor | None = None  # which program reads which part of which context, on a GPU (`kv_splits_of`)
 
     def attend(self, qkv_TN: Tensor, heads: Heads, rotary: Rotary, norms: HeadNorms) -> Tensor:
-        kernels = kernels_for(qkv_TN.device)
+        in_triton = qkv_TN.is_cuda
         k_cache, v_cache = self.cache.k[heads.layer], self.cache.v[heads.layer]
-        q_THd = kernels.rope_and_write(
+        q_THd = dispatch(kernels.rope_and_write, in_triton)(
             *(qkv_TN, self.positions_T, self.slots_T, rotary.cos_PR, rotary.sin_PR, k_cache, v_cache),
             *(heads.query, heads.kv, heads.dim),
             rotary=heads.rotary,
@@ -203,25 +200,14 @@ class PagedLayout:
             from tlt.kernels.attention.exact_triton import paged_attention
 
             return paged_attention(*where, **how, pdl=True).flatten(1)
-        if q_THd.is_cuda:
-            how["shares_S"] = self.shares_S
-        attended: Tensor = kernels.paged_attention(*where, **how, tree_mask_TW=self.tree_mask_TW, pdl=True)
-        return attended.flatten(1)
+        how |= {"tree_mask_TW": self.tree_mask_TW, "kv_splits_S": self.kv_splits_S}
+        return dispatch(kernels.paged_attention, in_triton)(*where, **how, pdl=True).flatten(1)
 
 
-def kernels_for(device: torch.device) -> Any:
-    """The module of attention kernels."""
-    return dispatch(torch_kernels, device)
-
-
-def shares_of(context_R: Tensor, config: ModelConfig, max_query: int) -> Tensor | None:
-    """How contexts are divided among programs, once for all layers; None where nobody asks."""
-    if not context_R.is_cuda:
-        return None
-    shares_S: Tensor | None = kernels_for(context_R.device).shares_of(
-        context_R, config.kv_heads, config.heads // config.kv_heads, max_query
-    )
-    return shares_S
+def kv_splits_of(context_R: Tensor, config: ModelConfig, max_query: int) -> Tensor | None:
+    """How contexts are divided among programs, once for all layers; None where they are not divided."""
+    group = config.heads // config.kv_heads
+    return dispatch(kernels.kv_splits_of, context_R.is_cuda)(context_R, config.kv_heads, group, max_query)
 
 
 def _rectangles(starts_S: Tensor, sizes_S: Tensor) -> tuple[list[_Rectangle], Tensor]:

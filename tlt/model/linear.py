@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.kernels.linear import reference as torch_linear
+from tlt.kernels.dispatch import dispatch
+from tlt.kernels.linear import elementwise
+from tlt.kernels.linear import reference as kernels
 from tlt.kernels.linear.reference import Matrix, PreNormed, fine
+from tlt.kernels.training import reference as training
 
 Stream = Tensor | PreNormed
 """The residual stream: rows, or in GPU rollout rows and what their next norm needs of them."""
@@ -47,12 +50,10 @@ def linear(
     }
     if in_gpu_training(x_TK):
         return _trained_linear(x_TK, fine(weight), **options)
-    if not in_gpu_rollout(x_TK):
-        return torch_linear.linear(x_TK, fine(weight), **options)
-    from tlt.kernels.linear.triton import linear as fused  # Triton is installed only where there is a GPU
-
-    # pdl: each kernel may start while the one before it ends (see linear_triton)
-    return fused(x, weight, **options, out=residual, pdl=True, exact=exact)
+    in_triton = in_gpu_rollout(x_TK)
+    out = residual if in_triton else None
+    # pdl: each kernel may start while the one before it ends
+    return dispatch(kernels.linear, in_triton)(x, weight, **options, out=out, pdl=True, exact=exact)
 
 
 def add_linear(
@@ -67,20 +68,16 @@ def add_linear(
 ) -> Stream:
     """`residual + x @ weightᵀ + bias`, for `next_norm` to read. In GPU rollout written over `residual`, as above, but
     where that is to be kept."""
-    if not in_gpu_rollout(x_TK):
+    if in_gpu_training(x_TK):
         return linear(x_TK, weight, bias=bias, residual=rows_of(residual))
-    from tlt.kernels.linear.triton import add_linear as fused
-
     how: dict[str, Any] = {"next_norm": next_norm, "keep_residual": keep_residual, "pdl": True, "exact": exact}
-    return fused(x_TK, weight, bias=bias, residual=rows_of(residual), **how)
+    add = dispatch(kernels.add_linear, in_gpu_rollout(x_TK))
+    return add(x_TK, weight, bias=bias, residual=rows_of(residual), **how)
 
 
 def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool = False) -> Stream:
     """The table's rows of these tokens, for `next_norm` to read."""
-    if not in_gpu_rollout(table_VD):
-        return table_VD[tokens_T]
-    from tlt.kernels.linear.triton import take_rows
-
+    take_rows = dispatch(kernels.take_rows, in_gpu_rollout(table_VD))
     return take_rows(table_VD, tokens_T, next_norm, pdl=True, exact=exact)
 
 
@@ -98,24 +95,20 @@ def _trained_linear(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    from tlt.kernels.training import triton as training_triton
-
-    normed_TK = x_TK if norm_weight is None else training_triton.rms_norm(x_TK, norm_weight, norm_eps)
+    normed_TK = x_TK if norm_weight is None else dispatch(training.rms_norm, True)(x_TK, norm_weight, norm_eps)
     if residual is not None and bias is None and not gated:
         return torch.addmm(residual, normed_TK, weight_NK.t())  # one launch, and rounded once
     product_TN = torch.nn.functional.linear(normed_TK, weight_NK, bias)
     if gated:
-        product_TN = training_triton.silu_mul(product_TN)
+        product_TN = dispatch(training.silu_mul, True)(product_TN)
     return product_TN if residual is None else residual + product_TN
 
 
 def wide_linear(x_TK: Tensor, weight_NK: Tensor, *, exact: bool = False) -> Tensor:
     """A product whose sums are not rounded to half precision."""
     if in_gpu_rollout(x_TK):
-        from tlt.kernels.linear.triton import linear as fused
-
         out = torch.empty((len(x_TK), len(weight_NK)), dtype=torch.float32, device=x_TK.device)
-        return fused(x_TK, weight_NK, out=out, pdl=True, exact=exact)
+        return dispatch(kernels.linear, True)(x_TK, weight_NK, out=out, pdl=True, exact=exact)
     if x_TK.dtype in (torch.bfloat16, torch.float16):
         if not x_TK.is_cuda:
             return x_TK.float() @ weight_NK.float().t()
@@ -141,13 +134,9 @@ class _WideProduct(torch.autograd.Function):
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if in_gpu_rollout(x_TD):
-        from tlt.kernels.linear.elementwise_triton import rms_norm as fused
-
-        return fused(x_TD, weight_D, eps, pdl=True)
+        return dispatch(elementwise.rms_norm, True)(x_TD, weight_D, eps, pdl=True)
     if in_gpu_training(x_TD):
-        from tlt.kernels.training.triton import rms_norm as trained
-
-        return trained(x_TD, weight_D, eps)
+        return dispatch(training.rms_norm, True)(x_TD, weight_D, eps)
     return torch.nn.functional.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.sampling import candidates as kernels
 from tlt.kernels.sampling.candidates import GREEDY_BELOW, perturbed
 
@@ -74,11 +75,8 @@ def candidates(
     """
     key = (keys.seed_N, keys.request_N, keys.position_N)
     arguments = (logits_Nv, key, keys.temperature_N, beta, k, token_of_draft_v)
-    if logits_Nv.is_cuda and logits_Nv.dtype != torch.float64 and k <= _MOST_IN_ONE_LAUNCH:
-        from tlt.kernels.sampling import candidates_triton  # Triton is installed only where there is a GPU
-
-        return Candidates(*candidates_triton.name(*arguments, repeat=repeat, ahead=ahead, pdl=True))
-    return Candidates(*kernels.name(*arguments, repeat=repeat, ahead=ahead))
+    in_triton = logits_Nv.is_cuda and logits_Nv.dtype != torch.float64 and k <= _MOST_IN_ONE_LAUNCH
+    return Candidates(*dispatch(kernels.name, in_triton)(*arguments, repeat=repeat, ahead=ahead, pdl=True))
 
 
 def beta_hits(

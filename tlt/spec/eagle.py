@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import ModelError
-from tlt.kernels.draft_tree import layer as torch_kernels
+from tlt.kernels.dispatch import dispatch
+from tlt.kernels.draft_tree import layer as layer_kernels
 from tlt.kernels.draft_tree.layer import New
 from tlt.kernels.linear.plan import ever_quantized
 from tlt.kernels.linear.reference import Matrix, QuantizedMatrix
@@ -235,13 +236,10 @@ class Eagle(nn.Module):
         heads = self.heads
         both = torch.cat((token_TD, rms_norm(state_TD, self.feature_norm, self.config.layer.norm_eps)), -1)
         qkv_TN = linear(both, self.qkv)
-        rows: Any = training_kernels
-        if in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN):
-            from tlt.kernels.training import triton as rows  # Triton is installed only where there is a GPU
-        turned: tuple[Tensor, Tensor, Tensor] = rows.split_and_rotate(
+        in_triton = in_gpu_training(qkv_TN) or in_gpu_rollout(qkv_TN)
+        return dispatch(training_kernels.split_and_rotate, in_triton)(
             qkv_TN, self.cos_PR, self.sin_PR, position_T, heads.query, heads.kv, heads.dim
         )
-        return turned
 
     def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
         """The rest of the layer. The residual is the state as it came, not its norm."""
@@ -312,12 +310,12 @@ class Eagle(nn.Module):
         as it is and its g means nothing.
         """
         state_TD = self.fuse(features_TF)
-        kernels, entry = drafter_kernels(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
-        both, residual_RD = kernels.embed_and_norm(
+        in_triton, entry = in_gpu_rollout(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
+        both, residual_RD = dispatch(layer_kernels.embed_and_norm, in_triton)(
             next_T[:, None], state_TD[:, None], *entry, self.config.layer.norm_eps, new, pdl=True
         )
         # keys and values need no attention of their own, so only the last query of a row asks, and it sees them all
-        q_R1Hd, last_R1 = kernels.rope_into_ring(
+        q_R1Hd, last_R1 = dispatch(layer_kernels.rope_into_ring, in_triton)(
             *(linear(both, self._matrix("qkv")), new, self.cos_PR, self.sin_PR),
             *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
             pdl=True,
@@ -342,9 +340,11 @@ class Eagle(nn.Module):
         than its parent's entry, `slot` where the node's keys go among N, `seen` the slots it sees: its ancestors and
         itself. All of it are tensors: one graph serves every depth of a tree.
         """
-        kernels, entry = drafter_kernels(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
-        both, residual_TD = kernels.embed_and_norm(token_RQ, parent_RQD, *entry, self.config.layer.norm_eps, pdl=True)
-        q_RQHd = kernels.rope_into_nodes(
+        in_triton, entry = in_gpu_rollout(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
+        both, residual_TD = dispatch(layer_kernels.embed_and_norm, in_triton)(
+            token_RQ, parent_RQD, *entry, self.config.layer.norm_eps, pdl=True
+        )
+        q_RQHd = dispatch(layer_kernels.rope_into_nodes, in_triton)(
             *(linear(both, self._matrix("qkv")), position_RQ, slot_RQ, self.cos_PR, self.sin_PR),
             *(nodes.k_RKNd, nodes.v_RKNd),
             pdl=True,
@@ -360,15 +360,6 @@ class Eagle(nn.Module):
         norm: dict[str, Any] = {"norm_weight": self.mlp_norm, "norm_eps": self.config.layer.norm_eps}
         gated_TM = linear(x_TD, self._matrix("gate_up"), **norm, gated=True)
         return add_linear(gated_TM, self._matrix("down"), residual=x_TD, next_norm=next_norm)
-
-
-def drafter_kernels(state: Tensor) -> Any:
-    """The module of what surrounds the products in rollout; Triton is installed only where there is a GPU."""
-    if not in_gpu_rollout(state):
-        return torch_kernels
-    from tlt.kernels.draft_tree import layer_triton as drafter_triton
-
-    return drafter_triton
 
 
 def gather_taps(tapped: Sequence[Tensor]) -> Tensor:

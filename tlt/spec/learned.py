@@ -19,12 +19,13 @@ from tlt.kernels import compiling
 from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.kernels.dispatch import dispatch
+from tlt.kernels.draft_tree import layer as layer_kernels
 from tlt.kernels.draft_tree.layer import Intake
 from tlt.kernels.draft_tree.pruning import Shared
 from tlt.kernels.linear.plan import ever_quantized
 from tlt.kernels.linear.reference import QuantizedMatrix
 from tlt.model.device import upload_columns
-from tlt.model.linear import reads_quantized
+from tlt.model.linear import in_gpu_rollout, reads_quantized
 from tlt.model.transformer import Transformer
 from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
 from tlt.spec.beta import MOST_ROWS, BetaProbe, fetch
@@ -32,7 +33,7 @@ from tlt.spec.built_trees import BuiltTrees
 from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
-from tlt.spec.eagle import Eagle, drafter_kernels, gather_taps
+from tlt.spec.eagle import Eagle, gather_taps
 from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.shape import MAX_REMAINING_BIAS, Draft, Shape
 from tlt.spec.tree_builder import DraftInputs, TreeBuilder
@@ -195,7 +196,7 @@ class LearnedDrafting(Drafter):
         self._runner, self._view = runner, runner.view()
 
     def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
-        dispatch(batch_state, self._row.device).keep_states(
+        dispatch(batch_state.keep_states, self._row.is_cuda)(
             self._memory.states_RWF, self._memory.tokens_RW, taps, kept, pdl=True
         )
 
@@ -224,14 +225,14 @@ class LearnedDrafting(Drafter):
         rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._inputs.g_RD]
         if self._started_trees is not None and self._started_trees.tick == self._ticks:
             rows += self._attached_runner().trees(self._started_trees.shape.verify).parts
-        dispatch(batch_state, self._row.device).move_rows(rows, source_E, target_E)
+        dispatch(batch_state.move_rows, self._row.is_cuda)(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
         """Of each is known what was kept of its prefix, at best; no tree was grown. All at once: hundreds enter when a
         rollout begins, and what is launched for each of them would hold the first ticks up."""
         recalled = Recalled.of(entered, self._prompts)
         new = recalled.sent(self._row.device)
-        dispatch(batch_state, self._row.device).enter_rows(self._memory, new)
+        dispatch(batch_state.enter_rows, self._row.is_cuda)(self._memory, new)
         for positions, rows in recalled.rows_by_positions.items():
             self._backlog.came(rows, positions)
         if self._started_trees is not None and self._started_trees.tick == self._ticks:
@@ -340,13 +341,13 @@ class LearnedDrafting(Drafter):
         """Runs the drafter over the next positions that have become certain, at most so many of each row, and of all
         rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
         view, memory, inputs = self._rows, self._memory, self._inputs.first(rows)
-        kernels = drafter_kernels(inputs.g_RD)
+        in_triton = in_gpu_rollout(inputs.g_RD)
         intake = Intake(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
-        new, source_T = kernels.spread(intake, most, tokens, self._window)
+        new, source_T = dispatch(layer_kernels.spread, in_triton)(intake, most, tokens, self._window)
         states_TF = memory.states_RWF.flatten(0, 1).index_select(0, source_T)
         next_T = memory.tokens_RW.flatten().index_select(0, source_T)
         newest_RD = self.drafter.extend(inputs.ring, next_T, states_TF, new, inputs.embed_VD)
-        kernels.settle(intake, new, newest_RD, inputs.g_RD, pdl=True)
+        dispatch(layer_kernels.settle, in_triton)(intake, new, newest_RD, inputs.g_RD, pdl=True)
 
     # ---- what it costs
 
@@ -373,7 +374,7 @@ class LearnedDrafting(Drafter):
     def compile(self, shapes: Sequence[Shape]) -> None:
         """Before any request comes, so that no rollout waits for a compiler, half a second for a kernel. Which ones
         run depends on how many rows there are; pruning only where they share."""
-        dispatch(compiling, self._row.device).compile_ahead(partial(self._run_idle, shapes))
+        dispatch(compiling.compile_ahead, self._row.is_cuda)(partial(self._run_idle, shapes))
 
     def _run_idle(self, shapes: Iterable[Shape]) -> None:
         """Takes nothing in, grows and prunes nothing, moves a row to where it is."""

@@ -59,8 +59,8 @@ class TreeBuilder:
         logits_Rv = inputs.drafter.logits(inputs.g_RD, inputs.head)
         self.root_logits_Rv[:rows] = logits_Rv
         named = candidates(logits_Rv, draws, beta, self.width, inputs.drafter.token_of_draft_v, ahead=self._after_root)
-        kernels = dispatch(growth, inputs.g_RD.device)
-        kernels.start_trees(self.grown.first(rows), named.token_Nk, named.score_Nk, inputs.g_RD, draws.position_N)
+        start_trees = dispatch(growth.start_trees, inputs.g_RD.is_cuda)
+        start_trees(self.grown.first(rows), named.token_Nk, named.score_Nk, inputs.g_RD, draws.position_N)
 
     def expand(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
         """One level more, the `width` likeliest of all successors of the newest level; `draws` as above."""
@@ -78,7 +78,7 @@ class TreeBuilder:
             ahead=self._after_entry,
         )
         g_RwD = rows_of(g).view(grown.state_RwD.shape)
-        dispatch(growth, logits_Nv.device).expand(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
+        dispatch(growth.expand, logits_Nv.is_cuda)(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
     def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: Shared | None = None) -> None:
         """The likeliest nodes of the first `depth` levels as trees to verify, of all rows together where they share;
@@ -86,7 +86,7 @@ class TreeBuilder:
         out = Pruned(*trees.first(rows).parts)
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
-        dispatch(pruning, ready_R.device).prune(*nodes, ready_R[:rows], self.width, depth, out, shared)
+        dispatch(pruning.prune, ready_R.is_cuda)(*nodes, ready_R[:rows], self.width, depth, out, shared)
 
     def pack(self, rows: int, depth: int, ready_R: Tensor) -> None:
         """Lays what was grown where `packed` finds it."""

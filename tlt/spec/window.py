@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tlt.kernels.attention import window as ring_attention
+from tlt.kernels.attention import window as window_attention
 from tlt.kernels.batch_state.reference import UNUSED
+from tlt.kernels.dispatch import dispatch
 from tlt.model.device import upload
 from tlt.model.linear import in_gpu_rollout
 
@@ -259,13 +260,6 @@ def attend_ring(
 
     No slot may hold a position newer than the queries'.
     """
-    kernels: Any = ring_attention
-    if in_gpu_rollout(q_RQHd):
-        from tlt.kernels.attention import (
-            window_triton as ring_attention_triton,  # Triton is installed only where there is a GPU
-        )
-
-        kernels = ring_attention_triton
-    near = None if beside is None else (beside.k_RKNd, beside.v_RKNd, seen_RQN)
-    out: Tensor = kernels.attend(q_RQHd, ring.k_RKWd, ring.v_RKWd, ring.position_RW, position_RQ, near, pdl=True)
-    return out
+    near = None if beside is None or seen_RQN is None else (beside.k_RKNd, beside.v_RKNd, seen_RQN)
+    attend = dispatch(window_attention.attend, in_gpu_rollout(q_RQHd))
+    return attend(q_RQHd, ring.k_RKWd, ring.v_RKWd, ring.position_RW, position_RQ, near, pdl=True)

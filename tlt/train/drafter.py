@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tlt.config import DraftSettings
 from tlt.errors import TltError
-from tlt.kernels.training import reference as training
+from tlt.kernels.dispatch import dispatch
+from tlt.kernels.training import reference as kernels
 from tlt.model.attention import PackedLayout
 from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
@@ -333,8 +334,4 @@ class _DistributionLoss(torch.autograd.Function):
 
 
 def _comparison(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    if not x.is_cuda or x.dtype == torch.float64:
-        return training.compare_distributions
-    from tlt.kernels.training import triton as training_triton  # Triton is installed only where there is a GPU
-
-    return training_triton.compare_distributions
+    return dispatch(kernels.compare_distributions, x.is_cuda and x.dtype != torch.float64)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.kernels.training import reference as torch_kernels
+from tlt.kernels.dispatch import dispatch
+from tlt.kernels.training import reference as kernels
 from tlt.model.linear import wide_linear
 
 _LOGITS_AT_ONCE = 2**27  # elements; in float32 half a gibibyte
@@ -62,9 +63,9 @@ def token_logprobs(
 ) -> Tensor:
     """The same log-probabilities where nothing is to be learned."""
     rows = max(1, (logits_at_once or most_logits(head_VD.device)) // len(head_VD))
-    kernels = _kernels_for(hidden_ND)
+    read_logprobs = dispatch(kernels.read_logprobs, _in_triton(hidden_ND))
     parts = [
-        kernels.read_logprobs(wide_linear(hidden_ND[chunk], head_VD), token_N[chunk], 1.0 / temperature)[0]
+        read_logprobs(wide_linear(hidden_ND[chunk], head_VD), token_N[chunk], 1.0 / temperature)[0]
         for chunk in _chunks(len(hidden_ND), rows)
     ]
     return torch.cat(parts) if parts else hidden_ND.new_empty(0)
@@ -92,15 +93,15 @@ class _TokenLoss(torch.autograd.Function):
         hidden_grad_ND = torch.empty_like(hidden_ND)
         # a policy that learns through adapters has a frozen head
         head_grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        kernels = _kernels_for(hidden_ND)
+        in_triton = _in_triton(hidden_ND)
+        read_logprobs = dispatch(kernels.read_logprobs, in_triton)
+        logprobs_gradient = dispatch(kernels.logprobs_gradient, in_triton)
         for chunk in _chunks(len(hidden_ND), rows):
             logits_CV = wide_linear(hidden_ND[chunk], head_VD)
-            logprob_N[chunk], entropy_N[chunk], logsum_C = kernels.read_logprobs(logits_CV, token_N[chunk], sharpness)
+            logprob_N[chunk], entropy_N[chunk], logsum_C = read_logprobs(logits_CV, token_N[chunk], sharpness)
             part, slope_C = _value_and_slope(loss_of, logprob_N[chunk], chunk)
             loss += part
-            grad_CV = kernels.logprobs_gradient(
-                logits_CV, token_N[chunk], logsum_C, slope_C, sharpness, hidden_ND.dtype
-            )
+            grad_CV = logprobs_gradient(logits_CV, token_N[chunk], logsum_C, slope_C, sharpness, hidden_ND.dtype)
             torch.mm(grad_CV, head_VD, out=hidden_grad_ND[chunk])
             if head_grad_VD is not None:
                 head_grad_VD += grad_CV.T @ hidden_ND[chunk]
@@ -129,9 +130,5 @@ def _chunks(count: int, rows: int) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, count, rows))
 
 
-def _kernels_for(x: Tensor) -> Any:
-    if not x.is_cuda or x.dtype == torch.float64:
-        return torch_kernels
-    from tlt.kernels.training import triton as training_triton  # Triton is installed only where there is a GPU
-
-    return training_triton
+def _in_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64

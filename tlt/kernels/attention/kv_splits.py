@@ -40,7 +40,7 @@ def _list_kernel(
         tl.store(list_ptr + 1 + first_R + number, request_R * 256 + number, mask=number < count_R)
 
 
-def list_shares(context_len_R: Tensor, launch: Launch) -> Tensor:
+def list_kv_splits(context_len_R: Tensor, launch: Launch) -> Tensor:
     """int32 [1 + S]: tiles of a share; then, share by share, 256 · its request + its number there, −1 if not needed."""
     requests = len(context_len_R)
     if not 0 <= launch.extra <= MOST_EXTRA:

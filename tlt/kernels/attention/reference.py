@@ -96,6 +96,7 @@ def paged_attention(
     out: Tensor | None = None,
     sliding_window: int = 0,
     pdl: bool = False,
+    kv_splits_S: Tensor | None = None,
 ) -> Tensor:
     """Attention of each request's queries over its own context, the queries being the context's last tokens, in order.
 
@@ -104,7 +105,7 @@ def paged_attention(
     the j-th query of its request: set it for t itself and its ancestors. A window lets a query at position p see
     the keys of positions above p - window; in a tree a node's position counts its ancestors, and the window must be
     wider than the tree is deep. Tokens no request owns, and those of requests of context 0, give zeros.
-    `pdl` is a launch hint for the GPU and changes nothing here.
+    `pdl` and `kv_splits_S` say how a GPU launches this, and change nothing here.
     """
     result_THd = torch.empty_like(q_THd) if out is None else out
     n_requests, n_tokens = context_len_R.shape[0], q_THd.shape[0]
@@ -136,6 +137,11 @@ def paged_attention(
         )
         result_THd[token_rQ[owned_rQ]] = attended[owned_rQ]
     return result_THd
+
+
+def kv_splits_of(context_len_R: Tensor, n_kv: int, group: int, max_query: int) -> Tensor | None:
+    """How contexts are divided among programs, for all layers of one forward: in torch they are not."""
+    return None
 
 
 def _alike(lengths_R: Tensor, max_query: int, n_tokens: int) -> Iterator[Tensor]:

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt.kernels.attention.cache_triton import copy_kv, rope_and_write, start
-from tlt.kernels.attention.kv_splits import list_shares
+from tlt.kernels.attention.kv_splits import list_kv_splits
 from tlt.kernels.attention.plan import Launch, plan_launch
 
-__all__ = ["Launch", "copy_kv", "paged_attention", "plan_launch", "rope_and_write", "shares_of"]
+__all__ = ["Launch", "copy_kv", "kv_splits_of", "paged_attention", "plan_launch", "rope_and_write"]
 
 COUNTERS = 1 << 18  # (request, key head, row block) triples of one launch
 MULTIPROCESSORS_OF_NO_GPU = 2  # what the interpreter plans for
@@ -288,13 +288,14 @@ def paged_attention(
     out: Tensor | None = None,
     sliding_window: int = 0,
     pdl: bool = False,
+    kv_splits_S: Tensor | None = None,
     launch: Launch | None = None,
-    shares_S: Tensor | None = None,
 ) -> Tensor:
-    """As `attention.paged_attention`, except that tokens no request owns are left as they are in `out`.
+    """As `reference.paged_attention`, except that tokens no request owns are left as they are in `out`.
 
-    `shares_S` are those of `shares_of` for these contexts, where several layers share them. `pdl` wants them, and a
-    kernel in between that waits for whoever wrote them and the lengths: programs look at both before they wait.
+    `kv_splits_S` comes from `kv_splits_of` for these contexts; all layers of a forward use it. With `pdl` it must be
+    given, and a kernel in between must wait for the kernels that wrote it and the lengths: programs read both before
+    they wait.
     The first call on a device must not be inside a graph capture: it makes the arrival counters (and compiles).
     """
     check_strides(q_THd, k_cache, v_cache, page_table_RP, tree_mask_TW)
@@ -302,8 +303,8 @@ def paged_attention(
     group = q_THd.shape[1] // n_kv
     launch = launch or plan_launch(n_requests, n_kv, group, max_query, multiprocessors_of(q_THd.device))
     row_blocks = triton.cdiv(max_query * group, launch.block_m)
-    if launch.extra and shares_S is None:
-        shares_S, pdl = list_shares(context_len_R, launch), False
+    if launch.extra and kv_splits_S is None:
+        kv_splits_S, pdl = list_kv_splits(context_len_R, launch), False
     programs = launch.shares(n_requests)
     parts = programs * n_kv * row_blocks if launch.extra else 0
     block_d = max(16, triton.next_power_of_2(d_head))  # what the matrix units take at least
@@ -313,7 +314,7 @@ def paged_attention(
     _attention_kernel[(n_kv, row_blocks, programs)](
         q_THd, k_cache, v_cache, out, query_start_R1, context_len_R, page_table_RP,
         query_start_R1 if tree_mask_TW is None else tree_mask_TW,
-        query_start_R1 if shares_S is None else shares_S,
+        query_start_R1 if kv_splits_S is None else kv_splits_S,
         partial, lse, arrival_counters(q_THd.device, n_requests * n_kv * row_blocks if parts else 0),
         scale * 1.4426950408889634, row_blocks,
         q_THd.stride(0), q_THd.stride(1), out.stride(0), out.stride(1),
@@ -326,10 +327,10 @@ def paged_attention(
     return out
 
 
-def shares_of(context_len_R: Tensor, n_kv: int, group: int, max_query: int) -> Tensor | None:
+def kv_splits_of(context_len_R: Tensor, n_kv: int, group: int, max_query: int) -> Tensor | None:
     """Who reads what in the attention of all layers of one forward; None where no context is divided."""
     launch = plan_launch(len(context_len_R), n_kv, group, max_query, multiprocessors_of(context_len_R.device))
-    return list_shares(context_len_R, launch) if launch.extra else None
+    return list_kv_splits(context_len_R, launch) if launch.extra else None
 
 
 def most_registers(launch: Launch, row_bytes: int, trees: bool) -> int | None:

@@ -18,31 +18,6 @@ from torch.nn import functional
 
 from tlt.kernels.linear.elementwise import rms_norm, silu_mul
 
-
-def linear(
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    *,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """residual + act(norm(x)·Wᵀ + bias). Gated: W holds gate rows, then up rows; act(g, u) = silu(g)·u.
-
-    `out` may be `residual` itself (in place); it must not overlap `x`.
-    """
-    normed_MK = x_MK if norm_weight is None else rms_norm(x_MK, norm_weight, norm_eps)
-    product_MN = functional.linear(normed_MK, weight_NK, bias)
-    if gated:
-        product_MN = silu_mul(product_MN)
-    if residual is not None:
-        product_MN = residual + product_MN
-    return product_MN if out is None else out.copy_(product_MN)
-
-
 _LARGEST = 448.0  # of an e4m3 number
 _ROWS = 8192  # of a matrix rounded to such numbers at a time
 
@@ -88,6 +63,56 @@ class PreNormed:
     norm_D: Tensor  # the weight of that norm
     weighed_MD: Tensor  # x · norm_D, in the dtype of x
     squares_MP: Tensor  # float32: sums of x² over parts of the row
+
+
+def linear(
+    x: Tensor | PreNormed,
+    weight: Matrix,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    pdl: bool = False,
+    exact: bool = False,
+) -> Tensor:
+    """residual + act(norm(x)·Wᵀ + bias). Gated: W holds gate rows, then up rows; act(g, u) = silu(g)·u.
+
+    `out` may be `residual` itself (in place); it must not overlap `x`. `pdl` and `exact` (a row's bits do not depend on
+    the other rows) are for the GPU and change nothing here.
+    """
+    x_MK = x if isinstance(x, Tensor) else x.x_MD
+    normed_MK = x_MK if norm_weight is None else rms_norm(x_MK, norm_weight, norm_eps)
+    product_MN = functional.linear(normed_MK, fine(weight), bias)
+    if gated:
+        product_MN = silu_mul(product_MN)
+    if residual is not None:
+        product_MN = residual + product_MN
+    return product_MN if out is None else out.copy_(product_MN)
+
+
+def add_linear(
+    x_MK: Tensor,
+    weight: Matrix,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor,
+    next_norm: Tensor | None,
+    keep_residual: bool = False,
+    pdl: bool = False,
+    exact: bool = False,
+) -> Tensor | PreNormed:
+    """residual + x·Wᵀ + bias. A GPU writes it over `residual` unless that is kept, and prepares it for `next_norm`."""
+    return linear(x_MK, weight, bias=bias, residual=residual)
+
+
+def take_rows(
+    table_VD: Tensor, index_M: Tensor, next_norm: Tensor, *, pdl: bool = False, exact: bool = False
+) -> Tensor | PreNormed:
+    """The table's rows; a GPU prepares them for `next_norm`."""
+    return table_VD[index_M]
 
 
 def weigh(x_MD: Tensor, norm_D: Tensor, part: int) -> PreNormed:

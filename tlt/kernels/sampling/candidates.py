@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from tlt.kernels.dispatch import dispatch
 from tlt.kernels.sampling import noise
 
 GREEDY_BELOW = 1e-5  # temperatures the sampler takes for 0
@@ -20,14 +21,12 @@ Key = tuple[Tensor, Tensor, Tensor]  # seed, request, position of the token to b
 def keyed_noise(key: Key, vocab: int, token_of_draft_v: Tensor | None = None) -> Tensor:
     """The sampler's noise for every draft token, float32 [rows, v]."""
     rows = len(key[0])
-    if key[0].is_cuda:
-        from tlt.kernels.sampling import noise_triton  # Triton is installed only where there is a GPU
-
-        tokens_v = torch.arange(vocab, device=key[0].device) if token_of_draft_v is None else token_of_draft_v
-        return noise_triton.gumbel_at(*key, tokens_v.expand(rows, -1))
+    in_triton = key[0].is_cuda
     if token_of_draft_v is None:
-        return noise.gumbel(*key, vocab)
-    return noise.gumbel_at(*key, token_of_draft_v.expand(rows, -1))
+        if not in_triton:
+            return noise.gumbel(*key, vocab)
+        token_of_draft_v = torch.arange(vocab, device=key[0].device)
+    return dispatch(noise.gumbel_at, in_triton)(*key, token_of_draft_v.expand(rows, -1))
 
 
 def perturbed(logits_Nv: Tensor, noise_Nv: Tensor, temperature_N: Tensor, beta: Tensor | float) -> Tensor:
@@ -48,6 +47,7 @@ def name(
     *,
     repeat: int = 1,
     ahead: Tensor | None = None,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Policy ids, int64 [N, k], the likeliest first, and their scores, float32: the kernel names equals by lower id.
 

@@ -10,17 +10,18 @@ not depend on each other. Knows rows, heads and logits; knows nothing of weights
 import torch
 from torch import Tensor
 
-from tlt.kernels.linear.elementwise import rms_norm, silu_mul
+from tlt.kernels.linear import elementwise
 
-__all__ = [
-    "compare_distributions",
-    "logprobs_gradient",
-    "read_logprobs",
-    "rms_norm",
-    "rotate_heads",
-    "silu_mul",
-    "split_and_rotate",
-]
+# ---- norm and gate
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return elementwise.rms_norm(x_TD, weight_D, eps)
+
+
+def silu_mul(gate_up_TN: Tensor) -> Tensor:
+    return elementwise.silu_mul(gate_up_TN)
+
 
 # ---- queries and keys
 
