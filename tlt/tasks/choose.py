@@ -1,4 +1,4 @@
-"""Which task a configuration names, and who judges its answers."""
+"""Builds the task that a configuration names, and the judge of its completions."""
 
 from tlt.config import RunConfig
 from tlt.tasks.files import FileTask
@@ -17,12 +17,12 @@ def task_of(config: RunConfig) -> Task:
 
 
 def built_in(name: str, config: RunConfig, seed: int) -> ToyTask | StepsTask:
-    """A task that knows the solutions of its own prompts."""
+    """A built-in task, which can also write the solutions of its prompts."""
     if name == "steps":
         return StepsTask(config.task.steps, seed=seed)
     return ToyTask(config.task.toy, seed=seed)
 
 
 def judge_of(task: Task) -> Judge:
-    """A file's answers are judged in a process of their own, with a time limit; any other task judges for itself."""
+    """File tasks are judged in separate processes, with a time limit. Any other task is judged in this process."""
     return task.judge if isinstance(task, FileTask) else DirectJudge(task)

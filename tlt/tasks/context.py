@@ -1,4 +1,4 @@
-"""Whether prompts leave room for an answer in a policy's context, known before anything is computed."""
+"""Checks that every prompt leaves room for a completion in the policy's context, before any model work."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from tlt.errors import TaskError
 from tlt.text import Tokenizer
 from tlt.types import Prompt
 
-_PER_MESSAGE = 32  # tokens that a chat template puts around a message, at most
+_PER_MESSAGE = 32  # upper bound of the chat template's tokens per message
 
 
 def refuse_long_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int, max_tokens: int) -> None:
-    """A prompt that leaves no room for an answer would end the run whenever its turn came: better at once.
+    """Raises TaskError if a prompt plus `max_tokens` exceeds `context`.
 
-    A token is at least a byte of the prompt's or belongs to the chat template, so few prompts need to be encoded.
+    A prompt has at most one token per byte plus the chat template's tokens. Only prompts above that bound are encoded.
     """
     template = max(_PER_MESSAGE, len(tokenizer.encode_prompt(prompts[0].content)))
     long = [prompt for prompt in prompts if _most_tokens(prompt, template) + max_tokens > context]
@@ -22,7 +22,7 @@ def refuse_long_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, context
         count = sum(size + max_tokens > context for size in sizes.values())
         raise TaskError(
             f"the prompt {worst} has {sizes[worst]} tokens; with sampling.max_tokens {max_tokens} that is more than "
-            f"the policy's context of {context}, and so it is for {count} of {len(prompts)} prompts; shorten or remove "
+            f"the policy's context of {context}; {count} of {len(prompts)} prompts are too long; shorten or remove "
             "them, or lower sampling.max_tokens"
         )
 

@@ -1,8 +1,8 @@
-"""A task from a file: prompts and references from its rows, in the layouts people already have.
+"""A task from a file: prompts and references from its rows, in the common column layouts.
 
-The prompts of a step are a function of (file, seed, step, count): epochs follow each other, each in its own order, and
-step s stands at position s · count, so a resumed run needs nothing but its step. A prompt's id is its row's. A row that
-is not what was expected is an error that names it. Knows columns and text; knows nothing of formats or tokens.
+The prompts of a step are a function of (file, seed, step, count). Each epoch has its own order, and step s begins at
+position s · count, so a resumed run needs its step number only. A prompt's id is its row's id. A row with an unexpected
+layout is an error that names the row. Knows columns and text; does not know file formats or tokens.
 """
 
 import random
@@ -25,7 +25,7 @@ REFERENCE_COLUMNS = ("ground_truth", "answer", "label")
 
 
 class FileTask:
-    """The rows of a file as prompts; the user's reward as judge."""
+    """The rows of a file as prompts, judged by the configured reward."""
 
     def __init__(self, settings: TaskSettings, *, seed: int = 0) -> None:
         rows = list(read_rows(Path(settings.path)))
@@ -44,7 +44,7 @@ class FileTask:
         return self.prompts[_order(len(self.prompts), self._seed, epoch)[place]]
 
 
-@lru_cache(maxsize=4)  # a step asks for the same epoch over and over
+@lru_cache(maxsize=4)  # called once per prompt, mostly for the same epoch
 def _order(rows: int, seed: int, epoch: int) -> Sequence[int]:
     order = list(range(rows))
     random.Random(f"files/{seed}/{epoch}").shuffle(order)
@@ -56,7 +56,7 @@ def _order(rows: int, seed: int, epoch: int) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a file keeps what is needed: told by its first row, and every row must keep to it."""
+    """The columns of prompt and reference. Read from the first row; every other row must match."""
 
     prompt: str
     reference: str | None
@@ -121,7 +121,7 @@ def _with_system(chat: tuple[Message, ...], system: str) -> tuple[Message, ...]:
 
 
 def messages_of(value: Any, origin: str) -> tuple[Message, ...]:
-    """A chat from what a file holds."""
+    """Checks a column's value and converts it to chat messages."""
     if not isinstance(value, list) or not value:
         raise TaskError(
             f"{origin}: the prompt is {shown(value)}; expected text, or a list of messages {{role, content}}"

@@ -1,8 +1,8 @@
-"""Judges: what answers earn. The user's reward runs in processes of its own, with a time limit per answer.
+"""Judges compute the rewards of completions. The user's reward runs in separate processes, with a time limit.
 
-Every answer gets a verdict, in the order given. A reward that raises, hangs, kills its process or returns no number
-ends the run with an error that names the prompt, or is counted by name and given the value the user chose: never a zero
-that nobody sees. A process that hung or died is replaced. Knows nothing of what a reward computes.
+Every completion gets a verdict, in the order given. A reward that raises, hangs, ends its process or returns no number
+is an error that names the prompt, or it is counted and replaced by `task.failed_reward`. It is never a silent zero. A
+process that hung or died is replaced. Does not know what a reward computes.
 """
 
 import os
@@ -36,34 +36,34 @@ from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused
 from tlt.tasks.task import Task
 from tlt.types import Completion, Prompt
 
-_START_TIMEOUT_S = 600.0  # for the user's imports: some load a model
+_START_TIMEOUT_S = 600.0  # limit of the user's imports, which may load a model
 _SHOWN = 200  # characters of an answer in a message
 
 Answer = tuple[Prompt, Completion]
-Call = tuple[int, ...]  # the answers judged in one call, by number
+Call = tuple[int, ...]  # indices of the completions judged in one call
 Score = float | Failed
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward that was none."""
+    """A failed reward."""
 
-    prompt: str  # its id
+    prompt: str  # id of the prompt
     kind: FailureKind
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an answer earns; if its reward failed, the value chosen for that case, and how it failed."""
+    """The reward of a completion. If the reward failed, `task.failed_reward` and the failure."""
 
     reward: float
     failure: Failure | None = None
 
 
 class Judge(Protocol):
-    """Judges answers. Entered, it is ready to judge, or raises; left, nothing of it remains."""
+    """Judges completions. A context manager: entering starts it or raises; leaving stops its processes."""
 
     def judge(self, answers: Sequence[Answer]) -> list[Verdict]: ...
 
@@ -73,7 +73,7 @@ class Judge(Protocol):
 
 
 class DirectJudge:
-    """The task's own reward, called in this process, for as long as it takes: tlt's own tasks, and Python callers'."""
+    """Calls the reward of a built-in task or of a task passed from Python in this process, without a time limit."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -97,11 +97,11 @@ class DirectJudge:
 
 
 class ProcessJudge:
-    """The user's reward, called in `task.reward_processes` processes that are kept from one step to the next."""
+    """Calls the user's reward in `task.reward_processes` processes, which are kept between steps."""
 
     def __init__(self, settings: TaskSettings, columns: frozenset[str] = frozenset()) -> None:
         self._settings = settings
-        self._columns = columns  # that every prompt brings
+        self._columns = columns  # columns that every prompt has
         self._children: list[_Child] = []
         self._takes_groups = False
 
@@ -113,12 +113,12 @@ class ProcessJudge:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes; judging again starts new ones."""
+        """Ends the processes. A later `judge` starts new ones."""
         while self._children:
             self._children.pop().end()
 
     def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
-        self._start()  # tells how it wants its calls
+        self._start()  # also sets `_takes_groups`
         cases = [case_of(prompt, completion) for prompt, completion in answers]
         verdicts: dict[int, Verdict] = {}
         for call, scores in self._scores(cases, deque(self._calls(cases))):
@@ -143,18 +143,18 @@ class ProcessJudge:
         return child
 
     def _calls(self, cases: Sequence[Case]) -> Iterator[Call]:
-        """One answer a call; or all answers to a prompt, as they stand beside each other."""
+        """One completion per call, or adjacent completions of the same prompt per call if the reward takes groups."""
         if not self._takes_groups:
             return ((number,) for number in range(len(cases)))
         groups = groupby(range(len(cases)), key=lambda number: cases[number].prompt_id)
         return (tuple(numbers) for _, numbers in groups)
 
     def _scores(self, cases: Sequence[Case], calls: deque[Call]) -> Iterator[tuple[Call, Sequence[Score]]]:
-        """Hands the calls to whoever is free; yields each as soon as it is done or has failed."""
+        """Gives each call to an idle child. Yields a call as soon as it has finished or failed."""
         busy: dict[_Child, Call] = {}
         while calls or busy:
             if calls:
-                self._start()  # in the place of those that hung or died
+                self._start()  # replaces children that hung or died
             for child in [child for child in self._children if child not in busy][: len(calls)]:
                 busy[child] = call = calls.popleft()
                 limit_s = self._settings.reward_timeout_s * len(call)
@@ -177,11 +177,11 @@ class ProcessJudge:
 
 
 class _Child:
-    """One judging process. A call at a time: `begin`, then `finish` when it is over or its time is."""
+    """One judging process. Runs one call at a time: `begin`, then `finish` on its reply or at its deadline."""
 
     def __init__(self, opening: Opening) -> None:
         self.line, theirs = socket.socketpair()
-        self._answers = 0  # that it was asked to judge, by the last call
+        self._count = 0  # completions in the last call
         self._limit_s = _START_TIMEOUT_S
         with theirs:
             self._process = _starter(os.getpid()).submit(_start_process, theirs.fileno()).result()
@@ -190,31 +190,31 @@ class _Child:
         self.ready = self._opened()
 
     def begin(self, cases: tuple[Case, ...], limit_s: float) -> None:
-        self._answers, self._limit_s = len(cases), limit_s
+        self._count, self._limit_s = len(cases), limit_s
         self.deadline = time.monotonic() + limit_s
         self._send(cases)
 
     def finish(self) -> Sequence[Score] | Failed:
-        """The scores; Failed if there are none, and then the process has been ended."""
-        return self._receive(lambda payload: read_scores_reply(payload, self._answers))
+        """The scores. Failed if the process sent none; the process has ended then."""
+        return self._receive(lambda payload: read_scores_reply(payload, self._count))
 
     def end(self) -> int:
-        """Ends the process and what it has started, and says how it ended."""
+        """Kills the process and its children. Returns the exit code."""
         self.line.close()
-        os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
         return self._process.wait()
 
     def _opened(self) -> Ready:
-        answer = self._receive(read_opening_reply)
-        if isinstance(answer, Ready):
-            return answer
-        if isinstance(answer, Refused):
+        reply = self._receive(read_opening_reply)
+        if isinstance(reply, Ready):
+            return reply
+        if isinstance(reply, Refused):
             self.end()
-            raise TaskError(answer.message)
-        raise TaskError(f"the reward's process did not start; it {answer.kind}: {answer.message}")
+            raise TaskError(reply.message)
+        raise TaskError(f"the reward's process did not start; it {reply.kind}: {reply.message}")
 
     def _send(self, message: object) -> None:
-        with suppress(ConnectionError, TimeoutError):  # it has died or hangs, and receiving will say so
+        with suppress(ConnectionError, TimeoutError):  # a dead or hanging process is reported by `_receive`
             send_frame(self.line, pickle.dumps(message), self.deadline)
 
     def _receive(self, read: Callable[[bytes], T]) -> T | Failed:
@@ -232,8 +232,8 @@ class _Child:
 
 @cache
 def _starter(process: int) -> ThreadPoolExecutor:
-    """The thread of this process that starts judging processes. It stays as long as the process does: on Linux a
-    judging process is killed when the thread that started it ends, and judges are called from threads of a step."""
+    """The thread that starts judging processes; it lives as long as this process. On Linux a judging process is killed
+    when the thread that started it ends, and judges are called from short-lived threads."""
     return ThreadPoolExecutor(1, thread_name_prefix=f"judge-starter-{process}")
 
 
@@ -242,8 +242,8 @@ def _start_process(line: int) -> "subprocess.Popen[bytes]":
         [sys.executable, "-P", "-m", "tlt.tasks.judge_child", str(line), str(os.getpid())],
         pass_fds=[line],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what the user's code prints goes where errors go
-        start_new_session=True,  # Ctrl-C is ours; and its processes end with it
+        stdout=2,  # output of the user's code goes to stderr
+        start_new_session=True,  # Ctrl-C does not reach it, and `end` kills its whole process group
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
 
@@ -262,18 +262,18 @@ def case_of(prompt: Prompt, completion: Completion) -> Case:
 
 
 def _first_to_finish(children: Sequence[_Child]) -> list[_Child]:
-    """Waits until some have an answer or have run out of time; at least one."""
+    """Waits until at least one child has replied or reached its deadline."""
     over: list[_Child] = []
     while not over:
         patience = max(0.0, min(child.deadline for child in children) - time.monotonic())
-        heard = wait([child.line for child in children], timeout=patience)
+        readable = wait([child.line for child in children], timeout=patience)
         now = time.monotonic()
-        over = [child for child in children if child.line in heard or child.deadline <= now]
+        over = [child for child in children if child.line in readable or child.deadline <= now]
     return over
 
 
 def _how(code: int) -> str:
-    names = {known.value: known.name for known in signal.Signals}  # not of every real-time signal
+    names = {known.value: known.name for known in signal.Signals}  # lacks most real-time signals
     return f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
 
 
@@ -289,7 +289,7 @@ def _complaint(case: Case, failed: Failed) -> str:
 
 
 def _note(prompt: Prompt, completion: Completion, _: object, error: BaseException | None, __: object) -> None:
-    """The task may be the user's: its error passes on, and says what it happened on."""
+    """Adds the prompt and the completion's beginning to an error of the task's reward, which propagates."""
     if error:
         error.add_note(f"in the reward of prompt {prompt.id}; the answer begins {_beginning(completion.text)}")
 

@@ -1,8 +1,8 @@
-"""What runs in a judging process: `python -m tlt.tasks.judge_child SOCKET PARENT` loads the user's reward and calls it.
+"""A judging process: `python -m tlt.tasks.judge_child SOCKET PARENT` loads the user's reward and calls it.
 
-Whatever the user's code does, the run gets an answer: a number or the user's own traceback, or else the process's end.
-This is the border to code that is not ours, so here, and only here, everything is caught: to be reported, never to be
-passed over. Ends with its parent. Knows nothing of policies, and imports no torch.
+Every call is answered with a number or the user's traceback, unless the process ends. Every exception of the user's
+code is caught here and reported. The process ends when its parent ends. Does not know policies, and does not import
+torch.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ from tlt.errors import TltError
 from tlt.tasks.judge_wire import opening_reply, receive_frame, scores_reply, send_frame
 from tlt.tasks.rewards import Case, Failed, Opening, Refused, Reward, open_reward, score
 
-_LONGEST = 4000  # characters of a traceback that are kept, the last ones
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that this process gets when its parent dies
+_LONGEST = 4000  # characters kept from the end of a traceback
+_PR_SET_PDEATHSIG = 1  # option of Linux's prctl: the signal sent to this process when its parent dies
 _PARENT_CHECK_S = 1.0
 
 
 def main(line: int, parent: int) -> None:
-    """Answers the opening with Ready or Refused, then cases with their scores, until the run hangs up."""
+    """Replies to the opening with Ready or Refused, then to cases with scores, until the run closes the socket."""
     _end_with(parent)
-    os.set_inheritable(line, False)  # what the user's code starts must not keep the line open
+    os.set_inheritable(line, False)  # child processes of the user's code must not keep the socket open
     run = socket.socket(fileno=line)
     try:
         _serve(run)
@@ -63,7 +63,7 @@ def _scores(reward: Reward, cases: Sequence[Case]) -> tuple[float | Failed, ...]
 
 
 def _users_part(error: BaseException) -> str:
-    """The traceback from the user's first frame on."""
+    """The traceback, from the first frame of the user's code on."""
     frame = error.__traceback__
     while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename):
         frame = frame.tb_next
@@ -75,12 +75,15 @@ def _is_ours(file: str) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """A reward that hangs must not outlive a run that was killed. Linux ends this process, whatever runs in it; other
-    systems do not, and there a thread looks, which a reward that holds the interpreter's lock keeps from looking."""
-    asked = sys.platform == "linux" and not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before the kernel was asked
+    """Ends this process when its parent ends, so that a hanging reward does not outlive a killed run.
+
+    Linux kills this process. On other systems a thread polls the parent's pid; it cannot run while the user's code
+    holds the interpreter lock.
+    """
+    by_kernel = sys.platform == "linux" and not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
-    if not asked:
+    if not by_kernel:
         threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
 
 

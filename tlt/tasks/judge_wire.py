@@ -1,8 +1,8 @@
-"""Messages between the run and a judging process: frames on a socket, and what a frame may hold.
+"""Messages between the run and a judging process: frames on a socket, and their contents.
 
-To the process go pickled records: a row may hold any type, and the process runs the user's code anyway. Back comes
-JSON, checked field by field: whatever the process sends, the run gets numbers, text or an error, and executes nothing.
-A frame is its length in 8 bytes and then as many bytes. Knows nothing of processes, rewards and time limits.
+Records to the process are pickled: a row may hold any type, and the process runs the user's code anyway. Replies are
+JSON, checked field by field: the run reads numbers, text or an error, and never unpickles a reply. A frame is an 8-byte
+length followed by that many bytes. Does not know processes, rewards or time limits.
 """
 
 import json
@@ -15,29 +15,29 @@ from typing import Any
 from tlt.strict_json import InvalidJson, parse
 from tlt.tasks.rewards import Failed, FailureKind, Ready, Refused, number_of
 
-LARGEST_FRAME = 2**26  # bytes that the run takes from a process
-LONGEST_TEXT = 8000  # characters of a message; the rest of a longer one is left out
-_SHORTEST_WAIT_S = 1e-3  # a socket's timeout of 0 means another thing
+LARGEST_FRAME = 2**26  # bytes; the run refuses larger replies
+LONGEST_TEXT = 8000  # characters; longer messages are truncated
+_SHORTEST_WAIT_S = 1e-3  # a socket timeout of 0 means non-blocking
 _HEAD = struct.Struct(">Q")
 _KINDS: dict[str, FailureKind] = {"raised": "raised", "no number": "no number"}  # a process cannot report its own end
 
 
 class InvalidReply(Exception):
-    """A judging process sent something other than what was asked for. The message goes behind "it sent"."""
+    """A judging process sent an unexpected reply. The message completes the phrase "it sent"."""
 
 
 # ---- frames
 
 
 def send_frame(line: socket.socket, payload: bytes, deadline: float | None = None) -> None:
-    """Raises TimeoutError at `deadline`, a time of time.monotonic."""
+    """Raises TimeoutError at `deadline`, on the clock of time.monotonic."""
     _limit(line, deadline)
     line.sendall(_HEAD.pack(len(payload)) + payload)
 
 
 def receive_frame(line: socket.socket, deadline: float | None = None, largest: int | None = None) -> bytes:
-    """Raises EOFError where the other side has hung up, InvalidReply where it announces more than `largest` bytes, and
-    TimeoutError at `deadline`, however slowly the bytes come."""
+    """Raises EOFError if the socket was closed, InvalidReply if the frame exceeds `largest` bytes, and TimeoutError at
+    `deadline`, even while bytes keep arriving."""
     (length,) = _HEAD.unpack(_receive(line, _HEAD.size, deadline))
     if largest is not None and length > largest:
         raise InvalidReply(f"a message of {length} bytes; expected at most {largest}")
@@ -111,5 +111,5 @@ def _decoded(payload: bytes) -> Any:
 
 
 def _text(message: str) -> str:
-    """Half characters, as in names of files that are not UTF-8, become their escapes."""
+    """Escapes lone surrogates, as in file names that are not UTF-8."""
     return message.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]

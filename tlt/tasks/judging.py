@@ -1,8 +1,7 @@
-"""Judging beside the rollout: a group is judged as soon as its last answer is in, while others are being written.
+"""Judging during the rollout: a group is judged when its last completion arrives, while other groups are decoded.
 
-What always holds: a group's answers are judged together, in the order they were asked, whatever the order they came in;
-a reward that stops the run stops it when the next answer is handed in, not when all are. Knows nothing of what a reward
-computes, nor of the engine.
+Always holds: the completions of a group are judged together, in the order of their keys, whatever the order of
+arrival. A reward failure that stops the run raises at the next `hand_in`. Does not know rewards or the engine.
 """
 
 import time
@@ -17,43 +16,43 @@ from tlt.types import Completion, Group, Key, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A group, and how each of its rollouts was judged."""
+    """A group, and the verdict on each of its rollouts."""
 
     group: Group
     verdicts: tuple[Verdict, ...]
 
 
 class Judging:
-    """The judging of one step. Entered, it takes answers; left, nobody judges any more."""
+    """The judging of one step. A context manager: leaving it cancels the judging that has not begun."""
 
     def __init__(self, judge: Judge, asked: Sequence[tuple[Prompt, Sequence[Key]]]) -> None:
-        """`asked`: every prompt of the step with the keys of its answers."""
+        """`asked`: every prompt of the step with the keys of its completions."""
         self._judge = judge
-        self._asked = [(prompt, tuple(keys)) for prompt, keys in asked]
-        self._group_of = {key: index for index, (_, keys) in enumerate(self._asked) for key in keys}
-        self._answers: list[dict[Key, Completion]] = [{} for _ in self._asked]
+        self._prompts = [(prompt, tuple(keys)) for prompt, keys in asked]
+        self._group_of = {key: index for index, (_, keys) in enumerate(self._prompts) for key in keys}
+        self._completions: list[dict[Key, Completion]] = [{} for _ in self._prompts]
         self._verdicts: dict[int, Future[list[Verdict]]] = {}
-        # One thread: it waits for processes, and the order in which a judge is asked stays the order of arrival.
+        # One thread is enough, as it only waits for processes, and it keeps the groups in order of arrival.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judging")
         self.last_verdict_s = 0.0  # when the last group was judged, on the clock of time.perf_counter
 
     def hand_in(self, completion: Completion) -> None:
         self._raise_failures()
         index = self._group_of[completion.key]
-        prompt, keys = self._asked[index]
-        answers = self._answers[index]
-        answers[completion.key] = completion
-        if len(answers) == len(keys):
-            batch: list[Answer] = [(prompt, answers[key]) for key in keys]
+        prompt, keys = self._prompts[index]
+        completions = self._completions[index]
+        completions[completion.key] = completion
+        if len(completions) == len(keys):
+            batch: list[Answer] = [(prompt, completions[key]) for key in keys]
             self._verdicts[index] = self._thread.submit(self._judge_group, batch)
 
     def all_in(self) -> bool:
-        """Whether every answer that was handed in as a whole group has been judged: nobody need wait any more."""
+        """Whether every complete group has been judged."""
         return all(future.done() for future in self._verdicts.values())
 
     def judged(self) -> list[Judged]:
-        """All groups in the order they were asked; waits for those still being judged."""
-        return [self._judged(index) for index in range(len(self._asked))]
+        """All groups in the order of the prompts. Waits for unfinished judging."""
+        return [self._judged(index) for index in range(len(self._prompts))]
 
     def _judge_group(self, answers: Sequence[Answer]) -> list[Verdict]:
         verdicts = self._judge.judge(answers)
@@ -61,10 +60,11 @@ class Judging:
         return verdicts
 
     def _judged(self, index: int) -> Judged:
-        prompt, keys = self._asked[index]
-        answers, verdicts = self._answers[index], self._verdicts[index].result()
-        rollouts = [Rollout(prompt, answers[key], verdict.reward) for key, verdict in zip(keys, verdicts, strict=True)]
-        return Judged(Group(prompt, tuple(rollouts)), tuple(verdicts))
+        prompt, keys = self._prompts[index]
+        completions, verdicts = self._completions[index], self._verdicts[index].result()
+        pairs = zip(keys, verdicts, strict=True)
+        rollouts = tuple(Rollout(prompt, completions[key], verdict.reward) for key, verdict in pairs)
+        return Judged(Group(prompt, rollouts), tuple(verdicts))
 
     def _raise_failures(self) -> None:
         for future in self._verdicts.values():

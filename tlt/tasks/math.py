@@ -1,7 +1,7 @@
-"""Answers checked against a reference: numbers, GSM8K's form, and mathematical expressions (math-verify).
+"""Rewards that compare with a reference: numbers, GSM8K's format, and mathematical expressions (math-verify).
 
-A right answer earns 1, any other 0; an answer that cannot be read is not right. A reference that cannot be read is the
-user's mistake and raises. Knows text alone; `math` needs the extra of the same name, the others nothing.
+A correct completion earns 1, any other 0. A completion that cannot be parsed is not correct. A reference that cannot be
+parsed is a TaskError. Works on text only. `math` needs the extra of the same name; the others need no extra.
 """
 
 import re
@@ -11,11 +11,11 @@ from typing import Any
 
 from tlt.errors import TaskError
 
-MARKER = "####"  # GSM8K writes the result behind it
+MARKER = "####"  # precedes the result in GSM8K
 _BOXED = "\\boxed{"
-_LIMIT_S = 2  # seconds that math-verify may take to read or to compare: a policy may write 9^{9^{9^9}}
+_LIMIT_S = 2  # limit of one parse or comparison of math-verify: a policy may write 9^{9^{9^9}}
 
-# A minus belongs to the number unless it stands between two operands; commas count only as thousands' separators.
+# A minus is a sign unless it follows an operand. A comma is accepted as a thousands separator only.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _NUMBER = re.compile(rf"(?:(?<![\w)\]}}])-)?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)")
 
@@ -27,14 +27,14 @@ def last_number(text: str) -> Decimal | None:
 
 
 def gsm8k_reference(answer: str) -> str | None:
-    """What stands behind the last `####` of GSM8K's own answers, without commas; None without the mark."""
+    """The text after the last `####` of a GSM8K reference, without commas. None without the marker."""
     _, mark, result = answer.rpartition(MARKER)
     return result.strip().replace(",", "") if mark and result.strip() else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}` that is closed, the inner of nested ones; None if there is none."""
-    opened: list[tuple[int, bool]] = []  # where each open brace's content starts, and whether it is boxed
+    r"""The content of the last closed `\boxed{…}`, the inner one if nested. None if there is none."""
+    opened: list[tuple[int, bool]] = []  # per open brace: start of its content, and whether it is a \boxed
     last, content = -1, None
     for brace in re.finditer(r"\\boxed\{|[{}]", text):
         if brace[0] != "}":
@@ -47,7 +47,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def exact(answer: str, reference: Any) -> float:
-    """The whole answer is the reference, capitals and spaces aside, or its last number is the number asked for."""
+    """1 if the completion equals the reference, ignoring case and spaces, or its last number equals the reference."""
     wanted = _text(reference)
     if _plain(answer) == _plain(wanted):
         return 1.0
@@ -56,7 +56,7 @@ def exact(answer: str, reference: Any) -> float:
 
 
 def gsm8k(answer: str, reference: Any) -> float:
-    """The first number behind the answer's last `####`, or else its last number, equals the reference's."""
+    """1 if the first number after the last `####`, or without `####` the last number, equals the reference."""
     wanted = _text(reference)
     number = last_number(gsm8k_reference(wanted) or wanted)
     if number is None:
@@ -68,7 +68,7 @@ def gsm8k(answer: str, reference: Any) -> float:
 
 
 def math_reward() -> Callable[[str, Any], float]:
-    r"""The reward `math`: the last `\boxed{…}`, or else what math-verify finds, equals the reference as mathematics."""
+    r"""The reward `math`: 1 if the last `\boxed{…}`, else math-verify's extraction, equals the reference."""
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError:

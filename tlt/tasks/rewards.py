@@ -1,7 +1,7 @@
-"""Rewards: the built-in ones, and the user's function in the convention it was written for (verl's or TRL's).
+"""Rewards: the built-in ones, and the user's function in verl's or TRL's calling convention.
 
-Whatever a function returns ends as a finite number or as a `Failed` that says why: never as a zero nobody asked for.
-Owns the records that travel between the run and its judging processes. Knows nothing of processes and time.
+A returned value becomes a finite number or a `Failed` with the reason, never a silent zero. Owns the records that the
+run and its judging processes exchange. Does not know processes or time limits.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ Function = Callable[..., Any]
 
 VERL = "compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': number, …}"
 TRL = "reward_func(prompts, completions, **columns) -> list of numbers"
-_ANSWER = {"verl": "solution_str", "trl": "completions"}  # convention → the parameter that tells it
-_LARGEST = 1e12  # that a reward can be: the squares of larger ones, and differences between them, are lost in float32
+_ANSWER = {"verl": "solution_str", "trl": "completions"}  # convention → the parameter that identifies it
+_LARGEST = 1e12  # limit of a reward's magnitude: float32 loses the squares and differences of larger values
 _VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
 
@@ -36,7 +36,7 @@ BUILT_IN: dict[str, Callable[[], Callable[[str, Any], float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One answer to be judged, in plain values."""
+    """One completion to judge, in plain values."""
 
     prompt_id: str
     prompt: str | list[dict[str, str]]  # text, or a chat as messages {role, content}
@@ -44,17 +44,17 @@ class Case:
     tokens: tuple[int, ...]  # of the answer
     reference: Any
     source: str  # the row's data_source, or the name of the file it comes from
-    columns: Mapping[str, Any]  # of the prompt's row, the prompt left out
+    columns: Mapping[str, Any]  # of the prompt's row, without the prompt
 
     @property
     def reply(self) -> str | list[dict[str, str]]:
-        """The answer in the prompt's kind: text, or a chat of one message."""
+        """The completion in the prompt's form: text, or a chat of one message."""
         return self.answer if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.answer}]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why an answer has no reward."""
+    """The reason why a completion has no reward."""
 
     kind: FailureKind
     message: str
@@ -62,37 +62,37 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a judging process is told first."""
+    """The first message to a judging process."""
 
-    reward: str  # as `task.reward`
-    convention: str  # as `task.reward_convention`
+    reward: str  # task.reward
+    convention: str  # task.reward_convention
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A judging process has its reward."""
+    """The judging process has loaded its reward."""
 
-    takes_groups: bool  # judges all answers to a prompt in one call
-    needs: tuple[str, ...]  # columns that the function cannot do without
+    takes_groups: bool  # one call judges all completions of a prompt
+    needs: tuple[str, ...]  # columns that are required parameters of the function
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A judging process has no reward."""
+    """The judging process could not load its reward."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward ready to be called. `values` gives one value per case, as the function returned it."""
+    """A loaded reward. `values` returns the function's value for each case."""
 
     values: Callable[[Sequence[Case]], Sequence[Any]]
     ready: Ready
 
 
 def score(reward: Reward, cases: Sequence[Case]) -> tuple[float | Failed, ...]:
-    """What each answer earns. What the function raises passes through."""
+    """The reward of each case. Exceptions of the function propagate."""
     values = reward.values(cases)
     if len(values) != len(cases):
         said = f"the reward returned {len(values)} values for {len(cases)} answers; expected one each, in order"
@@ -115,7 +115,7 @@ def open_reward(name: str, convention: str) -> Reward:
 def number_of(value: Any) -> float | Failed:
     if isinstance(value, Failed):
         return value
-    if isinstance(value, SupportsFloat):  # numbers, booleans, and what numpy and torch call a number; not text
+    if isinstance(value, SupportsFloat):  # numbers, booleans, numpy and torch scalars; not text
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # an array or tensor of several, 10**400
@@ -140,7 +140,7 @@ def _load(name: str) -> Function:
         raise TaskError(
             f"task.reward {name}: no file {file}; expected FILE.py:FUNCTION, the file relative to {Path.cwd()}"
         )
-    module_name = f"tlt_reward_{path.stem}"  # not the stem alone: a user's types.py must not become everybody's
+    module_name = f"tlt_reward_{path.stem}"  # prefixed, so that a user's types.py does not replace the library's
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"task.reward {name}: {file} is not a Python file; expected FILE.py:FUNCTION")
@@ -156,20 +156,21 @@ def _load(name: str) -> Function:
     return function
 
 
-def _convention(name: str, function: Function, wish: str) -> str:
-    """As wished, or told by what the parameters are called; a signature that does not go with it is refused."""
+def _convention(name: str, function: Function, requested: str) -> str:
+    """The requested convention, or for "auto" the one that the parameter names identify. Raises if they disagree."""
     parameters = inspect.signature(function).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [kind for kind, answer in _ANSWER.items() if answer in parameters]
-    fits = [wish] if wish in named or (wish in _ANSWER and keywords) else named if wish == "auto" else []
+    accepted = requested in named or (requested in _ANSWER and keywords)
+    fits = [requested] if accepted else named if requested == "auto" else []
     if len(fits) != 1:
-        expected = {"verl": VERL, "trl": TRL}.get(wish, f"{VERL} (verl), or {TRL} (TRL)")
+        expected = {"verl": VERL, "trl": TRL}.get(requested, f"{VERL} (verl), or {TRL} (TRL)")
         raise TaskError(f"task.reward {name} has the signature {inspect.signature(function)}; expected {expected}")
     return fits[0]
 
 
 def _as_verl(name: str, function: Function) -> Reward:
-    """One answer a call; a dictionary's `score` is the reward."""
+    """One completion per call. If the function returns a dictionary, its `score` is the reward."""
     unknown = [needed for needed in _required(function) if needed not in _VERL_NAMES]
     if unknown:
         raise TaskError(f"task.reward {name} asks for {', '.join(unknown)}; expected {VERL}")
@@ -186,7 +187,7 @@ def _as_verl(name: str, function: Function) -> Reward:
 
 
 def _as_trl(function: Function) -> Reward:
-    """All answers to a prompt a call; every column of the file goes along as a list."""
+    """All completions of a prompt per call. Every column of the file is passed as a list."""
 
     def all_of(cases: Sequence[Case]) -> Sequence[Any]:
         names = dict.fromkeys(name for case in cases for name in case.columns)
@@ -206,7 +207,7 @@ def _required(function: Function) -> list[str]:
 
 
 def _accepted(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that the function takes by name."""
+    """The arguments that the function's signature accepts."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)

@@ -1,7 +1,7 @@
-"""Rows of the files people keep prompts in: JSON lines, JSON, CSV, parquet, Arrow, and what `datasets` saves to disk.
+"""Reads rows of prompt files: JSON lines, JSON, CSV, parquet, Arrow, and directories saved by `datasets`.
 
-A row's id is the file's name and its line (JSON lines, from 1) or its row (all others, from 0). A file, line or row
-that cannot be read is an error that names it. Knows formats; knows nothing of what the columns mean.
+A row's id is the file's name and the line number (JSON lines, from 1) or row number (other formats, from 0). A file,
+line or row that cannot be read is an error that names it. Knows formats; does not know the meaning of columns.
 """
 
 import csv
@@ -15,19 +15,19 @@ from typing import Any
 from tlt.errors import TaskError, shown, shown_names
 from tlt.strict_json import InvalidJson, parse, read_object
 
-_STATE = "state.json"  # in a directory of `save_to_disk`: which files hold the rows, in order
-_SPLITS = "dataset_dict.json"  # in a directory of such directories: what they are called
+_STATE = "state.json"  # in a directory of `save_to_disk`: lists the files with the rows, in order
+_SPLITS = "dataset_dict.json"  # in a directory with one such directory per split: lists the splits
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     id: str
-    origin: str  # where it stands, for messages
+    origin: str  # file and line or row, for messages
     columns: Mapping[str, Any]
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, by its ending, or of a directory that `save_to_disk` wrote."""
+    """The rows of a file, in the format of its suffix, or of a directory written by `save_to_disk`."""
     if isdir(path):
         return _saved_rows(path)
     reader = _READERS.get(path.suffix)
@@ -54,7 +54,7 @@ def _unreadable(path: Path, error: OSError) -> TaskError:
 
 
 def _line_rows(path: Path) -> Iterator[Row]:
-    """One JSON object per line; blank lines are passed over."""
+    """One JSON object per line. Blank lines are skipped."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -79,7 +79,7 @@ def _object(record: Any, origin: str) -> dict[str, Any]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    """A list of objects. What begins as an object is read as JSON lines: many tools call those .json too."""
+    """A list of objects. A file that begins with an object is read as JSON lines: many tools name those .json too."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -96,7 +96,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a prompt may be longer than the 128 KiB csv takes by itself
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the csv module's default limit is 128 KiB
     try:
         with path.open(encoding="utf-8-sig", newline="") as text:
             yield from _numbered(path, _csv_columns(path, csv.reader(text, strict=True)))
@@ -109,7 +109,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_columns(path: Path, lines: Iterable[list[str]]) -> Iterator[dict[str, Any]]:
-    """Each line by the names in the first; every value is text, and an empty one is None."""
+    """Each line as a mapping by the header's names. Every value is text; an empty value is None."""
     filled = (line for line in lines if line)
     names = next(filled, [])
     if len(set(names)) < len(names):
@@ -134,7 +134,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
 
 def _saved_rows(path: Path) -> Iterator[Row]:
-    """A directory that `Dataset.save_to_disk` wrote: one or more Arrow files, named in order by state.json."""
+    """A directory written by `Dataset.save_to_disk`: Arrow files, listed in order by state.json."""
     if isfile(path / _SPLITS):
         splits = read_object(path / _SPLITS, TaskError, "save the dataset again").get("splits")
         raise TaskError(f"task.path {path}: holds the splits {shown(splits)}; name one: {path}/SPLIT")
@@ -162,11 +162,11 @@ def _from_batches(path: Path, kind: str, read: Callable[[Path], Iterator[Any]]) 
         raise TaskError(f"{path}: {kind} needs pyarrow, which is not installed; pip install 'tlt-rl[data]'") from None
     try:
         for batch in read(path):
-            batch.validate(full=True)  # or a damaged file makes pyarrow read where nothing is
+            batch.validate(full=True)  # without this a damaged file makes pyarrow read out of bounds
             coded = [field for field in batch.schema if _holds_json(field)]
             for row in batch.to_pylist():
                 yield row | {field.name: _decoded(row[field.name], field) for field in coded}
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: text, dates
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: bad text, bad dates
         raise TaskError(f"{path}: cannot be read as {kind} ({shown(str(error))})") from None
 
 
@@ -178,7 +178,7 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Of a file in Arrow's stream format, as `datasets` writes it, or in its file format."""
+    """Batches of a file in Arrow's stream format, which `datasets` writes, or in Arrow's file format."""
     from pyarrow import OSFile, ipc
 
     with OSFile(str(path)) as file:
@@ -192,12 +192,12 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 
 
 def _holds_json(field: Any) -> bool:
-    """Whether values of several types are kept as JSON text, here or further in: `Json` of `datasets`."""
+    """Whether the field or a nested one holds JSON text (`Json` of `datasets`)."""
     return _is_json(field) or any(_holds_json(inner) for inner in _inner(field.type))
 
 
 def _is_json(field: Any) -> bool:
-    name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()  # where pyarrow does not know the type
+    name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()  # for a pyarrow without this type
     return bool(getattr(field.type, "extension_name", name) == "arrow.json")
 
 

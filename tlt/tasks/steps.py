@@ -1,11 +1,10 @@
-"""Steps task: carry out a few rules in turn, one numbered line each, for as many steps as the prompt asks.
+"""Steps task: apply a few rules in rotation, one numbered line per step, for the number of steps in the prompt.
 
-`Start with 47 … 3 steps … add 8, multiply by 3, add the number of the step` is answered `1. 47+8=55`, `2: 55 times 3
-is 65`, `3. 65+3 gives 68;`, `Result: 68`, a line each: arithmetic modulo 100, and every line written in one of many
-ways, drawn at random. The number of steps is lognormal with a wide spread: most answers are short, a few fill the
-context, and the further one goes the likelier is a slip. Every prompt is a function of (seed, step, index) alone, and
-the reward is exact.
-Knows text; knows nothing of tokens, tensors or the policy.
+Example: the prompt says to start with 47 and do 3 steps with the rules "add 8, multiply by 3, add the number of the
+step". The solution has the lines `1. 47+8=55`, `2: 55 times 3 is 65`, `3. 65+3 gives 68;` and `Result: 68`. Arithmetic
+is modulo 100, and the phrasing of each line is drawn at random. The number of steps is lognormal with a wide spread:
+most completions are short, and a few fill the context. Every prompt is a function of (seed, step, index), and the
+reward is exact. Works on text; does not know tokens, tensors or the policy.
 """
 
 import math
@@ -18,7 +17,7 @@ from tlt.config import StepsSettings
 from tlt.errors import TaskError
 from tlt.types import Completion, Message, Prompt
 
-_Ways = tuple[tuple[str, ...], tuple[float, ...]]  # ways to write the same, and how likely each is
+_Ways = tuple[tuple[str, ...], tuple[float, ...]]  # equivalent phrasings and their probabilities
 
 _MARKS: _Ways = ((". ", ": ", ") "), (0.5, 0.3, 0.2))
 _STYLES: _Ways = (("symbol", "word"), (0.7, 0.3))
@@ -53,12 +52,12 @@ class Rule:
 @dataclass(frozen=True, slots=True)
 class Problem:
     start: int
-    rules: tuple[Rule, ...]  # taken in turn
+    rules: tuple[Rule, ...]  # applied in rotation
     steps: int
     modulus: int
 
     def values(self) -> list[int]:
-        """After each step."""
+        """The value after each step."""
         values, value = [], self.start
         for number in range(1, self.steps + 1):
             value = self._apply(self.rules[(number - 1) % len(self.rules)], value, number)
@@ -71,7 +70,7 @@ class Problem:
 
 
 class StepsTask:
-    """Rules carried out step by step: endless prompts, exact reward, answers of very unequal length."""
+    """Rules applied step by step: unlimited prompts, exact reward, completions of very different lengths."""
 
     def __init__(self, settings: StepsSettings | None = None, *, seed: int = 0) -> None:
         self.settings = settings or StepsSettings()
@@ -81,13 +80,13 @@ class StepsTask:
         return [self._prompt(step, index) for index in range(count)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """1.0 if the answer ended by itself, has a line for each step, and the last line names the result."""
+        """1.0 if the completion ended with EOS, has one line per step, and its last line has the result."""
         if completion.finish_reason != "eos":
             return 0.0
         return float(is_right(completion.text, _problem_of(prompt)))
 
     def solution(self, prompt: Prompt, draw: random.Random | None = None) -> str:
-        """A right answer to one of this task's prompts, its phrasing drawn; without `draw`, by seed and prompt."""
+        """A correct completion of one of this task's prompts. Phrasing is drawn from `draw`, or by seed and prompt."""
         draw = draw or random.Random(f"steps/{self.seed}/{prompt.id}")
         return write_solution(_problem_of(prompt), draw, self.settings.variety)
 
@@ -107,7 +106,7 @@ class StepsTask:
 
 
 def draw_problem(draw: random.Random, settings: StepsSettings) -> Problem:
-    """One rule always uses the step's own number: without it, sequences modulo a small number soon repeat."""
+    """One rule always uses the number of the step: without it, sequences modulo a small number soon repeat."""
     steps = round(draw.lognormvariate(math.log(settings.median_steps), settings.spread))
     rules = [_draw_rule(draw, settings) for _ in range(draw.randint(1, settings.rules - 1))]
     rules.insert(draw.randint(0, len(rules)), Rule(draw.choice("+-"), None))
@@ -132,10 +131,9 @@ def write_solution(problem: Problem, draw: random.Random, variety: float = 1.0) 
 
 
 def is_right(answer: str, problem: Problem) -> bool:
-    """Whether the answer counts its lines up to the last step and then names the right result.
+    """Whether the lines are numbered up to the last step and the last line has the correct result.
 
-    Every step must be there, so that nobody is paid for guessing the result straight away; a slip half-way that leaves
-    the result right is forgiven.
+    Every step is required, so that guessing the result directly earns nothing. The values of the steps are not checked.
     """
     *lines, last = answer.split("\n")
     numbered = [_NUMBERED.fullmatch(line) for line in lines]
@@ -145,13 +143,13 @@ def is_right(answer: str, problem: Problem) -> bool:
 
 
 def phrasing_nats(steps: int, variety: float = 1.0) -> float:
-    """What an answer of so many steps leaves open to whoever knows the arithmetic: the entropy of its phrasing."""
+    """Entropy of the phrasing of a solution with `steps` steps, in nats."""
     line = sum(_entropy(_varied(ways, variety)) for ways in _LINE)
     return steps * line + _entropy(_varied(_ENDINGS, variety))
 
 
 def _draw_rule(draw: random.Random, settings: StepsSettings) -> Rule:
-    """Factors share no divisor with the modulus: the others would lead every start to the same few numbers."""
+    """Factors are coprime to the modulus: other factors would collapse all starts onto few values."""
     if draw.random() < settings.products:
         factors = [factor for factor in _FACTORS if math.gcd(factor, settings.modulus) == 1]
         if factors:
@@ -164,7 +162,7 @@ def _one_of(ways: _Ways, draw: random.Random, variety: float) -> str:
 
 
 def _varied(ways: _Ways, variety: float) -> list[float]:
-    """Less variety moves the weight to the first way."""
+    """Scales the weights of the other phrasings by `variety`; the first one gets the rest."""
     rest = [variety * weight for weight in ways[1][1:]]
     return [1.0 - sum(rest), *rest]
 

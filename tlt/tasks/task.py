@@ -1,6 +1,6 @@
-"""What a task is: a source of prompts and a judge of answers. The two methods a user writes.
+"""The task protocol: a source of prompts and their reward, the two methods that a user writes.
 
-`sample` is a function of its arguments alone, so that a resumed run asks what the undisturbed run would have asked.
+`sample` depends on its arguments only, so a resumed run gets the prompts of an uninterrupted run.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from tlt.types import Completion, Prompt
 @runtime_checkable
 class Task(Protocol):
     def sample(self, step: int, count: int) -> Sequence[Prompt]:
-        """`count` prompts, one at least, of the step after `step` others; the same arguments give the same prompts."""
+        """`count` prompts (at least 1) of step `step`, counted from 0. The same arguments give the same prompts."""
         ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """What the answer earns: a finite number."""
+        """The reward of the completion: a finite number."""
         ...

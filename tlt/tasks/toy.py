@@ -1,10 +1,9 @@
 """Toy task: evaluate an arithmetic expression by rewriting it, one operation at a time, until a number is left.
 
-`(3+4)*2-5=` is answered `7*2-5=4-5=9`: arithmetic modulo 10, so every number stays one character. The answer's length
-grows with the square of the number of operations, and that number is lognormal: answers have a long tail.
-Every prompt is a function of (seed, step, index) alone, or of its number in a pool that is asked again and again; the
-reward is exact.
-Knows text; knows nothing of tokens, tensors or the policy.
+The solution of `(3+4)*2-5=` is `7*2-5=4-5=9`. Arithmetic is modulo 10, so every number is one character. The length of
+a solution grows with the square of the number of operations, which is lognormal: lengths have a long tail. Every prompt
+is a function of (seed, step, index), or of (seed, index in the pool) if `pool` is set. The reward is exact.
+Works on text; does not know tokens, tensors or the policy.
 """
 
 import math
@@ -17,15 +16,15 @@ from tlt.errors import TaskError
 from tlt.types import Completion, Prompt
 
 OPERATORS = "+-*"
-ALPHABET = "0123456789" + OPERATORS + "()="  # every character of a prompt or a right answer
+ALPHABET = "0123456789" + OPERATORS + "()="  # every character of a prompt or a correct completion
 
-# The leftmost operation that is ready: both operands are numbers, and no neighbour binds tighter or comes first.
-# Parentheses around it disappear with it.
+# The leftmost operation that can be evaluated: both operands are numbers, and no neighbour has precedence.
+# The match includes parentheses around it.
 _READY = re.compile(r"\(\d+[-+*]\d+\)|(?<![*\d])\d+\*\d+(?!\d)|(?<![-+*\d])\d+[-+]\d+(?![*\d])")
 
 
 class ToyTask:
-    """Arithmetic by rewriting: endless prompts, exact reward."""
+    """Arithmetic by rewriting: unlimited prompts, exact reward."""
 
     def __init__(self, settings: ToySettings | None = None, *, seed: int = 0) -> None:
         self.settings = settings or ToySettings()
@@ -38,13 +37,13 @@ class ToyTask:
         return [self._prompt(f"{step}/{index}") for index in range(count)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """1.0 if the answer ended by itself, each rewriting has one operation less, and the last one is the result."""
+        """1.0 if the completion ended with EOS, each rewriting has one operation less, and the last is the result."""
         if completion.finish_reason != "eos":
             return 0.0
         return float(is_right(completion.text, _expression_of(prompt), self.settings.modulus))
 
     def solution(self, prompt: Prompt) -> str:
-        """The right answer to one of this task's prompts: what supervised warm-up teaches."""
+        """The correct completion of one of this task's prompts, used by supervised warm-up."""
         return solve(_expression_of(prompt), self.settings.modulus)
 
     def _prompt(self, name: str) -> Prompt:
@@ -64,10 +63,10 @@ def solve(expression: str, modulus: int = 10) -> str:
 
 
 def is_right(answer: str, expression: str, modulus: int = 10) -> bool:
-    """Whether the answer counts down operation by operation to the right result.
+    """Whether each rewriting has one operation less and the last one is the correct result.
 
-    Counting down is part of the format so that a policy cannot be paid for guessing the result straight away.
-    A slip half-way that leaves the result right is forgiven.
+    Every rewriting is required, so that guessing the result directly earns nothing. The values of the intermediate
+    rewritings are not checked.
     """
     operations = count_ops(expression)
     lines = answer.split("=")
@@ -90,7 +89,7 @@ def write_expression(draw: random.Random, ops: int, settings: ToySettings) -> st
 
 
 def _write_operand(draw: random.Random, ops: int, settings: ToySettings) -> tuple[str, int]:
-    """A number or an expression in parentheses, and how many of the `ops` operations are still to be written."""
+    """A number or an expression in parentheses, and how many of the `ops` operations are left."""
     if ops < 2 or draw.random() >= settings.parentheses:
         return str(draw.randrange(settings.modulus)), ops
     inside = draw.randint(1, ops - 1)
