@@ -18,6 +18,9 @@ class Clock:
 
     monotonic = perf_counter
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def used_by(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         for module in modules:
             monkeypatch.setattr(module, "time", self)

@@ -21,7 +21,8 @@ from tlt.watch.console import notice
 from tlt.watch.events import CheckpointSaved, CheckpointsPlanned
 from tlt.watch.history import events_of
 
-LEARNS = ["--run.steps=1", "--grpo.kl=0.1"]  # every answer teaches something, whatever it was rewarded
+# every answer teaches something, whatever it was rewarded
+LEARNS = ["--drafting.forced_share=1", "--run.steps=1", "--grpo.kl=0.1"]
 
 
 def written(path: Path) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tlt
 from tlt.config import RunConfig, SpecSettings
 from tlt.errors import ConfigError, TltError
-from tlt.recipe import RENAMED, Knob, flat, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
+from tlt.recipe import REMOVED, RENAMED, Knob, flat, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
 
 PACKAGE = Path(tlt.__file__).parent
 
@@ -413,3 +413,12 @@ def test_a_renamed_key_is_still_read_and_warned_of(old: str, tmp_path: Path) -> 
         from_overrides = load_config(overrides={old: value.strip('"') if '"' in value else False})
     assert flat(from_file)[RENAMED[old]] == (value.strip(chr(34)) if name == "chooser" else False)
     assert from_file == from_flags == from_overrides != RunConfig()
+
+
+@pytest.mark.parametrize("old", sorted(REMOVED))
+def test_knobs_that_are_gone_change_nothing_for_a_version(old: str, tmp_path: Path) -> None:
+    section, _, name = old.partition(".")
+    (tmp_path / "old.toml").write_text(f"[{section}]\n{name} = 0.5\n")
+    for sources in ({"recipe": tmp_path / "old.toml"}, {"flags": [f"--{old}=0.5"]}, {"overrides": {old: 0.5}}):
+        with pytest.warns(FutureWarning, match=f"{old} is ignored"):
+            assert load_config(**sources) == RunConfig()  # type: ignore[arg-type]

@@ -78,7 +78,6 @@ def test_training_over_many_short_steps_is_not_given_up_for_small_gains_in_each(
 
 def test_a_cold_drafter_is_trained_at_once_and_with_patience() -> None:
     cadence, world, seen = Cadence(SETTINGS, cold=True), World(gap=1.0, rate=0.0), Seen()
-    assert cadence.allowance(10.0) == SETTINGS.cold_share * 10.0
     assert step(cadence, world, seen, budget=12, per_check=4) == "cold"
     assert step(cadence, world, seen, budget=12, per_check=4) == "improving"  # nothing gained yet
     world.rate = 0.05
@@ -86,7 +85,20 @@ def test_a_cold_drafter_is_trained_at_once_and_with_patience() -> None:
         step(cadence, world, seen, budget=12, per_check=4)
     assert world.gap < 0.1
     assert not cadence.training
-    assert cadence.allowance(10.0) == SETTINGS.share * 10.0
+
+
+def test_a_drafter_at_rest_is_measured_only_with_a_reason() -> None:
+    """What the last rollout accepted of its drafts costs nothing to know."""
+    cadence, world, seen = Cadence(SETTINGS, cold=False), World(), Seen()
+    assert cadence.due(), "nothing is known of it yet"
+    step(cadence, world, seen, budget=40, per_check=4)
+    assert [cadence.due(0.8) for _ in range(3)] == [False] * 3
+    assert cadence.due(0.7), "the rollout accepted less"
+    assert not cadence.due(0.7), "once"
+    assert [cadence.due(0.7) for _ in range(5)] == [False] * 4 + [True], (
+        "after so many steps a new policy may be easier"
+    )
+    assert Cadence(SETTINGS, cold=True).due()
 
 
 def test_a_hopeless_cold_drafter_is_given_up_until_a_probe() -> None:

@@ -13,8 +13,11 @@ import torch
 import tlt
 from tests.clocks import Clock
 from tests.training import LEARNED, numbers, small
-from tlt.drafting import deadline, trainer
+from tlt.drafting import deadline, planner, trainer
+from tlt.drafting.budget import Cost
+from tlt.drafting.forecast import Forecast
 from tlt.drafting.states import Recompute
+from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet, Worker
@@ -38,6 +41,7 @@ from tlt.watch.events import (
     RunFailed,
     RunFinished,
     StepFinished,
+    TrainingForecast,
     read_run,
 )
 from tlt.watch.history import events_of, steps_of
@@ -219,14 +223,14 @@ def test_experiences_hold_each_rollout_with_its_advantage(tmp_path: Path) -> Non
 def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock of drafter training a tick takes a second and a micro-step two: there is time for a few."""
     clock = Clock()
-    clock.used_by(monkeypatch, deadline, trainer)
+    clock.used_by(monkeypatch, deadline, trainer, tlt.fleet)
     clock.passes_in(monkeypatch, EngineCore, "tick", 1.0)
     clock.passes_in(monkeypatch, DrafterTrainer, "launch", 2.0)
     variants = {
         "plain": [],
         "suffix": ["--spec.drafter=suffix", "--spec.shape_policy=fixed"],
-        "learned": [*LEARNED, "--drafting.share=1"],
-        "kept": [*LEARNED, "--drafting.share=1", "--drafting.states=keep"],
+        "learned": [*LEARNED, "--drafting.forced_share=1"],
+        "kept": [*LEARNED, "--drafting.forced_share=1", "--drafting.states=keep"],
     }
     runs = {
         name: tlt.train(small(tmp_path, f"--run.name={name}", "--run.steps=2", "--run.replay_every=2", *flags))
@@ -301,7 +305,9 @@ def test_a_reward_that_fails_ends_the_run_or_is_counted(tmp_path: Path) -> None:
 
 def test_states_are_kept_where_a_configuration_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter then learns from what the engine has computed while it speculated, and computes none of it again."""
-    fleet = LocalFleet(small(tmp_path, *LEARNED, "--drafting.states=keep"), lambda event: None)
+    fleet = LocalFleet(
+        small(tmp_path, *LEARNED, "--drafting.states=keep", "--drafting.forced_share=1"), lambda event: None
+    )
     config, task = fleet.worker.config, ToyTask()
     requests = [request for one in ask(0, config, task, TOKENIZER) for request in one.requests]
     assert len(list(fleet.rollout(0, requests))) == 16
@@ -309,6 +315,59 @@ def test_states_are_kept_where_a_configuration_says_so(tmp_path: Path, monkeypat
     fleet.draft(0, iter([False] * 3 + [True] * 99).__next__)
     assert fleet.worker.drafter is not None
     assert fleet.worker.drafter.steps_taken >= 3
+
+
+def test_no_drafter_is_trained_where_that_cannot_pay(tmp_path: Path) -> None:
+    """Answers of at most 40 tokens, and three steps. Why is said once, and no states are kept for nothing."""
+    events: list[Event] = []
+    fleet = LocalFleet(small(tmp_path, *LEARNED, "--run.steps=3", "--drafting.states=keep"), events.append)
+    task = ToyTask()
+    for taken in range(3):
+        requests = [request for one in ask(taken, fleet.worker.config, task, TOKENIZER) for request in one.requests]
+        assert len(list(fleet.rollout(taken + 1, requests))) == 16
+        fleet.draft(taken + 1, lambda: True)
+        assert fleet.worker._keeper is not None
+        assert not fleet.worker._keeper.wanted
+    (told,) = [event for event in events if isinstance(event, TrainingForecast)]
+    assert (told.step, told.pays, told.steps_left) == (1, False, 2)
+    assert told.gain < 0
+    assert not [event for event in events if isinstance(event, DrafterTrained)]
+    assert fleet.worker.drafter is not None
+    assert fleet.worker.drafter.steps_taken == 0
+    assert fleet.worker._keeper.bytes == 0
+
+
+def test_what_training_takes_is_charged_and_what_is_left_is_all_that_the_next_one_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock: a tick takes 20 ms, a micro-step and a look 100 ms, and a forecast wants as much as there is."""
+    clock = Clock()
+    clock.used_by(monkeypatch, deadline, trainer, tlt.fleet)
+    clock.passes_in(monkeypatch, EngineCore, "tick", 0.02)
+    clock.passes_in(monkeypatch, DrafterTrainer, "launch", 0.1)
+    clock.passes_in(monkeypatch, OnlineDrafter, "_measure", 0.1)
+    clock.passes_in(monkeypatch, Worker, "swap_drafter", 0.05)
+    wanted = Forecast(micro_steps=64, cost_s=1e6, returns_s=1e9, gain=1.0, steps_left=99)
+    monkeypatch.setattr(planner, "forecast", lambda now, curve: wanted)
+    flags = ["--run.steps=1000", "--drafting.check=2", "--drafting.gain=0"]
+    events: list[Event] = []
+    fleet, task = LocalFleet(small(tmp_path, *LEARNED, *flags), events.append), ToyTask()
+    assert fleet._planner is not None
+    account, begun = fleet._planner.account, clock.now
+    for taken in range(3):
+        requests = [request for one in ask(taken, fleet.worker.config, task, TOKENIZER) for request in one.requests]
+        list(fleet.rollout(taken + 1, requests))
+        before = sum(account.spent.values())
+        balance_s, started = account.balance_s, clock.now
+        fleet.draft(taken + 1, lambda: True)
+        fleet.publish(taken + 1, taken + 1)
+        assert sum(account.spent.values()) - before == pytest.approx(clock.now - started)
+        assert clock.now - started <= max(0.0, balance_s) + 0.05 + 1e-6, "handing it over comes on top"
+    trained = [event for event in events if isinstance(event, DrafterTrained)]
+    assert trained
+    assert all(account.spent[kind] > 0 for kind in (Cost.TRAINING, Cost.MEASURING, Cost.SWAPPING))
+    plain_s = account.plain_s - account.saved_s
+    assert plain_s == pytest.approx(clock.now - begun - sum(account.spent.values())), "all other time is the steps' own"
 
 
 def test_engine_and_trainer_share_the_policy(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tlt.watch.console import notice
 from tlt.watch.events import CheckpointDamaged, CheckpointSaved, RunResumed, StepFinished, read_run
 from tlt.watch.history import events_of, steps_of
 
-FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED]
+FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED, "--drafting.forced_share=0.3"]
 
 
 def weights(config: RunConfig) -> bytes:

@@ -266,13 +266,13 @@ class DraftingSettings:
     # 0: it is trained after any loss; 1: it is never trained because of a loss
     gain: float = 0.01  # share of them it must gain from check to check, or training stops
     probe: int = 16  # steps at rest after which training is tried anyhow: a new policy may be easier to draft for
-    share: float = 0.05  # of a step's time that training may take where everything else waits for it
-    cold_share: float = 0.25  # the same, as long as a drafter that started from nothing has not found its level
+    forced_share: float = 0.0  # of all time that training may take, whether it pays or not, where everything else waits
+    # for it; 0: only training that is expected to save more than it costs before the run ends
 
     def __post_init__(self) -> None:
         for name in ("buffer_mib", "tokens", "held_out", "check", "probe"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("fresh", "behind", "share", "cold_share"):
+        for name in ("fresh", "behind", "forced_share"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a number in [0, 1]")
         for name in ("micro_s", "gain"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "a number ≥ 0")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from tlt.drafting.forecast import Forecast
 from tlt.drafting.trainer import DraftingResult
 from tlt.loop import ByDepth, RolloutReport, Step
 from tlt.spec.alarm import Alarm
@@ -24,6 +25,7 @@ from tlt.watch.events import (
     RolloutFinished,
     ShapesChosen,
     StepFinished,
+    TrainingForecast,
 )
 
 _SHOWN = 600  # characters of either end of a text that is shown
@@ -215,4 +217,16 @@ def drafter_trained(step: int, result: DraftingResult) -> DrafterTrained:
         reason=f"{result.began}, then {result.ended}" + (f": {result.alarm}" if result.alarm else ""),
         accept_before=result.before.accept_length,
         accept_after=result.after.accept_length,
+    )
+
+
+def training_forecast(step: int, found: Forecast) -> TrainingForecast:
+    return TrainingForecast(
+        step=step,
+        pays=found.pays,
+        gain=found.gain,
+        steps_left=found.steps_left,
+        micro_steps=found.micro_steps,
+        cost_s=found.cost_s,
+        returns_s=found.returns_s,
     )

@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from tlt.config import RunConfig
+from tlt.drafting.budget import Cost
+from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.states import StateKeeper, keeper_of
-from tlt.drafting.trainer import DraftingResult, OnlineDrafter
-from tlt.engine.build import build_engine, learned_drafting, shape_policy_of
+from tlt.drafting.trainer import OnlineDrafter
+from tlt.engine.build import build_engine, learned_drafting, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore
+from tlt.engine.graphs import padding
 from tlt.engine.memory import gib_beside_training
 from tlt.engine.request import Request
-from tlt.event_builders import acceptance_collapsed, drafter_trained, rollout_report
+from tlt.event_builders import acceptance_collapsed, drafter_trained, rollout_report, training_forecast
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes
 from tlt.model.transformer import Transformer
@@ -32,6 +35,7 @@ from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.speculation import SpeculationReport
+from tlt.spec.tuner import Tuner
 from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.host_copy import HostCopy
@@ -41,6 +45,7 @@ from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped, StartupPhase
 
+T = TypeVar("T")
 _MOMENT_S = 0.05
 POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a checkpoint
 
@@ -71,10 +76,12 @@ class Worker:
         emit(StartupPhase("building the engine"))
         on_gpu = self.policy.model.embed.is_cuda
         shape_policy = shape_policy_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
+        self.tuner = shape_policy if isinstance(shape_policy, Tuner) else None
         self._learned = learned_drafting(self.policy, config)
         online = self._learned if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None
         self.engine = build_engine(self.policy, self._with_room(), shape_policy, self._learned, keeper)
+        self._keeper = keeper
         self.drafter = self._online_drafter(online, keeper, peers) if online else None
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._host = HostCopy()
@@ -107,9 +114,14 @@ class Worker:
     def _online_drafter(self, learned: LearnedDrafting, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
         own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (peers.rank << 32)))
         drafter = OnlineDrafter.of(self.policy, learned.drafter, own, keeper=keeper, average=peers.average)
-        if self.policy.model.embed.is_cuda:
-            drafter.rehearse()
+        if self.policy.model.embed.is_cuda and self.config.cluster.workers > 1:
+            drafter.warm_up()  # in idle time of a rollout, others would wait until this worker has compiled
         return drafter
+
+    def keep_states(self, wanted: bool) -> None:
+        """Whether states of the policy are kept for the drafter from now on, where they are not computed again."""
+        if self._keeper:
+            self._keeper.wanted = wanted
 
     @property
     def drafts_with(self) -> Eagle | None:
@@ -161,16 +173,6 @@ class Worker:
         return plain
 
     # ---- learning
-
-    def draft(self, until: Callable[[], bool]) -> DraftingResult | None:
-        """Until told to stop, and beyond it for the share of a step that may be spent on it."""
-        if self.drafter is None:
-            return None
-        self.drafter.take_in()  # whether or not it trains now: what has arrived has no bounds
-        extra_s = self.drafter.allowance_s
-        if extra_s < self.drafter.least_s and _soon(until):
-            return None  # it saves up
-        return self.drafter.train(until, extra_s=max(0.0, extra_s))
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         return self.trainer.update(experiences)
@@ -231,6 +233,14 @@ def _soon(until: Callable[[], bool]) -> bool:
     return True
 
 
+def _planner_of(worker: Worker) -> TrainingPlanner:
+    config, tuner = worker.config, worker.tuner
+    shapes = shapes_of(config.spec, exact=config.engine.exact)
+    known = DraftShapes(shapes, LearnedDrafting.name, tuner.expected) if tuner else None
+    rows = config.engine.rows
+    return TrainingPlanner(config.drafting, config.run.steps, config.draft.unroll, rows, padding(rows), known)
+
+
 class LocalFleet:
     """One worker, called directly."""
 
@@ -239,10 +249,27 @@ class LocalFleet:
         self._emit = emit
         self._before: SpeculationReport | None = None
         self._step = self._told = 0  # _told: alarms
+        self._planner = _planner_of(self.worker) if self.worker.drafter else None
+        self._pays: bool | None = None  # what was said last of drafter training
+        self._lengths: list[int] = []  # of the last rollout, in tokens
+        self._rollout_s = 0.0
+        self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step, self._before = step, self.worker.speculation()
-        return self._write(requests)
+        return self._rolled_out(requests)
+
+    def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        started, self._lengths = time.perf_counter(), []
+        for completion in self._write(requests):
+            self._lengths.append(len(completion.tokens))
+            yield completion
+        ended = time.perf_counter()
+        self._rollout_s = ended - started
+        if self._planner:
+            step_s = ended - (self._since or started) - self._apart_s
+            self._planner.rolled_out(self._lengths, self._rollout_s, step_s, self.report().saved_s)
+        self._since, self._apart_s = ended, 0.0
 
     def _write(self, requests: Sequence[Request]) -> Iterator[Completion]:
         self.worker.submit(requests)
@@ -262,25 +289,71 @@ class LocalFleet:
         return rollout_report(after.since(self._before) if after and self._before else after)
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
-        result = self.worker.draft(until)
-        if result and result.micro_steps:
+        """As long as a step may wait for it, and in the time in which others are waited for."""
+        drafter, planner = self.worker.drafter, self._planner
+        if drafter is None or planner is None:
+            return
+        drafter.take_in()  # whether or not it trains now: what has arrived has no bounds
+        status = drafter.status(self._survival())
+        decision = planner.decide(step, status)
+        self._tell(step, decision)
+        if not decision.trains and (not planner.account.affords(decision.worst_s) or _soon(until)):
+            return
+        if not status.warm:
+            self._charge(Cost.WARM_UP, drafter.warm_up)
+        result = drafter.train(until, extra_s=decision.seconds)
+        measuring_s = min(result.measuring_s, result.waited_s)
+        self._spent(Cost.MEASURING, measuring_s)
+        self._spent(Cost.TRAINING, result.waited_s - measuring_s)
+        if result.micro_steps:
+            planner.trained(result.before.accept_length, result.tokens, result.after.accept_length)
             self._emit(drafter_trained(step, result))
+
+    def _survival(self) -> float:
+        """Share of the learned drafter's first tokens accepted in the last rollout; 0: none were drafted."""
+        by_depth = dict(self.report().by_depth)
+        return next(iter(by_depth.get(LearnedDrafting.name, ())), 0.0)
+
+    def _tell(self, step: int, decision: Decision) -> None:
+        """Whether drafter training pays, once; and again when that has changed."""
+        found = decision.forecast
+        if found is not None and found.pays != self._pays:
+            self._pays = found.pays
+            self._emit(training_forecast(step, found))
+        self.worker.keep_states(found is None or found.pays or decision.trains)
+
+    def _charge(self, kind: Cost, work: Callable[[], T]) -> T:
+        """Does something that everything else waits for."""
+        started = time.perf_counter()
+        result = work()
+        self._spent(kind, time.perf_counter() - started)
+        return result
+
+    def _spent(self, kind: Cost, seconds: float) -> None:
+        if self._planner:
+            self._planner.account.charge(kind, seconds)
+            self._apart_s += seconds
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         return self.worker.update(experiences)
 
     def publish(self, step: int, version: int) -> None:
         self.worker.publish(version)
-        swapped = self.worker.swap_drafter()
+        started = time.perf_counter()
+        swapped = self._charge(Cost.SWAPPING, self.worker.swap_drafter)
         if swapped is not None:
-            self._emit(DrafterSwapped(step, swapped))
+            self._emit(DrafterSwapped(step, swapped, time.perf_counter() - started))
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+        begun = time.perf_counter()
         self.worker.begin_replay()
         started = time.perf_counter()
         completions = list(self._write(requests))
         seconds = time.perf_counter() - started
         self.worker.end_replay()
+        self._apart_s += time.perf_counter() - begun
+        if self._planner and len(requests) == len(self._lengths):  # not the sample that is decoded to compare
+            self._planner.replayed(seconds)
         return completions, seconds
 
     def snapshot(self) -> Callable[[Path], None]:

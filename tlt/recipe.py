@@ -25,6 +25,10 @@ from tlt.errors import ConfigError, TltError, shown, shown_names
 
 _LINE = 120  # characters of documented TOML, where values are short
 RENAMED = {"spec.chooser": "spec.shape_policy", "spec.light": "spec.quantized"}  # old key → present key
+REMOVED = {  # old key → what there is instead
+    "drafting.share": "drafter training now follows a forecast; drafting.forced_share trains in any case",
+    "drafting.cold_share": "drafter training now follows a forecast; drafting.forced_share trains in any case",
+}
 
 # ---- what there is to set
 
@@ -168,6 +172,15 @@ def _present(key: str, origin: str) -> str:
     return present
 
 
+def _is_removed(key: str, origin: str) -> bool:
+    """Files and flags of the last version are still read; a knob that is gone changes nothing."""
+    if key in REMOVED:
+        warnings.warn(
+            f"{origin}: {key} is ignored: {REMOVED[key]}; the next version refuses it", FutureWarning, stacklevel=2
+        )
+    return key in REMOVED
+
+
 def _take_value(name: str, type_: Any, waiting: list[str]) -> str:
     if type_ is bool and (not waiting or waiting[0] not in ("true", "false")):
         return "true"
@@ -212,6 +225,8 @@ def _read_overrides(overrides: Mapping[str, Any]) -> dict[str, _Setting]:
     settings: dict[str, _Setting] = {}
     for given, value in overrides.items():
         key = _present(given, origin)
+        if _is_removed(key, origin):
+            continue
         if key in types:
             settings[key] = _Setting(_checked(key, types[key], value, origin), origin)
         elif "." in key:
@@ -245,6 +260,8 @@ def _flatten(table: Mapping[str, Any], section: Any, prefix: str, origin: str) -
     types = get_type_hints(section)
     for name, value in table.items():
         key = _present(prefix + name, origin)
+        if _is_removed(key, origin):
+            continue
         name = key.removeprefix(prefix)
         if name not in types:
             _unknown_name(key, name, value, types, prefix, origin)
@@ -317,6 +334,8 @@ def _read_flags(flags: Sequence[str]) -> dict[str, _Setting]:
     for flag in flags:
         name, _, text = flag.partition("=")
         key = _present(name[2:], name)
+        if _is_removed(key, name):
+            continue
         if key not in types:
             _unknown(key, name)
         value = _from_text(key, types[key], text, name)

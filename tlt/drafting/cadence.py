@@ -31,10 +31,12 @@ class _Books:
     micro_steps: int = 0  # since then
     idle: int = 0  # judgements in a row without gain
     rested_steps: int = 0
+    survival: float = 0.0  # best share of first draft tokens accepted in a rollout since training last ended
 
 
 class Cadence:
-    """Ask `begin` once per step, with what the drafter reaches; during training tell `goes_on` what it reaches now."""
+    """Ask `due` once per step; where it says so, `begin` with what the drafter reaches; during training tell `goes_on`
+    what it reaches now."""
 
     def __init__(self, settings: DraftingSettings, *, cold: bool) -> None:
         self._settings = settings
@@ -43,6 +45,28 @@ class Cadence:
     @property
     def training(self) -> bool:
         return self._books.training
+
+    @property
+    def reached(self) -> float:
+        """Accept length, as it was last measured; 1 if it never was."""
+        return self._books.last
+
+    def due(self, survival: float = 0.0) -> bool:
+        """Whether it is worth measuring what the drafter reaches, by numbers that cost nothing.
+
+        `survival`: share of its first draft tokens accepted in the last rollout; 0: none were drafted.
+        """
+        books = self._books
+        if books.training or not books.trained or books.last == 1.0:
+            return True
+        if survival and survival < books.survival * (1 - self._settings.behind):
+            books.survival = survival
+            return True
+        books.survival = max(books.survival, survival)
+        if books.rested_steps + 1 >= self._settings.probe:
+            return True
+        books.rested_steps += 1
+        return False
 
     def begin(self, reached: float) -> Reason:
         """Why to train now: anything but "rested" says yes. `reached`: accept length on the newest answers."""
@@ -84,21 +108,12 @@ class Cadence:
         books.idle = 0 if books.gained >= worth else books.idle + 1
         books.gained, books.micro_steps = 0.0, 0
         if books.idle >= (_COLD_PATIENCE if books.cold else _PATIENCE):
-            books.training, books.cold, books.reached = False, False, books.last
+            books.training, books.cold, books.reached, books.survival = False, False, books.last, 0.0
 
     def spoilt(self) -> None:
         """What was learned since had to be thrown away: the next step tries again."""
         books = self._books
         books.training, books.rested_steps = False, self._settings.probe
-
-    @property
-    def cold(self) -> bool:
-        """A drafter that started from nothing has not found its level yet."""
-        return self._books.cold or not self._books.trained
-
-    def allowance(self, step_s: float) -> float:
-        """Seconds that training may take in a step of `step_s` where everything else waits for it."""
-        return step_s * (self._settings.cold_share if self.cold else self._settings.share)
 
     def state(self) -> dict[str, Any]:
         return asdict(self._books)

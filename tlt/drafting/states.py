@@ -5,7 +5,7 @@ pass per token in training, nothing in rollout, and the states are always the ne
 as the engine hands them out and brings them to the host: no forward pass, but (3 + 1)·hidden numbers per token to move
 and to hold, and some host work in every tick, which in the tail, where a tick is one or two tokens, all of the rollout
 waits for. Which is cheaper depends on the policy and the machine: `measure_states` times both. All of a rollout is kept
-but only some of it is learned from, `drafting.share` of a step being little, so that keeping has to be much cheaper.
+but only some of it is learned from, for training is a small part of a step, so that keeping has to be much cheaper.
 
 What always holds: a drafter learns tokens of answers only, and reads the prompt before them as it does in rollout, but
 for kept states, which begin at the prompt's last position. Kept states are used only for the version that wrote them.
@@ -136,12 +136,15 @@ class StateKeeper:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self.wanted = True  # whether a drafter will learn from the states of answers that begin now
         self._blocks: dict[Key, list[tuple[int, Tensor]]] = {}  # (first position, [S, F + D]) in the order written
         self._lost: set[Key] = set()
         self._copied: torch.cuda.Event | None = None
         self.bytes = 0
 
     def __call__(self, features: Features) -> None:
+        if not self.wanted:
+            return
         keys = [req.state.request.key for req in features.reqs]
         self.keep(keys, features.first, (*features.taps, features.hidden))
 

@@ -12,8 +12,10 @@ import copy
 import hashlib
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from tlt.config import DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
 from tlt.drafting.cadence import Cadence, Pace, Reason
 from tlt.drafting.deadline import Deadline
+from tlt.drafting.planner import DrafterStatus
 from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
 from tlt.engine.build import NEW
 from tlt.model.transformer import Transformer
@@ -35,9 +38,8 @@ from tlt.types import Completion
 
 _HELD_SHARE = 8  # one in so many answers is held out, at most
 _PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
-_SAVED_STEPS, _OWED_STEPS = 8, 4  # steps' worth of time that may be saved up for one training, or owed after it
-_WORTH = 4  # micro-steps for which it is worth to measure
-_REHEARSED = 256  # tokens
+_RECENT = 5  # micro-steps and measurements whose median is expected of the next one
+_WARM_UP_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class DraftingResult:
     published: bool  # a better drafter is there
     version: int  # of the drafter given out now
     alarm: str = ""  # what went wrong, if something did
+    waited_s: float = 0.0  # of the seconds, in which everything else waited …
+    measuring_s: float = 0.0  # … and in which accept lengths were measured
 
 
 _NOTHING = Expected(0.0, 1.0, 0)
@@ -71,6 +75,7 @@ class _Session:
     unchecked: int = 0  # micro-steps since the last measurement
     tokens: int = 0
     published: bool = False
+    measuring_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +125,9 @@ class OnlineDrafter:
         self._held: list[Sample] = []  # of the newest version, to measure on
         self._upcoming: _Upcoming | None = None
         self._strayed = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
-        self._step_from: float | None = None  # when the last training ended
-        self._earned_s = 0.0  # what training might have taken of the last step that it was tried in …
-        self._saved_s = 0.0  # … and what is left of all so far; below 0, what it took too much
-        self._look_s = self._micro_s = self._check_s = 0.0  # of the last look at what is held out, micro-step, check
+        self._micro_steps: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # seconds and tokens of the last ones
+        self._looks_s: deque[float] = deque(maxlen=_RECENT)  # of the last measurements
+        self._warm = not policy.embed.is_cuda
         self.version = 0  # of the drafter given out; each better one counts one up
 
     @classmethod
@@ -149,8 +153,6 @@ class OnlineDrafter:
 
         Answers with the same prompt id belong together; without ids, those with the same prompt.
         """
-        if self._step_from is None:
-            self._step_from = time.perf_counter()
         ids = prompt_ids or [f"{hash(completion.prompt_tokens):x}" for completion in completions]
         for completion, prompt_id in zip(completions, ids, strict=True):
             states = self._keeper.collect(completion) if self._keeper else None
@@ -181,30 +183,34 @@ class OnlineDrafter:
         self.take_in()
         return bool(self._held) and len(self._buffer) > 0
 
-    @property
-    def allowance_s(self) -> float:
-        """Seconds that training may cost this step where everything else waits for it: a share of the step so far.
+    def status(self, survival: float = 0.0) -> DrafterStatus:
+        """Once per step. `survival`: share of its first draft tokens accepted in the last rollout; 0: none drafted."""
+        return DrafterStatus(
+            accept_length=self._cadence.reached,
+            due=self._cadence.due(survival),
+            micro_tokens=round(median(tokens for _, tokens in self._micro_steps))
+            if self._micro_steps
+            else self._pace.tokens,
+            micro_s=self._micro_s,
+            look_s=self._look_s,
+            warm=self._warm,
+        )
 
-        What earlier steps left of theirs is added, and what they took too much is missing: a trained drafter's share
-        holds over all steps, and what training costs once per step, it costs less often.
-        """
-        step_s = 0.0 if self._step_from is None else time.perf_counter() - self._step_from
-        return self._saved_s + self._cadence.allowance(step_s)
+    @property
+    def _micro_s(self) -> float:
+        return median(seconds for seconds, _ in self._micro_steps) if self._micro_steps else 0.0
 
     @property
-    def least_s(self) -> float:
-        """Seconds below which training is not worth beginning where everything else waits for it."""
-        micro_s, check_s = self._micro_s or self._look_s, self._check_s or self._look_s  # until they are known
-        worth_s = 0.0 if self._cadence.cold else self._look_s + _WORTH * micro_s + check_s
-        return min(worth_s, _SAVED_STEPS * self._earned_s)
+    def _look_s(self) -> float:
+        return median(self._looks_s) if self._looks_s else 0.0
 
     def train(self, until: Callable[[], bool], *, extra_s: float = 0.0) -> DraftingResult:
-        """Micro-steps until told to stop, and for `extra_s` seconds at least; but no longer than the drafter gains.
+        """Micro-steps until told to stop, and then for `extra_s` seconds in all; but no longer than the drafter gains.
 
         Does nothing while the drafter is as good as it was. `until` is asked before every micro-step; after the last
         one the drafter is measured, which takes less time than a micro-step, and given out if it is not worse.
         """
-        started, self._earned_s = time.perf_counter(), self.allowance_s - self._saved_s
+        started = time.perf_counter()
         session, alarm, deadline = _Session(), "", Deadline(until, extra_s)
         try:
             ended = self._learn(session, deadline)
@@ -216,17 +222,10 @@ class OnlineDrafter:
         if alarm:
             self._return_to_good()
             self._cadence.spoilt()
-        if ended == "stopped" and not session.micro_steps:
-            self._micro_s, self._check_s = self._micro_s / 2, self._check_s / 2  # or one slow one would be the last
-        left_s, earned_s = self._saved_s + self._earned_s - deadline.waited_s, self._earned_s
-        self._saved_s = max(-_OWED_STEPS * earned_s, min(left_s, _SAVED_STEPS * earned_s))
-        if self._cadence.cold:
-            self._saved_s = 0.0  # then any drafter is worth waiting for
-        self._step_from = time.perf_counter()
-        seconds = self._step_from - started
         return DraftingResult(
             *(session.began, ended, session.micro_steps, session.tokens, session.before, session.best),
-            *(seconds, session.published, self.version, alarm),
+            *(time.perf_counter() - started, session.published, self.version, alarm),
+            *(deadline.waited_s, session.measuring_s),
         )
 
     def _learn(self, session: _Session, deadline: Deadline) -> str:
@@ -236,7 +235,7 @@ class OnlineDrafter:
         started = time.perf_counter()
         session.held = self._held_batches()
         session.before = session.best = self._measure(self._good, session.held)
-        self._look_s = time.perf_counter() - started
+        self._looked(session, time.perf_counter() - started)
         session.began = self._cadence.begin(session.before.accept_length)
         if session.began == "rested":
             return "rested"
@@ -251,10 +250,14 @@ class OnlineDrafter:
             going_on = self._check(session)
         return "stopped" if going_on else "no gain"
 
+    def _looked(self, session: _Session, seconds: float) -> None:
+        session.measuring_s += seconds
+        self._looks_s.append(seconds)
+
     @property
     def _ahead_s(self) -> float:
-        """What a further micro-step and the measurement behind it will take, where that is to fit in."""
-        return 0.0 if self._cadence.cold else self._micro_s + self._check_s
+        """What a further micro-step and the measurement behind it will take."""
+        return self._micro_s + self._look_s
 
     def _micro_step(self, session: _Session, deadline: Deadline) -> None:
         """What the next one learns from is chosen while the device computes, if there is time for a next one."""
@@ -263,17 +266,19 @@ class OnlineDrafter:
         result = self._trainer.launch(this.batch or self._source.batch(this.pieces))
         session.micro_steps += 1
         self._upcoming = None if deadline.near(self._micro_s + self._ahead_s) else self._next()
-        session.tokens += result().tokens
+        tokens = result().tokens
+        session.tokens += tokens
         session.unchecked += 1
         self._strayed += 1
-        self._micro_s = time.perf_counter() - started
-        self._pace.took(sum(piece.end for piece in this.pieces), self._micro_s)
+        seconds = time.perf_counter() - started
+        self._micro_steps.append((seconds, tokens))
+        self._pace.took(sum(piece.end for piece in this.pieces), seconds)
 
     def _check(self, session: _Session) -> bool:
         """Measures, gives the drafter out if it is not worse, and says whether to go on."""
         started = time.perf_counter()
         found = self._measure(self._learner, session.held)
-        self._check_s = time.perf_counter() - started
+        self._looked(session, time.perf_counter() - started)
         micro_steps, session.unchecked = session.unchecked, 0
         first = self._cold and self.version == 0
         if first or found.accept_length >= session.best.accept_length:
@@ -298,12 +303,13 @@ class OnlineDrafter:
             ids_v = draft_vocabulary(counts_V, self._learner.config.draft_vocab)
             self._learner.set_vocabulary(ids_v.to(self.policy.embed.device))
 
-    def rehearse(self) -> None:
-        """Computes what training will compute, and forgets it: what has to be compiled for it is, before a step waits.
+    def warm_up(self) -> None:
+        """Computes what training computes, and drops the result: everything it needs is compiled afterwards.
 
         For one trainer alone: others are not told of it.
         """
-        tokens_T = torch.arange(_REHEARSED, dtype=torch.int32) % self.policy.config.vocab
+        self._warm = True
+        tokens_T = torch.arange(_WARM_UP_TOKENS, dtype=torch.int32) % self.policy.config.vocab
         batch = self._source.batch([Piece.whole(Sample(tokens_T, 1, "", 0))])
         shared = (self.policy.head_weight, self.policy.embed, self._draft)
         for steps in (1, self._draft.unroll):

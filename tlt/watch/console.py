@@ -35,9 +35,10 @@ from tlt.watch.events import (
     StartupFinished,
     StartupPhase,
     StepFinished,
+    TrainingForecast,
 )
 from tlt.watch.history import drafted
-from tlt.watch.summary import duration, first_line, size
+from tlt.watch.summary import duration, first_line, forecast_in_words, size
 from tlt.watch.verdict import Replayed, in_short
 from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 
@@ -159,6 +160,8 @@ def notice(event: Event) -> tuple[str, str] | None:
             return _plan(planned)
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
+        case TrainingForecast() as told:
+            return f"step {told.step}: {forecast_in_words(told)}", "dim"
         case DrafterTrained() as trained:
             text = f"drafter {trained.version}: loss {trained.loss_before:.3f} → {trained.loss_after:.3f}"
             return f"{text} in {duration(trained.seconds)}, {trained.reason}", "dim"

@@ -185,6 +185,19 @@ class ShapesChosen(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingForecast(Event):
+    """Whether drafter training is expected to pay. Told at first, and when that changes."""
+
+    step: int
+    pays: bool
+    gain: float  # expected, of the time of the steps left: what comes back in rollouts, less what training costs
+    steps_left: int
+    micro_steps: int = 0  # of the training that pays best; 0: none pays
+    cost_s: float = 0.0  # of that training …
+    returns_s: float = 0.0  # … and what is expected to come back before the run ends
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterTrained(Event):
     """The drafter learned from the rollouts."""
 
@@ -206,6 +219,7 @@ class DrafterSwapped(Event):
 
     step: int  # at the end of which it is taken; it drafts in the next
     version: int
+    seconds: float = 0.0  # that handing it over took, which the step waited for; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +352,7 @@ _KINDS: dict[str, type[Event]] = {
         AnswerShown,
         StepFinished,
         ShapesChosen,
+        TrainingForecast,
         DrafterTrained,
         DrafterSwapped,
         CheckpointSaved,

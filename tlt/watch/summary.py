@@ -22,6 +22,7 @@ from tlt.watch.events import (
     RunResumed,
     RunStarted,
     StepFinished,
+    TrainingForecast,
 )
 from tlt.watch.history import counted, drafted, events_of, steps_of
 from tlt.watch.verdict import Replayed, verdict_in_words
@@ -53,6 +54,7 @@ class Summary:
     reward: Ends
     length: Ends
     accept_length: Ends  # over the steps that drafted: all their verifies pooled
+    forecast: TrainingForecast | None  # whether drafter training pays, as it was told last
     drafter: Ends | None  # accept length to expect of the learned drafter alone, before its first training and now
     ahead: int  # tokens that it drafts where that is measured
     tokens: int
@@ -88,6 +90,7 @@ def summarise(run: Run) -> Summary:
         reward=_ends([step.mean_reward for step in steps]),
         length=_ends([step.length_mean for step in steps]),
         accept_length=_accept_length([step for step in steps if drafted(step)]),
+        forecast=next(reversed(events_of(run, TrainingForecast)), None),
         drafter=_drafter(events_of(run, DrafterTrained)),
         ahead=run.config.draft.unroll,
         tokens=sum(step.tokens for step in steps),
@@ -188,6 +191,12 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def forecast_in_words(told: TrainingForecast) -> str:
+    """As in `no drafter training: expected -0.1% over the 40 steps left`."""
+    what = "drafter training" if told.pays else "no drafter training"
+    return f"{what}: expected {told.gain:+.1%} over the {_steps(told.steps_left)} left"
+
+
 def first_line(message: str) -> str:
     return message.partition("\n")[0]
 
@@ -215,6 +224,8 @@ def last_lines(summary: Summary, where: str) -> list[str]:
             f"Learned drafter alone, {summary.ahead} tokens ahead: {summary.drafter.first:.2f} tokens per verify to be "
             f"expected at first, {summary.drafter.last:.2f} at the end, on answers it had not learned from."
         )
+    if summary.forecast:
+        lines.append(_forecast(summary.forecast))
     if summary.replayed:
         lines += [*_replay_times(summary, summary.replayed), verdict_in_words(summary.replayed)]
     elif summary.drafted and summary.estimated:
@@ -278,6 +289,8 @@ def _saved(summary: Summary) -> str:
             f"Of the learned drafter alone, drafting {summary.ahead} tokens, {summary.drafter.first:.2f} were to be "
             f"expected before its first training and {summary.drafter.last:.2f} after its last, on answers held out."
         )
+    if summary.forecast:
+        parts.append(_forecast(summary.forecast))
     if summary.replayed:
         parts.append(_measured(summary.replayed, summary.drafted))
     elif summary.drafted and summary.estimated:
@@ -330,6 +343,10 @@ def _troubles(summary: Summary) -> str:
         troubles.append(f"acceptance collapsed {_times(summary.alarms)}")
     troubles += [f"{failed} (left out from then on)" for failed in summary.readers_failed]
     return f"Worth a look: {'; '.join(troubles)}." if troubles else ""
+
+
+def _forecast(told: TrainingForecast) -> str:
+    return f"{forecast_in_words(told).capitalize()} at step {told.step}."
 
 
 def _both(ends: Ends, form: str, unit: str, which: str = "") -> str:

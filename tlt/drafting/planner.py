@@ -1,0 +1,171 @@
+"""When the drafter is trained where a step waits for it, and for how long: a forecast says whether it pays, the run's
+account whether it can be afforded, `Cadence` whether training still gains.
+
+What always holds: a step waits for drafter training only as long as the account allows, its worst case included, and
+only where the forecast expects more back; time in which nothing waits is used and never charged. Pure: numbers in, a
+decision out.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tlt.config import DraftingSettings
+from tlt.drafting.budget import Cost, RunBudget
+from tlt.drafting.forecast import (
+    Choices,
+    Costs,
+    Forecast,
+    LearningCurve,
+    Situation,
+    chance_of,
+    forecast,
+    ranks_of,
+    ticks_by_size,
+)
+from tlt.spec.acceptance import Acceptance
+from tlt.spec.shape import OFF, Shape
+
+ExpectedTick = Callable[[Shape, int], tuple[float, float | None]]  # accept length, and seconds if known
+_DEARER = 2.0  # times as long as to decode it, on average, a token is taken to be learned from, until that was measured
+_WARM_UP_S = 20.0  # compiling for training, until that was measured
+_SURE = 1e6  # verifies: a supposed chance is taken as it is
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterStatus:
+    """The drafter in training, as its trainer knows it."""
+
+    accept_length: float  # measured last, on answers held out
+    due: bool  # training may gain something
+    micro_tokens: int  # of a micro-step
+    micro_s: float  # of a micro-step; 0: not known yet
+    look_s: float  # of a measurement; 0: not known yet
+    warm: bool  # everything that training computes is compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step may spend on drafter training."""
+
+    seconds: float  # that everything else may wait
+    forecast: Forecast | None  # None: nothing to go by
+    worst_s: float  # that everything else waits for what was begun while nothing waited
+
+    @property
+    def trains(self) -> bool:
+        return self.seconds > 0.0
+
+
+class DraftShapes:
+    """What the learned drafter's shapes cost, and how long their accept lengths are for a supposed chance."""
+
+    def __init__(self, shapes: Iterable[Shape], learned: str, expected: ExpectedTick) -> None:
+        known = tuple(shapes)
+        self._learned = tuple(shape for shape in known if shape.drafters == (learned,))
+        self._others = tuple({OFF, *(shape for shape in known if learned not in shape.drafters)})
+        self._name, self._expected = learned, expected
+        self._lengths: dict[float, Sequence[float]] = {}  # by chance
+
+    def choices(self, size: int) -> Choices | None:
+        """None as long as plain decoding was not measured."""
+        plain_s = self._expected(OFF, size)[1]
+        if not plain_s:
+            return None
+        others = [self._expected(shape, size) for shape in self._others]
+        each_s = [seconds / length for length, seconds in others if seconds]
+        return Choices(min(each_s), tuple(self._expected(shape, size)[1] or plain_s for shape in self._learned))
+
+    def accept_lengths(self, chance: float) -> Sequence[float]:
+        rounded = round(chance, 2)
+        if rounded not in self._lengths:
+            supposed = Acceptance(self._learned, _SURE)
+            if self._learned:
+                depth, width = (max(getattr(one, name) for one in self._learned) for name in ("depth", "width"))
+                supposed.load_prior(self._name, ranks_of(rounded, depth, width), _SURE)
+                supposed.refresh()
+            self._lengths[rounded] = supposed.lengths()
+        return self._lengths[rounded]
+
+
+class TrainingPlanner:
+    """After each rollout `rolled_out`, then `decide`; `account` is told what was spent."""
+
+    def __init__(
+        self,
+        settings: DraftingSettings,
+        steps: int,
+        unroll: int,
+        rows: int,
+        pad: Callable[[int], int],
+        shapes: DraftShapes | None,
+    ) -> None:
+        """`shapes` None: nobody measures what ticks cost, so that nothing can be forecast."""
+        self._settings, self._steps, self._unroll, self._shapes = settings, steps, unroll, shapes
+        self._rows, self._pad = rows, pad
+        self.account = RunBudget(steps)
+        self._curve = LearningCurve()
+        self._lengths: Sequence[int] = ()
+        self._rollout_s = self._step_s = self._seconds = 0.0  # of the last rollout, of the last step; of all steps
+        self._estimated_s, self._trust = 0.0, 1.0  # saved by the last rollout; share of such estimates that replays saw
+
+    def rolled_out(self, lengths: Sequence[int], rollout_s: float, step_s: float, saved_s: float) -> None:
+        """A rollout is over, `step_s` after the one before it, charged work and replays left out."""
+        self._lengths, self._rollout_s, self._step_s, self._estimated_s = lengths, rollout_s, step_s, saved_s
+        self._seconds += step_s
+        self.account.finished(step_s, min(saved_s, self._trust * saved_s))
+
+    def replayed(self, plain_s: float) -> None:
+        """Plain decoding of the last rollout took so long: savings are believed as far as this shows them."""
+        if self._estimated_s > 0.0:
+            self._trust = min(1.0, max(0.0, plain_s - self._rollout_s) / self._estimated_s)
+
+    def trained(self, before: float, tokens: int, after: float) -> None:
+        """Training on so many tokens led from one accept length to another."""
+        self._curve.see(chance_of(before, self._unroll), tokens, chance_of(after, self._unroll))
+
+    def decide(self, step: int, status: DrafterStatus) -> Decision:
+        """`step`: the one whose rollout has just ended, from 1."""
+        costs = self._costs(status)
+        worst_s = costs.warm_up_s + costs.micro_s + costs.look_s
+        found = self._forecast(step, status, costs)
+        seconds = self._forced_s
+        if status.due and (found is None or found.pays):
+            wanted_s = found.cost_s if found else costs.of(costs.check)
+            if self.account.affords(min(wanted_s, costs.of(costs.check))):
+                seconds = max(seconds, min(wanted_s, self.account.balance_s))
+        return Decision(seconds, found, worst_s)
+
+    @property
+    def _forced_s(self) -> float:
+        """What is spent whether it pays or not, as configured."""
+        spent = self.account.spent
+        whole_s = self._settings.forced_share * (self._seconds + sum(spent.values()))
+        return max(0.0, whole_s - sum(spent[kind] for kind in (Cost.TRAINING, Cost.MEASURING, Cost.WARM_UP)))
+
+    def _forecast(self, step: int, status: DrafterStatus, costs: Costs) -> Forecast | None:
+        ticks = ticks_by_size(self._lengths, self._rows, self._pad)
+        if self._shapes is None:
+            return None
+        choices = {size: found for size in ticks if (found := self._shapes.choices(size))}
+        if len(choices) < len(ticks):
+            return None
+        now = Situation(
+            ticks=ticks,
+            choices=choices,
+            accept_lengths=self._shapes.accept_lengths,
+            chance=chance_of(status.accept_length, self._unroll),
+            costs=costs,
+            steps_left=self._steps - step,
+            step_s=self._step_s,
+        )
+        return forecast(now, self._curve)
+
+    def _costs(self, status: DrafterStatus) -> Costs:
+        token_s = _DEARER * self._rollout_s / max(1, sum(self._lengths))
+        return Costs(
+            micro_s=status.micro_s or token_s * status.micro_tokens,
+            micro_tokens=status.micro_tokens,
+            look_s=status.look_s or token_s * self._settings.held_out,
+            check=self._settings.check,
+            warm_up_s=0.0 if status.warm else _WARM_UP_S,
+        )
