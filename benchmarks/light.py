@@ -265,7 +265,7 @@ def main() -> None:
                     record["rows"].append(row)
                     best[layer.n, layer.k, layer.gated, bucket] = config
                     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table_text(best).replace("TABLE", "LIGHT", 1))
+    print(table_text(best))
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{time.monotonic() - START:.0f} s in all; wrote {options.out}")
 

@@ -1,7 +1,7 @@
 """How fast the linear layers stream their weights, and which configuration does it best.
 
-`--tune` tries configurations per layer shape and batch bucket against the vendor's library and prints the table to
-paste into `tlt/kernels/linear/plan.py`: what was timed now, and the package's own entry where nothing was. With
+`--tune` tries configurations per layer shape and batch bucket against the vendor's library and prints the table
+for `tlt/kernels/linear/tile_tables`: what was timed now, and the package's own entry where nothing was. With
 `--known SUMMARY` only the surroundings of the best known configuration are searched, which is timed again beside them.
 `--stream` searches where 32 to 128 rows are quickest (tall weight tiles, L2 running ahead), in rounds around the
 leaders, and lets the whole model's chain decide among the best; what was found is on disk after every bucket.
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tlt.kernels.linear import plan
 from tlt.kernels.linear.elementwise_triton import rms_norm
-from tlt.kernels.linear.plan import BUCKETS, TABLE, Config, bucket_of, choose
+from tlt.kernels.linear.plan import BUCKETS, QUANTIZED_TILES, TILES, Config, bucket_of, choose
 from tlt.kernels.linear.reference import PreNormed
 from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import composed_linear, room_for, skinny_linear, take_rows
@@ -465,7 +466,7 @@ def tune(shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float
     to_try = {}
     for layer, bucket in work:
         key = (layer.n, layer.k, layer.gated, bucket)
-        seed = known.get(key) or TABLE.get(key)
+        seed = known.get(key) or TILES.get(key)
         configs = [] if key in known else candidates(layer, bucket)
         configs += refined(layer, bucket, seed) if seed else []
         fitting = [config for config in configs if shared_bytes(layer, config) <= SHARED_MEMORY]
@@ -499,7 +500,7 @@ def tune(shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float
         rows.append(report(layer, bucket, timed, library[layer, bucket], bandwidth))
         fastest = timed[0] if timed else (float("inf"), None)
         best[layer.n, layer.k, layer.gated, bucket] = fastest[1] if fastest[0] < library[layer, bucket] else None
-    print_table(TABLE | best)
+    print_table(TILES | best)
     return best, rows
 
 
@@ -518,7 +519,7 @@ def tune_streaming(
     for number in range(rounds):
         fresh = {}
         for layer in layers:
-            known = TABLE.get((layer.n, layer.k, layer.gated, bucket))
+            known = TILES.get((layer.n, layer.k, layer.gated, bucket))
             wanted = ([known] if known else []) + streaming(layer, bucket)
             if number:
                 wanted = [c for _, leader in timed[layer][:2] for c in streaming_neighbours(layer, bucket, leader)]
@@ -690,28 +691,22 @@ def print_table(best: Best) -> None:
 
 
 def table_text(best: Best) -> str:
-    lines = ["TABLE: Table = {"]
-    for key, config in best.items():
-        value = "None"
-        if config is not None:
-            ahead = f", ahead={config.ahead}" if config.ahead else ""
-            flags = "".join(f", {flag}=True" for flag in FLAGS if getattr(config, flag))
-            value = (f"Config({config.block_m}, {config.block_n}, {config.block_k}, {config.split_k}, {config.warps},"
-                     f" {config.stages}, prefetch={config.prefetch}{ahead}{flags})")  # fmt: skip
-        line = f"    {key}: {value},"
-        if len(line) > 120:  # as the formatter would break it
-            line = line.replace("Config(", "Config(\n        ")[:-2] + "\n    ),"
-        lines.append(line)
-    return "\n".join([*lines, "}"])
+    """Entries of a tile table, one per line; settings at their default are left out."""
+    default = {field.name: field.default for field in dataclasses.fields(Config)}
+    lines = []
+    for (n, k, gated, bucket), config in best.items():
+        tile = config and {name: value for name, value in asdict(config).items() if value != default[name]}
+        lines.append("    " + json.dumps({"n": n, "k": k, "gated": gated, "rows": bucket, "tile": tile}))
+    return ",\n".join(lines)
 
 
 def write_table(best: Best) -> None:
     """Put these entries into the package's table, in the place of those they replace."""
-    source = Path(__file__).parent.parent / "tlt" / "kernels" / "linear" / "plan.py"
-    text = source.read_text()
-    begin = text.index("TABLE: Table")
-    end = text.index("\n}\n", begin) + 2
-    source.write_text(text[:begin] + table_text(TABLE | best) + text[end:])
+    path = Path(plan.__file__).with_name("tile_tables") / "h200.json"
+    gpu = json.loads(path.read_text("utf-8"))["gpu"]
+    tables = {"bf16": table_text(TILES | best), "quantized": table_text(QUANTIZED_TILES)}
+    body = ",\n".join(f'  "{name}": [\n{text}\n  ]' for name, text in tables.items())
+    path.write_text(f'{{\n  "gpu": {json.dumps(gpu)},\n{body}\n}}\n', encoding="utf-8")
 
 
 def settled_in(run: dict[str, Any]) -> Best:

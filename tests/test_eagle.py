@@ -472,7 +472,7 @@ def test_copies_have_no_matrices_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> N
     model = drafter(8)
     model.quantize()
     assert not model._quantized, "nobody would read matrices as small as these in 8 bits"
-    monkeypatch.setattr(linear_table, "LEAST_LIGHT", {16: 0, 32: 0})
+    monkeypatch.setattr(linear_table, "LEAST_QUANTIZED", {16: 0, 32: 0})
     model.quantize()
     assert model._quantized.keys() == {"fc", "qkv", "o", "gate_up", "down"}
     quantized = model._quantized["qkv"]

@@ -297,7 +297,7 @@ def test_a_steady_verify_tick_waits_for_nothing_but_its_tokens(drafters: tuple[s
 
 def test_drafts_in_8_bits_are_nearly_those_in_16(monkeypatch: pytest.MonkeyPatch) -> None:
     """And follow the drafter's tensors when these change; tokens stay, up to rounding."""
-    monkeypatch.setattr(linear_table, "LEAST_LIGHT", {16: 0, 32: 0})  # a tiny drafter's matrices are small
+    monkeypatch.setattr(linear_table, "LEAST_QUANTIZED", {16: 0, 32: 0})  # a tiny drafter's matrices are small
     model = gpu_policy()
     plain = {key: completion.tokens for key, completion in completions(model, rows=24).items()}
     new_pages: list[Guesses] = []

@@ -28,7 +28,7 @@ from tlt.kernels.attention import exact_triton as exact_attention_triton
 from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.linear import elementwise_triton
 from tlt.kernels.linear import triton as linear_triton
-from tlt.kernels.linear.plan import TABLE, Config, choose_exact
+from tlt.kernels.linear.plan import TILES, Config, choose_exact
 from tlt.kernels.linear.reference import PreNormed
 from tlt.kernels.linear.workspace import Workspace
 from tlt.kernels.sampling import triton as sampling_triton
@@ -168,7 +168,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_one_configuration_serves_any_number_of_rows() -> None:
-    shapes = {(n, k, gated) for n, k, gated, _ in TABLE} | {(100, 72, True), (151936, 4096, False), (4096, 4096, False)}
+    shapes = {(n, k, gated) for n, k, gated, _ in TILES} | {(100, 72, True), (151936, 4096, False), (4096, 4096, False)}
     for n, k, gated in shapes:
         configs = [choose_exact(m, n, k, gated) for m in (1, 16, 17, 64, 65, 300, 8192)]
         assert len({replace(config, block_m=1) for config in configs}) == 1

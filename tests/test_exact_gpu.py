@@ -12,7 +12,7 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.kernels.linear import triton as linear_triton
-from tlt.kernels.linear.plan import TABLE, choose_exact
+from tlt.kernels.linear.plan import TILES, choose_exact
 from tlt.kernels.linear.reference import PreNormed, weigh
 from tlt.model.config import ModelConfig
 from tlt.model.kv import KVCache
@@ -166,7 +166,7 @@ def random_rows(count: int, width: int, seed: int) -> Tensor:
     return torch.randn(count, width, generator=generator, device="cuda").to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(("n", "k", "gated"), sorted({(n, k, gated) for n, k, gated, _ in TABLE}))
+@pytest.mark.parametrize(("n", "k", "gated"), sorted({(n, k, gated) for n, k, gated, _ in TILES}))
 def test_rows_of_the_measured_layers_do_not_depend_on_their_number(n: int, k: int, gated: bool) -> None:
     """With a norm carried in, and one carried out where the layer writes the residual stream."""
     x, residual = random_rows(1100, k, 1), random_rows(1100, n, 3)

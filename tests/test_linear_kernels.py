@@ -1,8 +1,10 @@
 """The fused linear kernels against fp64, in Triton's interpreter or, where there is one, on the GPU in bf16."""
 
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,17 @@ from torch import Tensor
 from tlt.kernels.linear import elementwise_triton
 from tlt.kernels.linear import plan as linear_table
 from tlt.kernels.linear import triton as linear_triton
-from tlt.kernels.linear.plan import BUCKETS, LIGHT, TABLE, Config, bucket_of, choose, choose_quantized, ever_quantized
+from tlt.kernels.linear.plan import (
+    BUCKETS,
+    QUANTIZED_TILES,
+    TILES,
+    Config,
+    bucket_of,
+    choose,
+    choose_exact,
+    choose_quantized,
+    ever_quantized,
+)
 from tlt.kernels.linear.reference import PreNormed, QuantizedMatrix, weigh, weighed_linear
 from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import room_for, skinny_linear
@@ -154,7 +166,7 @@ def test_few_rows_read_a_large_matrix_in_8_bits_and_all_others_the_fine_one(monk
     read = light.light_NK.double() * light.scale_N.double()[:, None]
     for rows in (3, 40, 300):
         assert torch.equal(linear_triton.linear(x[:rows], light), linear_triton.linear(x[:rows], weight)), "small"
-    monkeypatch.setattr(linear_table, "LEAST_LIGHT", {16: 0, 32: 0})
+    monkeypatch.setattr(linear_table, "LEAST_QUANTIZED", {16: 0, 32: 0})
     for rows in (3, 20):
         expected = fp64_linear(x[:rows], read)
         assert error(linear_triton.linear(x[:rows], light), expected) < TOLERANCE
@@ -382,12 +394,25 @@ def test_torch_version_keeps_float64() -> None:
     assert error(out, fp64_linear(x, weight, **extras)) < 1e-14
 
 
+def test_the_choices_are_those_of_the_measurements() -> None:
+    """For every measured shape and some others, at both ends of every bucket."""
+    expected = json.loads((Path(__file__).parent / "data" / "tile_choices.json").read_text("utf-8"))
+    tiles = [Config(**tile) for tile in expected["tiles"]]
+    measured = {(n, k, gated) for n, k, gated, _ in (*TILES, *QUANTIZED_TILES)}
+    assert measured < {(n, k, gated) for _, n, k, gated, *_ in expected["choices"]}
+    for m, n, k, gated, *places in expected["choices"]:
+        found = [choice(m, n, k, gated) for choice in (choose, choose_quantized, choose_exact)]
+        assert found == [None if place is None else tiles[place] for place in places], (m, n, k, gated)
+
+
 def test_large_matrices_are_read_in_8_bits_by_few_rows() -> None:
     """What was measured goes before what is guessed, and nobody keeps in 8 bits what nobody reads so."""
     assert (
-        choose_quantized(8, 3840, 3072, False) == LIGHT[3840, 3072, False, 16] != choose_quantized(8, 3840, 3088, False)
+        choose_quantized(8, 3840, 3072, False)
+        == QUANTIZED_TILES[3840, 3072, False, 16]
+        != choose_quantized(8, 3840, 3088, False)
     )
-    assert choose_quantized(17, 3840, 3072, False) is LIGHT[3840, 3072, False, 32] is None
+    assert choose_quantized(17, 3840, 3072, False) is QUANTIZED_TILES[3840, 3072, False, 32] is None
     assert choose_quantized(8, 18944, 3584, True) is not None
     assert choose_quantized(33, 18944, 3584, True) is None
     assert [ever_quantized(n, k, False) for n, k in ((3840, 3072), (1024, 3840), (960, 576))] == [True, False, False]
@@ -395,7 +420,7 @@ def test_large_matrices_are_read_in_8_bits_by_few_rows() -> None:
 
 def test_all_rows_of_a_bucket_share_a_configuration() -> None:
     assert [bucket_of(m) for m in (1, 16, 17, BUCKETS[-1], BUCKETS[-1] + 1)] == [16, 16, 32, BUCKETS[-1], None]
-    shapes = {(n, k, gated) for n, k, gated, _ in TABLE} | {(5120, 3840, False), (100, 72, True)}
+    shapes = {(n, k, gated) for n, k, gated, _ in TILES} | {(5120, 3840, False), (100, 72, True)}
     for (n, k, gated), bucket in itertools.product(shapes, BUCKETS):
         low = next((b for b in reversed(BUCKETS) if b < bucket), 0) + 1
         assert choose(low, n, k, gated) == choose(bucket, n, k, gated)
@@ -403,7 +428,7 @@ def test_all_rows_of_a_bucket_share_a_configuration() -> None:
 
 
 def test_every_choice_is_one_a_kernel_can_run() -> None:
-    shapes = [(n, k, gated) for n, k, gated, _ in (*TABLE, *LIGHT)] + [
+    shapes = [(n, k, gated) for n, k, gated, _ in (*TILES, *QUANTIZED_TILES)] + [
         (100, 72, True),
         (18944, 3584, True),
         (3584, 18944, False),

@@ -2,11 +2,14 @@
 
 What always holds: the choice depends on the bucket of M, never on M itself, so all batches of one bucket are computed
 by the same kernel in the same order and a row's result does not depend on how many other rows there are.
-Knows nothing of how a kernel works; the numbers come from `benchmarks/linear.py --tune`.
+Knows nothing of how a kernel works. Measured tile shapes are data, in `tile_tables/<GPU>.json`, which
+`benchmarks/linear.py --write-table` writes; other shapes get a guess.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 BUCKETS = (16, 32, 64, 128, 256)
 """Upper ends of the ranges of M that share a configuration. Above the last one the vendor's library is used."""
@@ -49,107 +52,26 @@ def bucket_of(m: int) -> int | None:
 
 Table = dict[tuple[int, int, bool, int], Config | None]  # by N, K, gated and bucket
 
-# None where the vendor's library was measured faster.
-TABLE: Table = {
-    (5120, 3840, False, 16): Config(16, 64, 128, 3, 8, 4, prefetch=512, swap=True, tma=True),
-    (3840, 3072, False, 16): Config(16, 64, 256, 2, 4, 5, prefetch=512, swap=True, tma=True, late=True),
-    (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
-    (3840, 15360, False, 16): Config(16, 64, 256, 2, 4, 3, prefetch=0, swap=True),
-    (49152, 3840, False, 16): Config(16, 64, 128, 1, 4, 5, prefetch=0, swap=True, late=True, apart=True),
-    (5120, 3840, False, 32): Config(
-        32, 64, 128, 1, 4, 7, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
-    ),
-    (3840, 3072, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=512, swap=True),
-    (15360, 3840, True, 32): Config(32, 128, 128, 1, 8, 3, prefetch=256, swap=True, tma=True, late=True),
-    (3840, 15360, False, 32): Config(32, 64, 128, 2, 4, 6, prefetch=256, swap=True, late=True),
-    (49152, 3840, False, 32): Config(
-        32, 128, 64, 1, 4, 5, prefetch=512, swap=True, tma=True, tma_x=True, late=True, apart=True
-    ),
-    (5120, 3840, False, 64): Config(64, 64, 128, 1, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
-    (3840, 3072, False, 64): None,
-    (15360, 3840, True, 64): Config(64, 128, 64, 1, 4, 4, prefetch=0, swap=True, tma=True, tma_x=True, apart=True),
-    (3840, 15360, False, 64): Config(64, 64, 128, 2, 8, 5, prefetch=256, swap=True),
-    (49152, 3840, False, 64): Config(64, 128, 64, 1, 4, 5, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
-    (5120, 3840, False, 128): None,
-    (3840, 3072, False, 128): None,
-    (15360, 3840, True, 128): Config(128, 64, 64, 1, 4, 3, prefetch=256, swap=True, tma=True, tma_x=True, apart=True),
-    (3840, 15360, False, 128): None,
-    (49152, 3840, False, 128): None,
-    (5120, 3840, False, 256): None,
-    (3840, 3072, False, 256): None,
-    (15360, 3840, True, 256): None,
-    (3840, 15360, False, 256): None,
-    (49152, 3840, False, 256): None,
-    (3840, 11520, False, 16): Config(16, 32, 256, 1, 4, 7, prefetch=512),
-    (5120, 7680, False, 16): Config(16, 128, 64, 3, 4, 7, prefetch=256, swap=True),
-    (1024, 3840, False, 16): Config(16, 64, 64, 8, 4, 5, prefetch=128, swap=True, late=True),
-    (16384, 3840, False, 16): Config(16, 128, 256, 1, 4, 3, prefetch=256, swap=True, tma=True),
-    (3840, 11520, False, 32): Config(32, 64, 256, 2, 4, 3, prefetch=512, swap=True, tma=True, tma_x=True),
-    (5120, 7680, False, 32): Config(32, 128, 64, 3, 4, 6, prefetch=512, swap=True),
-    (1024, 3840, False, 32): Config(32, 64, 128, 8, 8, 7, prefetch=256, swap=True, tma=True),
-    (16384, 3840, False, 32): Config(32, 128, 64, 1, 4, 6, prefetch=512, swap=True),
-    (960, 576, False, 16): Config(16, 64, 64, 4, 4, 6, prefetch=2048, swap=True, late=True),
-    (576, 576, False, 16): Config(16, 16, 128, 1, 4, 1, prefetch=4096, late=True, wide=True),
-    (1536, 576, True, 16): Config(16, 64, 64, 4, 4, 7, prefetch=512, swap=True),
-    (576, 1536, False, 16): Config(16, 64, 128, 6, 4, 5, prefetch=1024, swap=True, late=True),
-    (49152, 576, False, 16): Config(16, 128, 64, 1, 4, 6, prefetch=256, swap=True),
-    (960, 576, False, 32): Config(32, 64, 128, 2, 4, 5, prefetch=256, swap=True, tma=True),
-    (576, 576, False, 32): Config(32, 16, 128, 2, 4, 4, prefetch=256),
-    (1536, 576, True, 32): Config(32, 64, 64, 4, 4, 6, prefetch=128, swap=True),
-    (576, 1536, False, 32): Config(32, 64, 128, 6, 4, 5, prefetch=256, swap=True, tma=True),
-    (49152, 576, False, 32): Config(32, 64, 64, 1, 4, 6, prefetch=256, swap=True),
-    (960, 576, False, 64): Config(16, 32, 256, 1, 8, 1, prefetch=0, wide=True),
-    (576, 576, False, 64): Config(64, 16, 128, 2, 4, 5, prefetch=1024, late=True),
-    (1536, 576, True, 64): Config(64, 64, 128, 2, 8, 4, prefetch=2048, swap=True, tma=True, late=True, apart=True),
-    (576, 1536, False, 64): Config(64, 16, 128, 6, 8, 4, prefetch=512),
-    (49152, 576, False, 64): Config(64, 128, 64, 1, 8, 4, prefetch=0, swap=True),
-    (960, 576, False, 128): None,
-    (576, 576, False, 128): None,
-    (1536, 576, True, 128): None,
-    (576, 1536, False, 128): None,
-    (49152, 576, False, 128): None,
-    (960, 576, False, 256): None,
-    (576, 576, False, 256): None,
-    (1536, 576, True, 256): Config(64, 64, 64, 1, 4, 5, prefetch=0, swap=True),
-    (576, 1536, False, 256): None,
-    (49152, 576, False, 256): None,
-    (2560, 1920, False, 16): Config(16, 64, 256, 3, 4, 3, prefetch=512, swap=True, tma=True),
-    (1920, 1536, False, 16): Config(16, 64, 128, 4, 4, 4, prefetch=512, swap=True, tma=True),
-    (6912, 1920, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True),
-    (1920, 6912, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=512, swap=True),
-    (49152, 1920, False, 16): Config(16, 128, 64, 1, 4, 5, prefetch=0, swap=True),
-    (2560, 1920, False, 32): Config(32, 64, 128, 3, 4, 7, prefetch=2048, swap=True, late=True, apart=True),
-    (1920, 1536, False, 32): Config(32, 64, 128, 3, 4, 5, prefetch=256, swap=True, late=True),
-    (6912, 1920, True, 32): Config(32, 64, 64, 1, 4, 6, prefetch=0, swap=True, apart=True),
-    (1920, 6912, False, 32): Config(32, 64, 128, 4, 4, 5, prefetch=256, swap=True, late=True),
-    (49152, 1920, False, 32): Config(
-        32, 128, 64, 1, 8, 5, prefetch=256, swap=True, tma=True, tma_x=True, late=True, apart=True
-    ),
-    (2560, 1920, False, 64): Config(
-        64, 64, 128, 2, 4, 4, prefetch=1024, ahead=256, swap=True, tma=True, tma_x=True, apart=True
-    ),
-    (1920, 1536, False, 64): Config(64, 16, 128, 2, 4, 4, prefetch=1024, tma=True, tma_x=True),
-    (6912, 1920, True, 64): Config(64, 64, 128, 1, 8, 4, prefetch=512, swap=True, tma=True, tma_x=True, apart=True),
-    (1920, 6912, False, 64): Config(64, 64, 128, 4, 4, 5, prefetch=256),
-    (49152, 1920, False, 64): Config(
-        64, 128, 64, 1, 4, 3, prefetch=256, swap=True, tma=True, tma_x=True, late=True, apart=True
-    ),
-    (2560, 1920, False, 128): None,
-    (1920, 1536, False, 128): None,
-    (6912, 1920, True, 128): Config(128, 64, 64, 1, 4, 6, prefetch=512, tma=True, tma_x=True, late=True, apart=True),
-    (1920, 6912, False, 128): None,
-    (49152, 1920, False, 128): None,
-    (2560, 1920, False, 256): None,
-    (1920, 1536, False, 256): None,
-    (6912, 1920, True, 256): None,
-    (1920, 6912, False, 256): None,
-    (49152, 1920, False, 256): None,
-}
+
+def load_table(name: str, gpu: str = "h200") -> Table:
+    """One of the tables measured on a GPU: `bf16` or `quantized`."""
+    path = Path(__file__).with_name("tile_tables") / f"{gpu}.json"
+    entries = json.loads(path.read_text(encoding="utf-8"))[name]
+    return {
+        (entry["n"], entry["k"], entry["gated"], entry["rows"]): entry["tile"] and Config(**entry["tile"])
+        for entry in entries
+    }
+
+
+TILES = load_table("bf16")
+"""None where the vendor's library was measured faster."""
+QUANTIZED_TILES = load_table("quantized")
+"""Of matrices in 8 bits. None where 16 bits were measured as fast, within a few hundredths, or faster."""
 
 
 def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
     """The configuration for m rows, n outputs (after gating) and k inputs; None: use the vendor's library."""
-    return _chosen(TABLE, _guess, m, n, k, gated)
+    return _chosen(TILES, _guess, m, n, k, gated)
 
 
 def _chosen(
@@ -164,31 +86,12 @@ def _chosen(
     return guess(bucket, n, k, gated)
 
 
-# The same of matrices in 8 bits; None: 16 bits were measured as fast, within a few hundredths, or faster.
-LIGHT: Table = {
-    (3840, 11520, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=0, swap=True, tma=True),
-    (5120, 7680, False, 16): Config(16, 64, 256, 3, 4, 4, prefetch=256, swap=True, tma=True),
-    (3840, 3072, False, 16): Config(16, 32, 256, 4, 4, 3, prefetch=1024, tma=True),
-    (15360, 3840, True, 16): Config(16, 64, 256, 1, 4, 3, prefetch=0, swap=True, tma=True),
-    (3840, 15360, False, 16): Config(16, 64, 256, 4, 4, 4, prefetch=512, swap=True, tma=True, late=True),
-    (1024, 3840, False, 16): None,
-    (16384, 3840, False, 16): Config(16, 64, 256, 1, 4, 4, prefetch=256, swap=True, tma=True),
-    (3840, 11520, False, 32): Config(32, 128, 256, 4, 4, 4, prefetch=256, swap=True, tma=True, tma_x=True, late=True),
-    (5120, 7680, False, 32): Config(32, 128, 256, 3, 4, 4, prefetch=256, swap=True, tma=True, tma_x=True),
-    (3840, 3072, False, 32): None,
-    (15360, 3840, True, 32): Config(32, 64, 128, 1, 4, 4, prefetch=256, swap=True, tma=True, tma_x=True),
-    (3840, 15360, False, 32): Config(32, 128, 256, 4, 4, 4, prefetch=256, swap=True, tma=True, tma_x=True, late=True),
-    (1024, 3840, False, 32): None,
-    (16384, 3840, False, 32): Config(32, 128, 128, 2, 8, 3, prefetch=256, swap=True, tma=True),
-}
-
-
 def choose_quantized(m: int, n: int, k: int, gated: bool) -> Config | None:
     """The configuration for a matrix in 8 bits; None: read it in 16."""
-    return _chosen(LIGHT, _guess_light, m, n, k, gated)
+    return _chosen(QUANTIZED_TILES, _guess_quantized, m, n, k, gated)
 
 
-LEAST_LIGHT = {16: 8_000_000, 32: 20_000_000}
+LEAST_QUANTIZED = {16: 8_000_000, 32: 20_000_000}
 """Outputs (after gating) × inputs, by bucket, up to which a matrix is read so fast that half the bytes save nothing."""
 
 
@@ -197,9 +100,9 @@ def ever_quantized(n: int, k: int, gated: bool) -> bool:
     return any(choose_quantized(bucket, n, k, gated) is not None for bucket in BUCKETS)
 
 
-def _guess_light(bucket: int, n: int, k: int, gated: bool) -> Config | None:
+def _guess_quantized(bucket: int, n: int, k: int, gated: bool) -> Config | None:
     """For a shape nobody has measured: programs that fill a Hopper once, as the best of those that were do."""
-    if bucket not in LEAST_LIGHT or n * k <= LEAST_LIGHT[bucket]:
+    if bucket not in LEAST_QUANTIZED or n * k <= LEAST_QUANTIZED[bucket]:
         return None
     if bucket == 16:
         tile, programs = Config(16, 64, 256, stages=3 if gated else 4, prefetch=256, swap=True, tma=True), 264
@@ -215,7 +118,7 @@ def choose_exact(m: int, n: int, k: int, gated: bool) -> Config:
 
     What was measured best for 64 rows: few rows waste some of its tile, many are cut into such tiles.
     """
-    config = TABLE.get((n, k, gated, 64)) or _guess(64, n, k, gated)
+    config = TILES.get((n, k, gated, 64)) or _guess(64, n, k, gated)
     config = config or Config(64, 128, 64, stages=4, swap=True, prefetch=256)
     if config.swap and not config.wide:
         blocks = [block for block in EXACT_BLOCKS if block >= min(m, EXACT_BLOCKS[-1])]
