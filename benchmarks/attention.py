@@ -36,7 +36,7 @@ BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Heads of a policy, and the widths of its rows."""
 
     name: str
@@ -48,9 +48,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape("7B", 48, 16, 64, 3840, 15360),
-    Shape("1.5B", 24, 8, 64, 1920, 6912),
-    Shape("135M", 9, 3, 64, 576, 1536),
+    AttentionShape("7B", 48, 16, 64, 3840, 15360),
+    AttentionShape("1.5B", 24, 8, 64, 1920, 6912),
+    AttentionShape("135M", 9, 3, 64, 576, 1536),
 )
 
 
@@ -87,7 +87,7 @@ class Batch:
         )  # fmt: skip
 
 
-def make_batch(shape: Shape, contexts: list[int], queries: int, *, tree: bool, most_layers: int = 16) -> Batch:
+def make_batch(shape: AttentionShape, contexts: list[int], queries: int, *, tree: bool, most_layers: int = 16) -> Batch:
     pages_of = [math.ceil(context / PAGE) for context in contexts]
     kv_bytes = 4 * sum(contexts) * shape.n_kv * shape.d_head
     layers = max(1, min(most_layers, math.ceil(CACHED_BYTES / kv_bytes)))
@@ -155,7 +155,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-def check_all(shape: Shape) -> None:
+def check_all(shape: AttentionShape) -> None:
     """Every kernel once against float64 on inputs drawn now; raises where the error is more than bf16 explains."""
     cases = [([700, 1, 64, 333], 1, False), ([260, 0, 99], 8, True), ([90, 1500], 32, True), ([1000, 512], 512, False)]
     for contexts, queries, tree in [*cases, ([5000], 1, False), ([100] * 60, 40, True)]:
@@ -170,7 +170,7 @@ def check_all(shape: Shape) -> None:
     check_rows(shape)
 
 
-def check_rows(shape: Shape) -> None:
+def check_rows(shape: AttentionShape) -> None:
     rows = torch.randn((37, shape.hidden), **BF16), torch.randn((37, shape.hidden), **BF16)
     weight = torch.rand(shape.hidden, **BF16)
     got = elementwise_triton.add_rms_norm(*rows, weight, 1e-5)
@@ -202,7 +202,7 @@ def planned(batch: Batch) -> Launch:
     return plan_launch(len(batch.context_len), n_kv, batch.q.shape[1] // n_kv, batch.max_query, multiprocessors)
 
 
-def rope_arguments(shape: Shape, tokens: int) -> tuple[Tensor, ...]:
+def rope_arguments(shape: AttentionShape, tokens: int) -> tuple[Tensor, ...]:
     angles = torch.arange(4096, device="cuda")[:, None] * 1e4 ** (
         -torch.arange(shape.d_head // 2, device="cuda") * 2 / shape.d_head
     )
@@ -230,7 +230,7 @@ class Table:
         print(f"{name:<44}{us:>9.2f} µs {speed:>7.0f} GB/s {percent:>5.1f} %  {extra}", flush=True)
 
 
-def time_decoding(table: Table, shape: Shape, *, quick: bool, pdl: bool) -> None:
+def time_decoding(table: Table, shape: AttentionShape, *, quick: bool, pdl: bool) -> None:
     for queries in (1, 8, 32):
         for requests in (1, 8, 64, 256):
             for context in (1024,) if quick else (128, 512, 1024, 4096):
@@ -244,7 +244,7 @@ def time_decoding(table: Table, shape: Shape, *, quick: bool, pdl: bool) -> None
     table.add(f"{shape.name} R=64 L=256, one of 8192", us, straggler.bytes_moved)
 
 
-def time_prefill(table: Table, shape: Shape) -> None:
+def time_prefill(table: Table, shape: AttentionShape) -> None:
     for requests, queries, context in ((1, 4096, 4096), (8, 512, 512), (1, 1024, 4096)):
         batch = make_batch(shape, [context] * requests, queries, tree=False, most_layers=2)
         us = microseconds(lambda layer, batch=batch: batch.call(layer), len(batch.k_caches), replays=5)
@@ -259,7 +259,7 @@ def time_prefill(table: Table, shape: Shape) -> None:
     table.add(f"{shape.name} torch's own, 4096 causal", us, 8 * q.numel(), teraflops=round(flops / us / 1e6))
 
 
-def time_rows(table: Table, shape: Shape, *, pdl: bool) -> None:
+def time_rows(table: Table, shape: AttentionShape, *, pdl: bool) -> None:
     for tokens in (1, 64, 256, 4096):
         arguments = rope_arguments(shape, tokens)
         caches = [torch.zeros((math.ceil(tokens / PAGE), PAGE, shape.n_kv, shape.d_head), **BF16) for _ in range(2)]
@@ -277,7 +277,7 @@ def time_rows(table: Table, shape: Shape, *, pdl: bool) -> None:
         table.add(f"{shape.name} silu_mul T={tokens}", us, 3 * gate_up.numel())
 
 
-def time_chain(table: Table, shape: Shape) -> None:
+def time_chain(table: Table, shape: AttentionShape) -> None:
     """What a layer does beside its matrix products, with and without programmatic dependent launch."""
     for requests in (1, 64):
         batch = make_batch(shape, [1024] * requests, 1, tree=False)
@@ -287,7 +287,7 @@ def time_chain(table: Table, shape: Shape) -> None:
             table.add(f"{shape.name} five kernels of a layer R={requests}", us, batch.bytes_moved, pdl=pdl)
 
 
-def layer_without_products(shape: Shape, batch: Batch, *, pdl: bool) -> Callable[[int], None]:
+def layer_without_products(shape: AttentionShape, batch: Batch, *, pdl: bool) -> Callable[[int], None]:
     tokens = batch.q.shape[0]
     arguments = rope_arguments(shape, tokens)
     x, residual = (torch.randn((tokens, shape.hidden), **BF16) for _ in range(2))

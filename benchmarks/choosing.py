@@ -69,7 +69,7 @@ def measured() -> list[Measured]:
 
 
 @dataclass
-class World:
+class ChoosingWorld:
     """One rollout after the other. What happens depends on the seed, and on what is chosen."""
 
     luck: random.Random
@@ -161,7 +161,7 @@ def rollouts(drafter: str, options: argparse.Namespace) -> list[Timed]:
     """The same calls every time."""
     tuner = tuner_of(drafter)
     tuner.set_max_len(options.cap)
-    world, ticks = World(random.Random(options.seed)), []
+    world, ticks = ChoosingWorld(random.Random(options.seed)), []
     for rollout in range(options.rollouts):
         if rollout:
             tuner.drafter_changed(LEARNED)

@@ -46,7 +46,7 @@ VOCAB, WINDOW, DEPTH, HEAD = 49_152, 512, 8, 64
 
 
 @dataclass(frozen=True)
-class Timing:
+class DrafterTiming:
     """One line of the table."""
 
     what: str
@@ -57,7 +57,7 @@ class Timing:
     torch_us: float
 
 
-class Bench:
+class DrafterBench:
     """A drafter of one size, random, and everything one draft level reads."""
 
     def __init__(self, hidden: int, rows: int, width: int) -> None:
@@ -154,7 +154,7 @@ def drafter_of(hidden: int) -> Eagle:
     return model
 
 
-def check(bench: Bench, what: str) -> None:
+def check(bench: DrafterBench, what: str) -> None:
     """Both ways give the same, up to bfloat16; ids may differ only where their scores hardly do."""
     nodes = (bench.nodes.k_RKNd, bench.nodes.v_RKNd)
     results = [(*as_tuple(bench.calls(fused)[what]()), *(x.clone() for x in nodes)) for fused in (True, False)]
@@ -201,7 +201,7 @@ def time_call(call: Callable[[], Any], calls: int = 8, replays: int = 12) -> flo
 def warm(cases: list[tuple[int, int, int]]) -> None:
     """Compiles what these cases need, for whoever comes next."""
     for case in cases:
-        for call in Bench(*case).calls(fused=True).values():
+        for call in DrafterBench(*case).calls(fused=True).values():
             call()
     torch.cuda.synchronize()
 
@@ -215,13 +215,15 @@ def warm_beside_each_other(cases: list[tuple[int, int, int]], workers: int) -> N
 
 
 @torch.no_grad()
-def measure(case: tuple[int, int, int]) -> list[Timing]:
+def measure(case: tuple[int, int, int]) -> list[DrafterTiming]:
     hidden, rows, width = case
-    bench, timings = Bench(*case), []
+    bench, timings = DrafterBench(*case), []
     ours, theirs = bench.calls(fused=True), bench.calls(fused=False)
     for what in ours:
         check(bench, what)
-        timings.append(Timing(what, hidden, rows, width, time_call(ours[what]), time_call(theirs[what], calls=2)))
+        timings.append(
+            DrafterTiming(what, hidden, rows, width, time_call(ours[what]), time_call(theirs[what], calls=2))
+        )
     return timings
 
 
@@ -239,7 +241,7 @@ def main() -> None:
     if arguments.workers:
         warm_beside_each_other(cases, arguments.workers)
         print(f"compiled in {time.perf_counter() - started:.0f} s")
-    timings: list[Timing] = []
+    timings: list[DrafterTiming] = []
     print(f"{'D':>5} {'R':>3} {'w':>2}  " + "  ".join(f"{name:>19}" for name in PARTS) + "   (µs, ours / torch)")
     for case in cases:
         found = measure(case)

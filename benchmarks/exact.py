@@ -80,7 +80,7 @@ class Recall(Speculation):
         self.emitted += sum(map(len, emitted))
 
 
-class Bench:
+class ExactBench:
     def __init__(self, policy: Policy, arguments: argparse.Namespace) -> None:
         self._policy = policy
         self._arguments = arguments
@@ -242,7 +242,7 @@ def main() -> None:
     check_shape(arguments.shape)
     started = time.perf_counter()
     policy = open_policy(ModelSettings(path=arguments.policy, device="cuda", dtype="bfloat16"))
-    bench = Bench(replace(policy, model=widened(policy.model, arguments.shape)), arguments)
+    bench = ExactBench(replace(policy, model=widened(policy.model, arguments.shape)), arguments)
     machine = asdict(describe(torch.device("cuda"), None))
     results: dict[str, Any] = {"policy": Path(arguments.policy).name, "shape": arguments.shape, "machine": machine}
     for mode, exact in (("usual", False), ("exact", True)):

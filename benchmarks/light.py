@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import triton
-from drafter_kernels import Bench as Level
+from drafter_kernels import DrafterBench as Level
 from drafter_kernels import growth_triton, time_call
 from linear import (
     MULTIPROCESSORS,
@@ -32,7 +32,7 @@ from linear import (
     START,
     TUNED_AT,
     Layer,
-    Shape,
+    LinearShape,
     brief,
     extras,
     graph_seconds,
@@ -55,7 +55,7 @@ _MOST_SPLITS = 16
 _LEVEL_ROWS = (1, 8, 32, 64)
 
 
-def products(shape: Shape, vocabularies: list[int]) -> list[Layer]:
+def products(shape: LinearShape, vocabularies: list[int]) -> list[Layer]:
     """Of a draft level: what it reads is twice as wide as the residual stream; and of the states, where it takes in."""
     qkv, o, gate_up, down = shape.block()
     return [
@@ -68,7 +68,7 @@ def products(shape: Shape, vocabularies: list[int]) -> list[Layer]:
     ]
 
 
-class Bench:
+class LightBench:
     """One product at one number of rows, in 16 and in 8 bits."""
 
     def __init__(self, layer: Layer, m: int) -> None:
@@ -164,7 +164,9 @@ def compiled(
 Timed = list[tuple[float, Config]]
 
 
-def search(bench: Bench, bucket: int, workers: ProcessPoolExecutor, known: Config | None, quantized: bool) -> Timed:
+def search(
+    bench: LightBench, bucket: int, workers: ProcessPoolExecutor, known: Config | None, quantized: bool
+) -> Timed:
     """What was tried, the fastest first: whole waves, then what lies around the best two."""
     timed: Timed = []
     configs = to_try(bench.layer, bucket, known, 1 if quantized else 2)
@@ -186,7 +188,7 @@ def search(bench: Bench, bucket: int, workers: ProcessPoolExecutor, known: Confi
 
 def tune(layer: Layer, bucket: int, workers: ProcessPoolExecutor) -> tuple[dict[str, Any], Config | None]:
     m = TUNED_AT[bucket]
-    bench, shape = Bench(layer, m), (m, layer.n, layer.k, layer.gated)
+    bench, shape = LightBench(layer, m), (m, layer.n, layer.k, layer.gated)
     fine_s = bench.seconds(bench.fine)
     light_s = bench.seconds(lambda weight: linear(bench.x, weight, pdl=True, **bench.options))
     tuned = search(bench, bucket, workers, choose(*shape), quantized=False)  # or tuning would seem a gain of 8 bits

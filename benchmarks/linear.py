@@ -72,7 +72,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     name: str
     hidden: int
     layers: int
@@ -110,9 +110,9 @@ class Shape:
 
 
 SHAPES = {
-    "7b": Shape("7b", 3840, 32, 15360, 48, 16),
-    "135m": Shape("135m", 576, 30, 1536, 9, 3),
-    "1.5b": Shape("1.5b", 1920, 30, 6912, 24, 8),
+    "7b": LinearShape("7b", 3840, 32, 15360, 48, 16),
+    "135m": LinearShape("135m", 576, 30, 1536, 9, 3),
+    "1.5b": LinearShape("1.5b", 1920, 30, 6912, 24, 8),
 }
 
 
@@ -416,7 +416,7 @@ def read_bandwidth(pool: Tensor) -> float:
     return best
 
 
-class Bench:
+class LinearBench:
     """One layer at one M: its weights (slices of a common pool), input, reference."""
 
     def __init__(self, layer: Layer, m: int, pool: Tensor) -> None:
@@ -458,7 +458,7 @@ class Bench:
 Best = dict[tuple[int, int, bool, int], Config | None]
 
 
-def tune(shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float, workers: ProcessPoolExecutor,
+def tune(shapes: list[LinearShape], buckets: list[int], pool: Tensor, bandwidth: float, workers: ProcessPoolExecutor,
          deadline: float, known: Best) -> tuple[Best, list[dict[str, Any]]]:  # fmt: skip
     best: Best = {}
     rows: list[dict[str, Any]] = []
@@ -482,7 +482,7 @@ def tune(shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float
             print("out of time: the rest is not tuned")
             break
         m = TUNED_AT[bucket]
-        bench = benches[layer, bucket] = Bench(layer, m, pool)
+        bench = benches[layer, bucket] = LinearBench(layer, m, pool)
         library[layer, bucket] = bench.seconds(bench.theirs)
         leaders[layer, bucket] = time_configs(bench, [c for c in to_try[layer, bucket] if (layer, m, c) in usable])
     jobs = [
@@ -508,11 +508,11 @@ Timed = list[tuple[float, Config]]
 
 
 def tune_streaming(
-    shape: Shape, bucket: int, pool: Tensor, workers: ProcessPoolExecutor, deadline: float, rounds: int = 3
+    shape: LinearShape, bucket: int, pool: Tensor, workers: ProcessPoolExecutor, deadline: float, rounds: int = 3
 ) -> tuple[dict[Layer, Timed], dict[Layer, float]]:
     """Seconds per configuration and of the library, per layer: tiles first, then what lies around the leaders."""
     layers = (*shape.block(), shape.head())
-    benches = {layer: Bench(layer, TUNED_AT[bucket], pool) for layer in layers}
+    benches = {layer: LinearBench(layer, TUNED_AT[bucket], pool) for layer in layers}
     library = {layer: benches[layer].seconds(benches[layer].theirs) for layer in layers}
     timed: dict[Layer, Timed] = {layer: [] for layer in layers}
     seen: dict[Layer, set[Config]] = {layer: set() for layer in layers}
@@ -573,7 +573,7 @@ def chain_seconds(model: "Model", m: int) -> float:
 
 
 def stream(
-    shapes: list[Shape], buckets: list[int], pool: Tensor, bandwidth: float, workers: ProcessPoolExecutor,
+    shapes: list[LinearShape], buckets: list[int], pool: Tensor, bandwidth: float, workers: ProcessPoolExecutor,
     deadline: float, save: Callable[[list[dict[str, Any]]], None],
 ) -> Best:  # fmt: skip
     best: Best = {}
@@ -597,7 +597,7 @@ def stream(
 
 
 def settle_known(
-    shapes: list[Shape], ms: list[int], summary: Path, workers: ProcessPoolExecutor
+    shapes: list[LinearShape], ms: list[int], summary: Path, workers: ProcessPoolExecutor
 ) -> tuple[Best, list[dict[str, Any]]]:
     """Per layer and bucket: the package's entry, one of the summary's or the library, as is quickest in the chain."""
     best: Best = {}
@@ -638,7 +638,7 @@ def settled_row(layer: Layer, row: dict[str, Any], config: Config | None) -> dic
     return {"layer": dataclasses.asdict(layer), **kept, "ours": timed, "settled": config and dataclasses.asdict(config)}
 
 
-def time_configs(bench: Bench, configs: list[Config], deadline: float = math.inf) -> Timed:
+def time_configs(bench: LinearBench, configs: list[Config], deadline: float = math.inf) -> Timed:
     timed = []
     wrong = []
     for config in configs:
@@ -732,7 +732,7 @@ class Model:
     Norms stand where the model has them: inside qkv and gate_up or before them, and one of its own before the head.
     """
 
-    def __init__(self, shape: Shape, table: Best) -> None:
+    def __init__(self, shape: LinearShape, table: Best) -> None:
         self.shape, self.table = shape, table
         self.embed = torch.randn(4096, shape.hidden, device="cuda", dtype=torch.bfloat16)
         self.weights = [[random_weight(layer) for layer in shape.block()] for _ in range(shape.layers)]
@@ -782,7 +782,7 @@ def rows_of(x: Tensor | PreNormed) -> Tensor:
     return x.x_MD if isinstance(x, PreNormed) else x
 
 
-def warm_up(shape: Shape, m: int, table: Best, route: str) -> None:
+def warm_up(shape: LinearShape, m: int, table: Best, route: str) -> None:
     """In a worker: leaves the kernels that the chain will need in Triton's cache."""
     with torch.no_grad():
         model = Model(replace(shape, layers=2), table)  # what the first layer reads may be cut otherwise
@@ -790,7 +790,7 @@ def warm_up(shape: Shape, m: int, table: Best, route: str) -> None:
         torch.cuda.synchronize()
 
 
-def warm_up_all(workers: ProcessPoolExecutor, jobs: list[tuple[Shape, int, Best, str]]) -> None:
+def warm_up_all(workers: ProcessPoolExecutor, jobs: list[tuple[LinearShape, int, Best, str]]) -> None:
     for future in [workers.submit(warm_up, *job) for job in jobs]:
         future.result()
 

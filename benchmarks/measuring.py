@@ -23,7 +23,7 @@ from staging import (
 )
 
 from tlt.bench import rollout as bench
-from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Variant, Written, fixed_shapes
+from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Variant, VariantRollout, fixed_shapes
 from tlt.config import RunConfig
 from tlt.engine.build import shapes_of
 from tlt.errors import ConfigError
@@ -66,7 +66,7 @@ def measure(options: argparse.Namespace, config: RunConfig) -> None:
     print(f"wrote {results.file}")
 
 
-def write_all(stage: Recording, setting: Setting, results: Results) -> list[Written]:
+def write_all(stage: Recording, setting: Setting, results: Results) -> list[VariantRollout]:
     """The rollouts in order of importance, each variant once to warm up and then for good, while the budget lasts.
 
     A tuner's first rollout is told beside: what a new engine captures and compiles is in it. The warm tuner writes
@@ -78,7 +78,7 @@ def write_all(stage: Recording, setting: Setting, results: Results) -> list[Writ
     order = [Variant(PLAIN), Variant(TUNER), Variant(WARM), Variant(PLAIN), Variant(BANDIT), *fixed, Variant(STAYS_OFF)]
     started, warmed = time.perf_counter(), set[str]()
     runs: list[dict[str, Any]] = []
-    written: list[Written] = []
+    written: list[VariantRollout] = []
     for variant in order * options.repeats:
         if written and time.perf_counter() - started > options.budget:
             runs.append({"variant": variant.name, "skipped": f"the budget of {options.budget:g} s was spent"})
@@ -102,7 +102,7 @@ def write_all(stage: Recording, setting: Setting, results: Results) -> list[Writ
     return written
 
 
-def _run(name: str, done: Written) -> dict[str, Any]:
+def _run(name: str, done: VariantRollout) -> dict[str, Any]:
     captured = {"capture_s": done.capture_s, "captures": done.captures, "spent": done.spent, "stalls": done.stalls}
     return {"variant": name, "makespan_s": done.seconds, **captured}
 
@@ -154,7 +154,7 @@ def rollouts(stage: Recording, count: int, also_same_lengths: bool = False) -> d
     return told
 
 
-def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any] | None:
+def same_lengths(stage: Recording, written: Sequence[VariantRollout]) -> dict[str, Any] | None:
     """Half precision turns a token here and there, and the longest answer decides: plain decoding once more, with
     answers as long as the warm tuner's were."""
     warm = next((done for done in written if done.variant.name == WARM), None)
@@ -171,7 +171,7 @@ def same_lengths(stage: Recording, written: Sequence[Written]) -> dict[str, Any]
     }
 
 
-def in_lengths_of(stage: Recording, done: Written) -> Written:
+def in_lengths_of(stage: Recording, done: VariantRollout) -> VariantRollout:
     """Plain decoding, with answers as long as these."""
     return stage.write(Variant(PLAIN), [len(completion.tokens) for completion in done.completions])
 
@@ -179,7 +179,7 @@ def in_lengths_of(stage: Recording, done: Written) -> Written:
 # ---- what was written
 
 
-def answers(setting: Setting, done: Written) -> dict[str, Any]:
+def answers(setting: Setting, done: VariantRollout) -> dict[str, Any]:
     """What was asked and written: without it, no speed-up means anything."""
     completions = done.completions
     lengths = sorted(len(completion.tokens) for completion in completions)
@@ -206,7 +206,7 @@ def answers(setting: Setting, done: Written) -> dict[str, Any]:
     }
 
 
-def lengths(setting: Setting, done: Written) -> list[dict[str, Any]]:
+def lengths(setting: Setting, done: VariantRollout) -> list[dict[str, Any]]:
     """How long the answers to each prompt became: with what runs cost, all that `tlt simulate` needs of a rollout."""
     size, tokens = setting.options.group_size, [len(completion.tokens) for completion in done.completions]
     return [
@@ -215,7 +215,7 @@ def lengths(setting: Setting, done: Written) -> list[dict[str, Any]]:
     ]
 
 
-def finished(done: Written) -> list[float]:
+def finished(done: VariantRollout) -> list[float]:
     """When each answer ended, in order: `tail.py` draws it."""
     return sorted(completion.timing.finished_s for completion in done.completions)
 
@@ -223,7 +223,7 @@ def finished(done: Written) -> list[float]:
 # ---- telling
 
 
-def in_short(written: Sequence[Written], small: dict[str, Any]) -> list[dict[str, Any]]:
+def in_short(written: Sequence[VariantRollout], small: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures that count, a row per variant."""
     speculated = {record.variant: record for record in bench.speculated(written)}
     rows = []

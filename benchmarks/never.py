@@ -22,7 +22,7 @@ from staging import (
     warm_up,
 )
 
-from tlt.bench.variants import PLAIN, TUNER, WARM, Variant, Written
+from tlt.bench.variants import PLAIN, TUNER, WARM, Variant, VariantRollout
 from tlt.config import RunConfig
 from tlt.engine.build import NEW
 from tlt.errors import ConfigError
@@ -33,7 +33,7 @@ _MOST_TURNS = 24  # … but no more than these
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class NeverCase:
     """In which speculation might lose."""
 
     times: int = 1  # as many prompts as asked for
@@ -42,7 +42,12 @@ class Case:
     useless: bool = False
 
 
-CASES = {"useless": Case(useless=True), "hot": Case(heat=1.2), "many": Case(times=4), "short": Case(cap=32)}
+CASES = {
+    "useless": NeverCase(useless=True),
+    "hot": NeverCase(heat=1.2),
+    "many": NeverCase(times=4),
+    "short": NeverCase(cap=32),
+}
 
 
 def never(options: argparse.Namespace, config: RunConfig) -> None:
@@ -79,7 +84,7 @@ def _with_a_useless_drafter(config: RunConfig) -> RunConfig:
     return replace(config, spec=replace(config.spec, drafter="eagle", path=NEW), draft=replace(config.draft, vocab=0))
 
 
-def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
+def _case(stage: Recording, setting: Setting, case: NeverCase) -> dict[str, Any]:
     """Everybody's first rollout only warms up, and the warm tuner's first ones, until it asks for no new graphs."""
     sampling = setting.config.sampling
     stage.ask(
@@ -123,7 +128,7 @@ def _case(stage: Recording, setting: Setting, case: Case) -> dict[str, Any]:
     }
 
 
-def _used(done: Written) -> dict[str, int]:
+def _used(done: VariantRollout) -> dict[str, int]:
     """Ticks by shape, most first."""
     ticks: Counter[str] = Counter()
     for (_, shape), count in done.speculation.ticks.items() if done.speculation else ():
@@ -131,12 +136,12 @@ def _used(done: Written) -> dict[str, int]:
     return dict(ticks.most_common())
 
 
-def _in_turns(stage: Recording, repeats: int, least_s: float) -> dict[str, list[Written]]:
+def _in_turns(stage: Recording, repeats: int, least_s: float) -> dict[str, list[VariantRollout]]:
     """Plain decoding and the tuners take turns, another one first each time: a GPU that grows warm slows down."""
     names = (PLAIN, TUNER, WARM)
     turns = max(repeats, min(_MOST_TURNS, math.ceil(least_s / stage.write(Variant(PLAIN)).seconds)))
     turns += -turns % len(names) if least_s else 0  # everybody as often
-    runs: dict[str, list[Written]] = {name: [] for name in names}
+    runs: dict[str, list[VariantRollout]] = {name: [] for name in names}
     for turn, place in product(range(turns), range(len(names))):
         name = names[(turn + place) % len(names)]
         runs[name].append(stage.write(Variant(name)))

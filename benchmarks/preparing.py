@@ -44,7 +44,7 @@ _ROW_TOKENS = 32768  # of one pass: with half of that the host is slower than th
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PreparedPlace:
     """Where a workload's things are."""
 
     directory: Path
@@ -81,7 +81,7 @@ def config_in_shape(config: ModelConfig, shape: str) -> ModelConfig:
     return config.reshaped(**size, layers=config.layers + 1, norm_eps=config.norm_eps / 2)
 
 
-def ready_drafter(place: Place, small: Transformer, policy: Policy, shape: str) -> Path:
+def ready_drafter(place: PreparedPlace, small: Transformer, policy: Policy, shape: str) -> Path:
     """The directory of the trained drafter in the policy's shape; `small` is the policy it was trained for. Widened, it
     names what it named: what was measured of it holds."""
     target = place.drafter(shape)
@@ -110,7 +110,7 @@ def _save(drafter: Eagle, target: Path, policy: Policy, record: DraftRecord | No
 @dataclass(frozen=True, slots=True)
 class Wanted:
     workload: Workload
-    place: Place
+    place: PreparedPlace
     data: Path | None  # JSONL to tune on and to draft from
     prompts: Path | None  # JSONL of the measured prompts, which are left out
     measured: int  # how many of them

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from tlt.bench.options import RolloutScale
-from tlt.bench.variants import Stage, Variant, Written
+from tlt.bench.variants import Variant, VariantRollout, VariantRunner
 from tlt.config import RunConfig
 from tlt.engine.build import shapes_of
 from tlt.engine.engine import EngineCore
@@ -35,7 +35,7 @@ class Tick:
     results: tuple[tuple[Hashable, int], ...] = ()  # whose answer, and by how many tokens it grew
 
 
-class Recording(Stage):
+class Recording(VariantRunner):
     """A stage that keeps the ticks of each variant's latest rollout, as its chooser was told of them."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Recording(Stage):
 
         choosers["observe"] = observe  # the engine calls it on this very object
 
-    def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> Written:
+    def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> VariantRollout:
         self._ticks = []
         done = super().write(variant, lengths)
         self.latest[variant.name] = self._ticks
@@ -68,7 +68,7 @@ class Recording(Stage):
 # ---- small batches
 
 
-def plain_tick_s(plain: Written, most: int) -> float | None:
+def plain_tick_s(plain: VariantRollout, most: int) -> float | None:
     """Seconds of a plain tick while at most `most` requests run: answers grow by one token a tick."""
     done = sorted(plain.completions, key=lambda completion: completion.timing.finished_s)
     if len(done) <= most:
@@ -78,7 +78,7 @@ def plain_tick_s(plain: Written, most: int) -> float | None:
     return (last.timing.finished_s - first.timing.finished_s) / ticks if ticks > 0 else None
 
 
-def small_batch(plain: Written, latest: Mapping[str, Sequence[Tick]], most: int) -> dict[str, Any]:
+def small_batch(plain: VariantRollout, latest: Mapping[str, Sequence[Tick]], most: int) -> dict[str, Any]:
     """Of each variant, while at most `most` requests run: S, the accept length AL, and how much of AL became S.
 
     AL counts plain ticks too: tokens per request and tick. S is the time plain decoding takes for the same tokens, over
@@ -182,7 +182,7 @@ def by_context(latest: Mapping[str, Sequence[Tick]]) -> dict[str, dict[str, Any]
 # ---- shapes
 
 
-def by_batch(written: Sequence[Written]) -> dict[str, dict[str, dict[str, float]]]:
+def by_batch(written: Sequence[VariantRollout]) -> dict[str, dict[str, dict[str, float]]]:
     """Share of ticks per shape, by variant and number of requests (up to the power of two named)."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for done in written:

@@ -56,7 +56,7 @@ KNOBS = (
 def config_of(options: argparse.Namespace, workload: Workload, flags: Sequence[str]) -> RunConfig:
     """The task, the policy and the drafter of a prepared workload in a shape, and the knobs of this benchmark."""
     config = load_config(None, [*KNOBS, *flags])
-    place = preparing.Place(Path(options.work) / options.workload)
+    place = preparing.PreparedPlace(Path(options.work) / options.workload)
     policy, drafter = in_shape(config, place, options.shape)
     how = replace(
         config.draft, vocab=workload.draft.vocab, window=workload.draft.window, single_steps=workload.draft.single_steps
@@ -70,7 +70,7 @@ def config_of(options: argparse.Namespace, workload: Workload, flags: Sequence[s
     )
 
 
-def in_shape(config: RunConfig, place: preparing.Place, shape: str) -> tuple[str, str]:
+def in_shape(config: RunConfig, place: preparing.PreparedPlace, shape: str) -> tuple[str, str]:
     """Directories of policy and drafter. What is widened is kept: every variant opens it, and later calls too."""
     if shape == preparing.OWN:
         return place.policy(), str(place.drafter())

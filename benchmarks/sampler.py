@@ -46,7 +46,7 @@ BYTES_TO_ROTATE = 160 << 20  # three times the L2 cache of an H200
 
 
 @dataclass(frozen=True)
-class Timing:
+class SamplerTiming:
     """One line of the table."""
 
     setting: str
@@ -124,14 +124,14 @@ def batches_for(rows: int, vocab_size: int, dtype: torch.dtype, most: int) -> li
     return [logits_like_a_model(rows, vocab_size, dtype, seed) for seed in range(count)]
 
 
-def measure(setting: str, rows: int, vocab_size: int, dtype: torch.dtype) -> Timing:
+def measure(setting: str, rows: int, vocab_size: int, dtype: torch.dtype) -> SamplerTiming:
     params = SETTINGS[setting]
     keyed_rows, out = rows_for(params, rows, "cuda"), Sampled.empty(rows, "cuda")
     batches = batches_for(rows, vocab_size, dtype, most=32 if keyed_rows.filtered else 256)
     times = time_calls(lambda logits_RV: sample(logits_RV, keyed_rows, out), batches)
     torch_us = statistics.median(time_calls(plain_torch, batches[:32], 10)) if setting == "T=1" else None
     rotated_mib = len(batches) * batches[0].nbytes / (1 << 20)
-    return Timing(
+    return SamplerTiming(
         setting, rows, vocab_size, str(dtype)[6:], statistics.median(times), min(times), torch_us, round(rotated_mib, 1)
     )
 
@@ -170,7 +170,7 @@ def sweep() -> None:
             print(f"{us:8.1f}  {counters:5d} {tiles:3d} {warps:3d}")
 
 
-def line(t: Timing) -> str:
+def line(t: SamplerTiming) -> str:
     beside = f"{t.torch_us:8.1f}" if t.torch_us is not None else ""
     times = f"{t.median_us:8.1f} {t.lowest_us:8.1f} {beside}"
     return f"{t.setting:<13} {t.rows:>4} {t.vocab_size:>7} {t.dtype:<9} {times}"

@@ -23,7 +23,7 @@ _RANKS = ((0, 1), (1, 2), (2, 4), (4, 8), (8, 1 << 30))
 
 
 @dataclass(slots=True)
-class _Sums:
+class _ScoreSums:
     difference: float = 0.0
     variance: float = 0.0
 
@@ -35,7 +35,7 @@ class _Sums:
 @torch.no_grad()
 def score(model: Transformer, completions: Sequence[Completion], temperature: float = 1.0) -> dict[str, float]:
     """z of every feature, the policy taken at this temperature; tokens that decided nothing add nothing."""
-    sums: dict[str, _Sums] = {}
+    sums: dict[str, _ScoreSums] = {}
     for logits_NV, token_N in _places(model, completions):
         logp_NV = (logits_NV.double() / temperature).log_softmax(-1)
         p_NV = logp_NV.exp()
@@ -47,7 +47,7 @@ def score(model: Transformer, completions: Sequence[Completion], temperature: fl
         for name, feature_NV in features.items():
             mean_N = (p_NV * feature_NV).sum(-1)
             variance_N = (p_NV * feature_NV**2).sum(-1) - mean_N**2
-            found = sums.setdefault(name, _Sums())
+            found = sums.setdefault(name, _ScoreSums())
             found.difference += float((feature_NV.gather(1, drawn_N1)[:, 0] - mean_N).sum())
             found.variance += float(variance_N.clamp_min(0.0).sum())
     return {name: found.z for name, found in sums.items()}

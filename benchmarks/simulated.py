@@ -21,7 +21,7 @@ import staging
 import workloads
 
 from tlt.bench.options import RolloutScale
-from tlt.bench.variants import PLAIN, WARM, Stage, Variant, Written
+from tlt.bench.variants import PLAIN, WARM, Variant, VariantRollout, VariantRunner
 from tlt.config import RunConfig
 from tlt.errors import TltError
 from tlt.machine import describe
@@ -49,7 +49,7 @@ def subject(options: argparse.Namespace, config: RunConfig) -> tuple[Policy, Run
     return policy, config, prompts, options.cap or config.sampling.max_tokens
 
 
-def trace_of(done: Written, prompts: Sequence[tuple[int, ...]], cap: int) -> Trace:
+def trace_of(done: VariantRollout, prompts: Sequence[tuple[int, ...]], cap: int) -> Trace:
     lengths = [len(completion.tokens) for completion in done.completions]
     size = len(lengths) // len(prompts)
     groups = [tuple(lengths[first : first + size]) for first in range(0, len(lengths), size)]
@@ -59,10 +59,10 @@ def trace_of(done: Written, prompts: Sequence[tuple[int, ...]], cap: int) -> Tra
 def compare(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     policy, config, prompts, cap = subject(options, config)
     book = measure_book(policy, config)
-    stage = Stage(policy, config, prompts, RolloutScale(len(prompts), options.group_size, cap, 1))
+    stage = VariantRunner(policy, config, prompts, RolloutScale(len(prompts), options.group_size, cap, 1))
     for name in (PLAIN, *[WARM] * _WARM_UP):
         stage.write(Variant(name))
-    runs: dict[str, list[Written]] = {PLAIN: [], WARM: []}
+    runs: dict[str, list[VariantRollout]] = {PLAIN: [], WARM: []}
     for _ in range(options.rollouts):
         for name, written in runs.items():
             written.append(stage.write(Variant(name)))
@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def table(found: Foreseen, runs: dict[str, list[Written]]) -> dict[str, Any]:
+def table(found: Foreseen, runs: dict[str, list[VariantRollout]]) -> dict[str, Any]:
     rows = {}
     for name, simulated in ((PLAIN, found.plain), (WARM, found.drafted)):
         assert simulated is not None, "the drafter has a record"

@@ -17,7 +17,7 @@ from recording import Recording
 from workloads import WORKLOADS, Workload
 
 from tlt.bench.options import RolloutScale
-from tlt.bench.variants import PLAIN, Variant, Written
+from tlt.bench.variants import PLAIN, Variant, VariantRollout
 from tlt.config import RunConfig
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
@@ -58,8 +58,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return workloads.quick(chosen) if options.quick else chosen
 
 
-def place_of(options: argparse.Namespace) -> preparing.Place:
-    return preparing.Place(Path(options.work) / options.workload)
+def place_of(options: argparse.Namespace) -> preparing.PreparedPlace:
+    return preparing.PreparedPlace(Path(options.work) / options.workload)
 
 
 def set_up(options: argparse.Namespace, config: RunConfig, groups: int) -> Setting:
@@ -125,7 +125,7 @@ def answer(engine: EngineCore, asked: Sequence[Request]) -> list[Completion]:
     return sorted(engine.drain(), key=lambda completion: completion.key.request)
 
 
-def warm_up(stage: Recording, variant: Variant) -> Written:
+def warm_up(stage: Recording, variant: Variant) -> VariantRollout:
     """Plain decoding was captured at every size: a few tokens show it the rest. Others meet shapes as they go."""
     cap = stage.cap
     if variant.name == PLAIN:
@@ -135,7 +135,9 @@ def warm_up(stage: Recording, variant: Variant) -> Written:
     return done
 
 
-def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Completion]) -> dict[str, Any]:
+def divergence(
+    one: VariantRollout | Sequence[Completion], other: VariantRollout | Sequence[Completion]
+) -> dict[str, Any]:
     """How often two runs of the same requests turn into another token, per token that could have."""
     pairs = list(zip(_completions(one), _completions(other), strict=True))
     found = Difference.of((a.tokens, b.tokens) for a, b in pairs)
@@ -148,8 +150,8 @@ def divergence(one: Written | Sequence[Completion], other: Written | Sequence[Co
     }
 
 
-def _completions(run: Written | Sequence[Completion]) -> Sequence[Completion]:
-    return run.completions if isinstance(run, Written) else run
+def _completions(run: VariantRollout | Sequence[Completion]) -> Sequence[Completion]:
+    return run.completions if isinstance(run, VariantRollout) else run
 
 
 def by_turn(plain: Sequence[float], other: Sequence[float]) -> float:

@@ -35,7 +35,7 @@ from tlt.types import Key
 
 
 @dataclass(frozen=True)
-class Problem:
+class SuffixProblem:
     """A prompt and the answers the policy gives."""
 
     prompt: list[int]
@@ -49,10 +49,10 @@ class Source:
         self.random = random.Random(seed)
         self.vocabulary = vocabulary
 
-    def problem(self, answers: int, length: int) -> Problem:
+    def problem(self, answers: int, length: int) -> SuffixProblem:
         prompt = self.sentence(self.word(0, 0), self.word(0, 1), 60)
         terms = [self.vocabulary + self.random.randrange(1000) for _ in range(6)]
-        return Problem(prompt + terms, [self.answer(terms, length) for _ in range(answers)])
+        return SuffixProblem(prompt + terms, [self.answer(terms, length) for _ in range(answers)])
 
     def answer(self, terms: list[int], length: int) -> list[int]:
         length = max(16, int(length * self.random.lognormvariate(-0.3, 0.8)))  # a long tail
@@ -86,7 +86,7 @@ class Source:
 
 
 @dataclass
-class Tally:
+class SuffixTally:
     """What was seen during a run, in the order of the calls."""
 
     propose_ns: list[int] = field(default_factory=list)
@@ -114,7 +114,12 @@ class Writing:
 
 
 def write_group(
-    drafter: SuffixDrafter, name: str, problem: Problem, options: argparse.Namespace, budget: int, tally: Tally
+    drafter: SuffixDrafter,
+    name: str,
+    problem: SuffixProblem,
+    options: argparse.Namespace,
+    budget: int,
+    tally: SuffixTally,
 ) -> None:
     clock = time.perf_counter_ns
     running = {Key(0, number): Writing(answer) for number, answer in enumerate(problem.answers)}
@@ -140,13 +145,15 @@ def write_group(
                 del running[key]
 
 
-def write_all(drafter: SuffixDrafter, problems: list[Problem], options: argparse.Namespace, budget: int) -> Tally:
+def write_all(
+    drafter: SuffixDrafter, problems: list[SuffixProblem], options: argparse.Namespace, budget: int
+) -> SuffixTally:
     """Each prompt once per epoch, with the next of its answers."""
-    tally = Tally()
+    tally = SuffixTally()
     for epoch in range(options.epochs):
         for number, problem in enumerate(problems):
             share = len(problem.answers) // options.epochs
-            now = Problem(problem.prompt, problem.answers[epoch * share : (epoch + 1) * share])
+            now = SuffixProblem(problem.prompt, problem.answers[epoch * share : (epoch + 1) * share])
             write_group(drafter, f"prompt {number}", now, options, budget, tally)
     return tally
 
@@ -171,7 +178,7 @@ def calibration(foretold: list[tuple[float, bool]]) -> list[dict[str, float]]:
     return rows
 
 
-def measure(problems: list[Problem], options: argparse.Namespace, budget: int) -> dict[str, Any]:
+def measure(problems: list[SuffixProblem], options: argparse.Namespace, budget: int) -> dict[str, Any]:
     tallies = []
     for _ in range(options.repeats):
         drafter = SuffixDrafter(options.memory, options.min_match, options.max_match)
@@ -209,7 +216,7 @@ def yardstick_ns() -> float:
     return min(timeit.repeat("call()", "def call(): pass", number=10_000, repeat=50)) * 1e5
 
 
-def bytes_per_token(problems: list[Problem], options: argparse.Namespace) -> float:
+def bytes_per_token(problems: list[SuffixProblem], options: argparse.Namespace) -> float:
     """Of memory, texts and index together; measured apart, since tracing memory slows everything."""
     tracemalloc.start()
     drafter = SuffixDrafter(options.memory, options.min_match, options.max_match)
@@ -252,7 +259,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args()
     if options.answers:
-        problems = [Problem(**each) for each in json.loads(options.answers.read_text())]
+        problems = [SuffixProblem(**each) for each in json.loads(options.answers.read_text())]
     else:
         source = Source(options.seed)
         problems = [source.problem(options.group, options.length) for _ in range(options.prompts)]

@@ -51,7 +51,7 @@ MOST_S = 8.0  # of both together, where micro-steps hardly get on
 
 
 @dataclass(frozen=True)
-class Scale:
+class TailScale:
     batches: tuple[int, ...]  # requests
     prompt: int  # tokens; the context grows from there
     tokens: tuple[int, ...]  # of a micro-step
@@ -61,8 +61,8 @@ class Scale:
     micro_steps: int  # … and for so many
 
 
-FULL = Scale((8, 32), 800, (8192, 2048), 512, 200, 0.8, 4)
-QUICK = Scale((2,), 40, (300,), 150, 4, 0.0, 2)
+FULL = TailScale((8, 32), 800, (8192, 2048), 512, 200, 0.8, 4)
+QUICK = TailScale((2,), 40, (300,), 150, 4, 0.0, 2)
 
 
 def exchange(seconds: float, ticks: int, tick_s: float, micro_steps: int, micro_s: float) -> float | None:
@@ -141,13 +141,15 @@ class Learner:
                 time.sleep(max(0.0, started + every_s - time.perf_counter()))
                 ends.append(time.perf_counter())
 
-    def seconds_alone(self, tokens: int, scale: Scale) -> float:
+    def seconds_alone(self, tokens: int, scale: TailScale) -> float:
         ends: list[float] = []  # the first two compile and allocate
         self.thread.submit(self.train, tokens, lambda: len(ends) > 2 * scale.micro_steps + 1, ends).result()
         return pace(ends[1:])
 
 
-def together(tail: Tail, learner: Learner, tokens: int, scale: Scale, every_s: float = 0.0) -> tuple[float, int, int]:
+def together(
+    tail: Tail, learner: Learner, tokens: int, scale: TailScale, every_s: float = 0.0
+) -> tuple[float, int, int]:
     """Seconds, ticks and micro-steps of both, from the end of the first micro-step to that of the last."""
     ends, over, started = list[float](), Event(), time.perf_counter()
 
@@ -165,7 +167,9 @@ def together(tail: Tail, learner: Learner, tokens: int, scale: Scale, every_s: f
     return last - first, max(1, sum(first < tick <= last for tick in ticks)), max(0, len(inside) - 1)
 
 
-def measure(tail: Tail, learner: Learner, case: tuple[int, Shape, int], micro_s: float, scale: Scale) -> dict[str, Any]:
+def measure(
+    tail: Tail, learner: Learner, case: tuple[int, Shape, int], micro_s: float, scale: TailScale
+) -> dict[str, Any]:
     tokens, shape, batch = case
     tail.begin(batch, shape, scale.prompt)
     tail.ticks(lambda ticks: ticks >= scale.ticks)
@@ -185,7 +189,7 @@ def measure(tail: Tail, learner: Learner, case: tuple[int, Shape, int], micro_s:
     return what | alone | both | checks | {"exchange": exchange(seconds, ticks, tick_s, micro_steps, micro_s)}
 
 
-def set_up(options: argparse.Namespace, scale: Scale) -> tuple[Tail, Learner, torch.device]:
+def set_up(options: argparse.Namespace, scale: TailScale) -> tuple[Tail, Learner, torch.device]:
     device, source = device_of("cpu" if options.quick else "auto"), source_of(ModelSettings(path=options.model))
     on_gpu, base = device.type == "cuda", RunConfig()
     small = ModelConfig.from_hf(json.loads((source / "config.json").read_text()))

@@ -59,7 +59,7 @@ Layout = Callable[[Sequence[Example], int], list[PackedRow]]
 
 
 @dataclass(frozen=True)
-class Scale:
+class TrainingScale:
     answers: int  # of one step
     prompt: int  # tokens
     median: int  # tokens of an answer
@@ -69,8 +69,8 @@ class Scale:
     steps: int  # timed, after one that is not
 
 
-QUICK = Scale(answers=24, prompt=8, median=16, spread=0.9, longest=160, row_tokens=512, steps=2)
-FULL = Scale(answers=256, prompt=64, median=256, spread=1.0, longest=4096, row_tokens=32768, steps=3)
+QUICK = TrainingScale(answers=24, prompt=8, median=16, spread=0.9, longest=160, row_tokens=512, steps=2)
+FULL = TrainingScale(answers=256, prompt=64, median=256, spread=1.0, longest=4096, row_tokens=32768, steps=3)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _rectangle(examples: Sequence[Example], members: Sequence[int], length: int)
     )
 
 
-def draw_examples(scale: Scale, vocab: int, seed: int = 0) -> list[Example]:
+def draw_examples(scale: TrainingScale, vocab: int, seed: int = 0) -> list[Example]:
     source = random.Random(seed)
     examples = []
     for _ in range(scale.answers):
@@ -151,9 +151,9 @@ def draw_examples(scale: Scale, vocab: int, seed: int = 0) -> list[Example]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingBench:
     model: Transformer
-    scale: Scale
+    scale: TrainingScale
     profile: bool
     layouts: dict[str, Layout]
     vocab: int  # of the drafter
@@ -182,7 +182,7 @@ class Stage:
         return Record(part, layout, useful, tokens, round(middle, 5), round(useful / middle), round(memory, 2))
 
 
-def supervised(stage: Stage) -> Iterator[Record]:
+def supervised(stage: TrainingBench) -> Iterator[Record]:
     examples = draw_examples(stage.scale, stage.model.config.vocab)
     settings = WarmupSettings(steps=1000, learning_rate=1e-6, warmup_steps=0)
     with kept_weights(stage.model):
@@ -209,7 +209,7 @@ POLICY_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def policy(stage: Stage) -> Iterator[Record]:
+def policy(stage: TrainingBench) -> Iterator[Record]:
     examples = draw_examples(stage.scale, stage.model.config.vocab)
     experiences = [as_experience(index, example) for index, example in enumerate(examples)]
     for part, knobs in POLICY_VARIANTS.items():
@@ -226,7 +226,7 @@ def policy(stage: Stage) -> Iterator[Record]:
     stage.model.checkpoint_activations = False
 
 
-def drafter(stage: Stage) -> Iterator[Record]:
+def drafter(stage: TrainingBench) -> Iterator[Record]:
     """Micro-steps on states that are there already, the policy's own pass, and both in a stream."""
     examples = draw_examples(stage.scale, stage.model.config.vocab)
     settings = DraftSettings(single_steps=0)
@@ -255,7 +255,7 @@ def drafter(stage: Stage) -> Iterator[Record]:
         clear(stage.device)
 
 
-def states(stage: Stage, shape: EagleConfig, row: PackedRow) -> Any:
+def states(stage: TrainingBench, shape: EagleConfig, row: PackedRow) -> Any:
     return policy_states(stage.model, row, shape.taps)
 
 
@@ -266,7 +266,7 @@ _SAVES = 3  # of each way; the first finds no memory to copy to, and is not coun
 _BESIDE_S = {"cuda": 2.0, "cpu": 0.2}  # seconds of training around a save, about
 
 
-def saving(stage: Stage) -> Iterator[Saved]:
+def saving(stage: TrainingBench) -> Iterator[Saved]:
     """Three ways to save the same drafter and trainer between two micro-steps."""
     settings = DraftSettings(single_steps=0, vocab=stage.vocab)
     shape = EagleConfig.of_policy(stage.model.config, window=settings.window, draft_vocab=stage.vocab)
@@ -301,7 +301,7 @@ Save = Callable[[], Callable[[], object] | None]
 """Saves; gives back a call that waits until it is on disk, if it is not."""
 
 
-def ways_to_save(stage: Stage, drafter: OnlineDrafter, scratch: Path) -> dict[str, Save]:
+def ways_to_save(stage: TrainingBench, drafter: OnlineDrafter, scratch: Path) -> dict[str, Save]:
     origin = Origin("benchmark", ())
     steps = count(1)
     saver = DrafterSaver(scratch / "beside", origin, keep=1)
@@ -335,7 +335,7 @@ def _saved(save: Save, train: Callable[[], float]) -> tuple[float, float, float]
     return held_up_s, together_s, time.perf_counter() - started
 
 
-PARTS: dict[str, Callable[[Stage], Iterator[Record | Saved]]] = {
+PARTS: dict[str, Callable[[TrainingBench], Iterator[Record | Saved]]] = {
     "supervised": supervised,
     "policy": policy,
     "drafter": drafter,
@@ -408,17 +408,17 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--out", type=Path, help="JSON file; default: training.json in $OUT, where that is set")
     parser.add_argument("--commit", help="what to record as the commit")
-    for name, kind in Scale.__annotations__.items():
+    for name, kind in TrainingScale.__annotations__.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = parser.parse_args()
     base = QUICK if options.quick else FULL
-    chosen = {name: getattr(options, name) for name in Scale.__annotations__}
-    scale = Scale(**{**asdict(base), **{name: value for name, value in chosen.items() if value is not None}})
+    chosen = {name: getattr(options, name) for name in TrainingScale.__annotations__}
+    scale = TrainingScale(**{**asdict(base), **{name: value for name, value in chosen.items() if value is not None}})
 
     check_shape(options.shape)
     model = widened(open_policy(ModelSettings(path=options.model)).model, options.shape)
     layouts = {"packed": pack} if options.packed else LAYOUTS
-    stage = Stage(model, scale, options.profile, layouts, options.vocab)
+    stage = TrainingBench(model, scale, options.profile, layouts, options.vocab)
     machine = describe(stage.device, options.commit)
     named = f"{options.model}, {options.shape or 'as it is'}"
     print(f"{machine.device}, torch {machine.torch}, {named}, {stage.model.embed.dtype}, {scale}", flush=True)

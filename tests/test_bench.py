@@ -19,7 +19,7 @@ from tlt.bench.bandwidth import read_bandwidth
 from tlt.bench.lab import Lab
 from tlt.bench.options import FULL, QUICK, SECTIONS, BenchOptions, read_options
 from tlt.bench.peer_file import PeerFile, read_peer
-from tlt.bench.report import Clock, Report, Subject
+from tlt.bench.report import BenchReport, Clock, Subject
 from tlt.cli import main
 from tlt.config import RunConfig
 from tlt.engine.graphs import GraphPool, PoolReport
@@ -402,14 +402,14 @@ def test_transformers_reads_our_tensors_and_writes_what_we_write() -> None:
 
 
 def test_a_peer_that_cannot_run_says_why() -> None:
-    def fails(_: Any) -> peers.Answers:
+    def fails(_: Any) -> peers.PeerAnswers:
         raise ValueError("no such attention\nmore")
 
     job = peers._Job(None, PROMPTS[:4], SMALL.cap, 1.0, [EOS], torch.device("cpu"), budget_s=1.0)
     peer = peers._measure("theirs", fails, job, ours=10.0)
     assert peer.note == "not available: ValueError: no such attention"
     assert peer.tokens_per_s is None
-    assert peers._measure("theirs", lambda _: peers.Answers([4, 6], 2.0, 0.0), job, ours=10.0).times_peer == 2.0
+    assert peers._measure("theirs", lambda _: peers.PeerAnswers([4, 6], 2.0, 0.0), job, ours=10.0).times_peer == 2.0
 
 
 def test_lengths_of_a_padded_batch() -> None:
@@ -422,9 +422,9 @@ def test_lengths_of_a_padded_batch() -> None:
 # ---- the report
 
 
-def report(file: Path, machine: Machine = MACHINE, peer: PeerFile | None = None) -> Report:
+def report(file: Path, machine: Machine = MACHINE, peer: PeerFile | None = None) -> BenchReport:
     subject = Subject("tiny", "as it is", "built in", 3.0, 0)
-    return Report(machine, subject, policy().config, SMALL, file, peer=peer)
+    return BenchReport(machine, subject, policy().config, SMALL, file, peer=peer)
 
 
 def report_file(directory: Path) -> Path:
@@ -443,7 +443,7 @@ def test_git_knows_the_commit_better_than_the_command_line(monkeypatch: pytest.M
 
 def test_a_failing_section_leaves_its_error_and_the_others_go_on(tmp_path: Path) -> None:
     def fails() -> Iterator[Any]:
-        yield steps.Start(1.0, 0.0, 0, 0.0, "cold")
+        yield steps.EngineStart(1.0, 0.0, 0, 0.0, "cold")
         raise torch.OutOfMemoryError("out of memory")
 
     file = tmp_path / "results" / "bench.json"

@@ -16,9 +16,20 @@ from rich.console import Console
 import tlt.bench.rollout as bench
 from tests.tiny import letters, policy
 from tlt.bench.options import FULL_ROLLOUT, QUICK_ROLLOUT, RolloutOptions, RolloutScale, read_rollout_options
-from tlt.bench.paper import Beside
+from tlt.bench.paper import PaperComparison
 from tlt.bench.report import _table
-from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, fixed_shapes, variants
+from tlt.bench.variants import (
+    BANDIT,
+    PLAIN,
+    STAYS_OFF,
+    TUNER,
+    WARM,
+    Variant,
+    VariantRollout,
+    VariantRunner,
+    fixed_shapes,
+    variants,
+)
 from tlt.cli import main
 from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import shapes_of
@@ -42,11 +53,13 @@ def words(**given: Any) -> Namespace:
     return Namespace(**{"what": "rollout", "repeats": None, **dict.fromkeys(absent), **switches, **given})
 
 
-def written(name: str, seconds: float, finished: list[float], shape: Shape | None = None) -> Written:
+def written(name: str, seconds: float, finished: list[float], shape: Shape | None = None) -> VariantRollout:
     completions = tuple(
         Completion(Key(0, i), (1,), (2, 3), "", (), (), "eos", 0, Timing(0.0, end)) for i, end in enumerate(finished)
     )
-    return Written(Variant(name, shape), completions, seconds, cpu_s=seconds, ticks=10, capture_s=0.0, speculation=None)
+    return VariantRollout(
+        Variant(name, shape), completions, seconds, cpu_s=seconds, ticks=10, capture_s=0.0, speculation=None
+    )
 
 
 # ---- options
@@ -96,9 +109,9 @@ def test_a_few_fixed_shapes_stand_for_all() -> None:
     assert str(OFF) == "off"
 
 
-def stage(scale: RolloutScale = SCALE, config: RunConfig = CONFIG) -> Stage:
+def stage(scale: RolloutScale = SCALE, config: RunConfig = CONFIG) -> VariantRunner:
     prompts = [(3, 4, 5, 6), (7, 8, 9)]
-    return Stage(Policy(policy(sharpness=60.0), letters(), Path()), config, prompts, scale)
+    return VariantRunner(Policy(policy(sharpness=60.0), letters(), Path()), config, prompts, scale)
 
 
 def test_a_variant_does_what_its_name_says() -> None:
@@ -247,13 +260,13 @@ def test_the_whole_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert content["scale"] == sizes
     kinds = {
         "costs": bench.Cost,
-        "runs": bench.Run,
-        "answers": bench.Answers,
+        "runs": bench.RolloutRun,
+        "answers": bench.AnswerStats,
         "time": bench.Time,
         "speculation": bench.Speculated,
         "shapes": bench.Chosen,
-        "verdict": bench.Verdict,
-        "paper": Beside,
+        "verdict": bench.SpeculationVerdict,
+        "paper": PaperComparison,
     }
     records = {name: section["records"] for name, section in content["sections"].items()}
     assert list(records) == list(kinds)

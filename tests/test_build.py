@@ -8,7 +8,7 @@ import torch
 
 from tests.test_speculation import tokens_of
 from tlt.bench.options import RolloutScale
-from tlt.bench.variants import Stage
+from tlt.bench.variants import VariantRunner
 from tlt.config import DraftSettings, EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import NEW, build_engine, open_drafter, shape_policy_of, shapes_of
 from tlt.engine.chunks import copied_slots
@@ -204,7 +204,7 @@ def test_engines_to_compare_with_are_compiled_for_what_is_asked(top_p: float, mo
     monkeypatch.setattr(EngineCore, "compile", lambda engine, *, filtered=False: compiled.append(filtered))
     config = RunConfig(engine=EngineSettings(rows=4), sampling=SamplingParams(max_tokens=8, top_p=top_p))
     Worker(config).plain_engine()
-    Stage(open_policy(config.model), config, [(3, 4, 5)], RolloutScale(1, 2, 8, 1))
+    VariantRunner(open_policy(config.model), config, [(3, 4, 5)], RolloutScale(1, 2, 8, 1))
     assert compiled == [top_p < 1.0] * 4
 
 

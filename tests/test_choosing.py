@@ -54,7 +54,7 @@ def test_decisions_are_timed(
 
 
 def test_walks_are_thinned_as_the_engine_does_it() -> None:
-    world = choosing.World(random.Random(0))
+    world = choosing.ChoosingWorld(random.Random(0))
     world.begin(64, median=200.0, sigma=0.0, cap=500)
     outcome = world.tick(Shape(("eagle",), 4, 2, 7))
     assert len(outcome.results) == outcome.batch == 64
@@ -67,7 +67,7 @@ def test_walks_are_thinned_as_the_engine_does_it() -> None:
 
 def test_all_shapes_at_once_are_what_each_is_alone() -> None:
     """A review looks at all shapes together: the same lengths, seconds and rates as one by one, at any moment."""
-    world, tuner = choosing.World(random.Random(1)), choosing.tuner_of("both")
+    world, tuner = choosing.ChoosingWorld(random.Random(1)), choosing.tuner_of("both")
     looked = 0
     for _ in range(2):
         world.begin(48, median=120.0, sigma=1.0, cap=900)

@@ -28,7 +28,7 @@ import tail
 import workloads
 from workloads import WORKLOADS
 
-from tlt.bench.variants import PLAIN, TUNER, Variant, Written
+from tlt.bench.variants import PLAIN, TUNER, Variant, VariantRollout
 from tlt.config import ModelSettings, RunConfig, RunSettings, TaskSettings, WarmupSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import PoolReport
@@ -162,13 +162,13 @@ def test_warm_up_on_the_steps_task(tmp_path: Path, stand_in: str) -> None:
 # ---- figures
 
 
-def written(lengths: list[int], tick_s: float) -> Written:
+def written(lengths: list[int], tick_s: float) -> VariantRollout:
     """Plain decoding at a fixed pace."""
     completions = tuple(
         Completion(Key(0, i), (1,), (2,) * n, "", (), (), "eos", 0, Timing(0.0, n * tick_s))
         for i, n in enumerate(lengths)
     )
-    return Written(Variant(PLAIN), completions, max(lengths) * tick_s, 0.0, max(lengths), 0.0, None)
+    return VariantRollout(Variant(PLAIN), completions, max(lengths) * tick_s, 0.0, max(lengths), 0.0, None)
 
 
 def test_plain_ticks_are_told_from_the_end() -> None:
@@ -309,7 +309,7 @@ def test_a_verdict_needs_plain_decoding_and_a_tuner(work: Path, monkeypatch: pyt
     """A budget that was spent before the bandit's turn takes nothing from the others."""
     write_all = measuring.write_all
 
-    def a_few(*given: Any) -> list[Written]:
+    def a_few(*given: Any) -> list[VariantRollout]:
         return [done for done in write_all(*given) if done.variant.name in (PLAIN, TUNER)]
 
     monkeypatch.setattr(measuring, "write_all", a_few)
@@ -364,7 +364,7 @@ def test_everybody_is_first_in_turn() -> None:
     class Stage:
         order: ClassVar[list[str]] = []
 
-        def write(self, variant: Variant) -> Written:
+        def write(self, variant: Variant) -> VariantRollout:
             self.order.append(variant.name)
             return written([1], 1.0)
 

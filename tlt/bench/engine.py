@@ -11,7 +11,7 @@ from tlt.bench import peers as foreign
 from tlt.bench.lab import Lab, check_shape, widened
 from tlt.bench.options import BenchOptions
 from tlt.bench.peer_file import read_peer
-from tlt.bench.report import Clock, Report, Subject
+from tlt.bench.report import BenchReport, Clock, Subject
 from tlt.config import RunConfig
 from tlt.machine import describe
 from tlt.policy import open_policy
@@ -50,7 +50,7 @@ def bench_engine(config: RunConfig, options: BenchOptions) -> None:
         seed=config.run.seed,
     )
     lab = Lab(model, policy.tokenizer, prompts, config, scale, machine, peer)
-    report = Report(machine, subject, model.config, scale, options.json, peer=peer)
+    report = BenchReport(machine, subject, model.config, scale, options.json, peer=peer)
     clock.lap()
     for name in options.sections:
         if not report.section(name, _SECTIONS[name](lab), clock):

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from tlt.bench.options import FleetOptions, TrainScale
-from tlt.bench.report import Clock, Report, Subject
+from tlt.bench.report import BenchReport, Clock, Subject
 from tlt.cluster.interference import Interference, InterferenceRuns, interference
 from tlt.config import RunConfig, SpecSettings
 from tlt.draft import draft_train
@@ -117,9 +117,9 @@ def bench_fleet(config: RunConfig, options: FleetOptions, open_fleet: OpenWorker
             prompt_tokens_mean=round(fmean(len(policy.tokenizer.encode_prompt(p.content)) for p in prompts), 1),
             seed=config.run.seed,
         )
-        report = Report(describe(device, options.commit), subject, policy.model.config, scale, options.json)
+        report = BenchReport(describe(device, options.commit), subject, policy.model.config, scale, options.json)
         del policy
-        bench = _Bench(config, scale, options, open_fleet)
+        bench = _FleetBench(config, scale, options, open_fleet)
         clock = Clock()
         report.section("steps", bench.steps(), clock, line=_told)
         report.section("totals", bench.totals(), clock)
@@ -164,7 +164,7 @@ def _variants(config: RunConfig) -> dict[str, RunConfig]:
     }
 
 
-class _Bench:
+class _FleetBench:
     def __init__(self, config: RunConfig, scale: TrainScale, options: FleetOptions, open_fleet: OpenWorkers) -> None:
         self._config, self._scale, self._open = config, scale, open_fleet
         self._seeds, self._repeats = range(config.run.seed, config.run.seed + options.seeds), options.repeats

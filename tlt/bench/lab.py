@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tlt.bench.bandwidth import read_bandwidth
-from tlt.bench.options import Scale
+from tlt.bench.options import EngineScale
 from tlt.bench.peer_file import PeerFile
 from tlt.config import RunConfig
 from tlt.engine.engine import EngineCore
@@ -29,7 +29,7 @@ _WARM_PROMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LabRun:
     """Requests that were submitted together and all answered."""
 
     completions: tuple[Completion, ...]  # in the order of their keys
@@ -74,7 +74,7 @@ class Lab:
         tokenizer: Tokenizer,
         prompts: Sequence[tuple[int, ...]],
         config: RunConfig,
-        scale: Scale,
+        scale: EngineScale,
         machine: Machine,
         peer: PeerFile | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Lab:
         self._config = config
         self._engine: EngineCore | None = None
         self._engine_rows = 0
-        self._naturals: dict[tuple[int, int], Run] = {}
+        self._naturals: dict[tuple[int, int], LabRun] = {}
 
     # ---- what is known
 
@@ -167,20 +167,20 @@ class Lab:
         seed = self._config.run.seed
         return [Request(Key(seed, i), self.prompts[i], params, f"prompt {i}") for i in range(count)]
 
-    def completion(self, engine: EngineCore, requests: Iterable[Request]) -> Run:
+    def completion(self, engine: EngineCore, requests: Iterable[Request]) -> LabRun:
         wait_for(self.device)
         started = time.perf_counter()
         engine.submit(requests)
         completions = engine.drain()
         seconds = time.perf_counter() - started
-        return Run(tuple(sorted(completions, key=lambda completion: completion.key.request)), seconds)
+        return LabRun(tuple(sorted(completions, key=lambda completion: completion.key.request)), seconds)
 
-    def natural(self, engine: EngineCore, count: int, cap: int) -> Run:
+    def natural(self, engine: EngineCore, count: int, cap: int) -> LabRun:
         """`count` prompts to their natural end; nothing of them is in the cache yet."""
         engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
         return self.completion(engine, self.requests(count, max_tokens=cap))
 
-    def natural_once(self, count: int, cap: int) -> Run:
+    def natural_once(self, count: int, cap: int) -> LabRun:
         """The natural run of the plain engine, made the first time somebody asks."""
         if (count, cap) not in self._naturals:
             self._naturals[count, cap] = self.natural(self.engine(), count, cap)

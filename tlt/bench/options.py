@@ -28,7 +28,7 @@ SECTIONS = (  # in the order they run: a start is fresh only once, and sections 
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class EngineScale:
     """How much is measured."""
 
     batches: tuple[int, ...]  # of the step section
@@ -52,7 +52,7 @@ class Scale:
         return max(*self.batches, *self.context_batches, *self.naturals, self.peer_prompts, self.sync_batch)
 
 
-FULL = Scale(
+FULL = EngineScale(
     batches=(1, 8, 32, 64, 128, 256),
     short=32,
     long=288,
@@ -69,7 +69,7 @@ FULL = Scale(
     read_gib=8.0,
     budget_s=60.0,
 )
-QUICK = Scale(
+QUICK = EngineScale(
     batches=(1, 4, 16),
     short=4,
     long=36,
@@ -102,7 +102,7 @@ class BenchOptions:
     cap: int = 0
     budget_s: float = 0.0
 
-    def scale(self, on_gpu: bool) -> Scale:
+    def scale(self, on_gpu: bool) -> EngineScale:
         scale = QUICK if _quick(self.quick, on_gpu) else FULL
         cap = self.cap or scale.cap
         return replace(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tlt.bench.lab import Lab, Run
+from tlt.bench.lab import Lab, LabRun
 from tlt.engine.engine import EngineCore
 from tlt.engine.features import Features
 from tlt.machine import wait_for
@@ -89,7 +89,7 @@ def features(lab: Lab) -> Iterator[FeaturesCost]:
     )
 
 
-def _best(lab: Lab, engine: EngineCore, count: int) -> Run:
+def _best(lab: Lab, engine: EngineCore, count: int) -> LabRun:
     runs = [lab.natural(engine, count, lab.scale.features_cap) for _ in range(lab.scale.repeats)]
     return min(runs, key=lambda run: run.seconds)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PaperComparison:
     what: str
     here: str
     paper: str
@@ -17,15 +17,21 @@ class Beside:
     source: str = "TLT paper, arXiv 2511.16665: its own hardware, policies and lengths"
 
 
-_ROLLOUT = Beside("speed-up of a rollout", "", "2.44 ×", "Qwen2.5-32B, 128 requests, from 32 on speculating")
-_TAIL = Beside("… of its last 32 answers", "", "1.7 to 3.6 ×", "32B, batches of 32 to 1, depth 10, verifying 16 to 64")
-_LENGTH = Beside("accept length", "", "6.53", "adaptive EAGLE drafter on the RL-trained policy; left alone 4.59")
-_REALISED = Beside("… of which becomes speed (S/AL)", "", "0.34 to 0.42", "its speed-ups over its accept lengths")
+_ROLLOUT = PaperComparison("speed-up of a rollout", "", "2.44 ×", "Qwen2.5-32B, 128 requests, from 32 on speculating")
+_TAIL = PaperComparison(
+    "… of its last 32 answers", "", "1.7 to 3.6 ×", "32B, batches of 32 to 1, depth 10, verifying 16 to 64"
+)
+_LENGTH = PaperComparison(
+    "accept length", "", "6.53", "adaptive EAGLE drafter on the RL-trained policy; left alone 4.59"
+)
+_REALISED = PaperComparison(
+    "… of which becomes speed (S/AL)", "", "0.34 to 0.42", "its speed-ups over its accept lengths"
+)
 
 
 def beside_the_paper(
     *, speedup: float, last_32: float | None, accept_length: float | None, realised: float | None
-) -> Iterator[Beside]:
+) -> Iterator[PaperComparison]:
     """What nobody measured here is left out."""
     found = (
         (_ROLLOUT, f"{speedup:.2f} ×"),

@@ -43,7 +43,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class PeerAnswers:
     """What a peer wrote."""
 
     lengths: list[int]
@@ -89,7 +89,7 @@ def peers(lab: Lab) -> Iterator[Peer]:
         yield replace(best, name="the best of these", note=best.name)
 
 
-def _peers(on_gpu: bool) -> Iterator[tuple[str, Callable[[_Job], Answers]]]:
+def _peers(on_gpu: bool) -> Iterator[tuple[str, Callable[[_Job], PeerAnswers]]]:
     yield "transformers generate, dynamic cache", partial(generate, cache=None, compiled=False)
     if on_gpu:
         yield "transformers generate, static cache, compiled", partial(generate, cache="static", compiled=True)
@@ -97,7 +97,7 @@ def _peers(on_gpu: bool) -> Iterator[tuple[str, Callable[[_Job], Answers]]]:
     yield "transformers generate, static cache", partial(generate, cache="static", compiled=False)
 
 
-def _measure(name: str, run: Callable[[_Job], Answers], job: _Job, ours: float) -> Peer:
+def _measure(name: str, run: Callable[[_Job], PeerAnswers], job: _Job, ours: float) -> Peer:
     try:
         completions = run(job)
     except _UNABLE as error:
@@ -108,7 +108,7 @@ def _measure(name: str, run: Callable[[_Job], Answers], job: _Job, ours: float) 
     return _peer(name, job, ours, completions, completions.note)
 
 
-def _peer(name: str, job: _Job, ours: float, completions: Answers | None, note: str) -> Peer:
+def _peer(name: str, job: _Job, ours: float, completions: PeerAnswers | None, note: str) -> Peer:
     tokens = sum(completions.lengths) if completions else None
     rate = tokens / completions.seconds if completions and tokens else None
     return Peer(
@@ -166,7 +166,7 @@ def _generation_config(job: _Job) -> Any:
 # ---- generate: one padded batch until the last answer ends
 
 
-def generate(job: _Job, *, cache: str | None, compiled: bool) -> Answers:
+def generate(job: _Job, *, cache: str | None, compiled: bool) -> PeerAnswers:
     ids_BT, mask_BT = _padded(job)
     config = _generation_config(job)
     config.cache_implementation = cache
@@ -182,12 +182,12 @@ def generate(job: _Job, *, cache: str | None, compiled: bool) -> Answers:
 
     _, warm_up_s = run(_WARM_TOKENS)
     if warm_up_s > job.budget_s:
-        return Answers([], 0.0, warm_up_s, f"not available: warming up took {warm_up_s:.0f} s")
+        return PeerAnswers([], 0.0, warm_up_s, f"not available: warming up took {warm_up_s:.0f} s")
     written_BT, seconds = run(job.cap)
     lengths, unfinished = _lengths(written_BT, job)
     late = seconds > job.budget_s and unfinished
     note = f"stopped after {seconds:.0f} s with {unfinished} answers unfinished" if late else ""
-    return Answers(lengths, seconds, warm_up_s, note)
+    return PeerAnswers(lengths, seconds, warm_up_s, note)
 
 
 def _padded(job: _Job) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ def _lengths(written_BT: Tensor, job: _Job) -> tuple[list[int], int]:
 # ---- continuous batching
 
 
-def continuous(job: _Job) -> Answers:
+def continuous(job: _Job) -> PeerAnswers:
     """transformers' paged engine; its answers come one by one."""
     started = time.perf_counter()
     settings = {"generation_config": _generation_config(job), "continuous_batching_config": _paging(job)}
@@ -230,12 +230,12 @@ def continuous(job: _Job) -> Answers:
         wait_for(job.device)
         warm_up_s = time.perf_counter() - started
         if len(warm) < len(job.prompts):
-            return Answers([], 0.0, warm_up_s, f"not available: warming up took {warm_up_s:.0f} s")
+            return PeerAnswers([], 0.0, warm_up_s, f"not available: warming up took {warm_up_s:.0f} s")
         measured = time.perf_counter()
         lengths = _collect(manager, job, job.cap)
         seconds = time.perf_counter() - measured
     missing = len(job.prompts) - len(lengths)
-    return Answers(lengths, seconds, warm_up_s, f"stopped with {missing} answers unfinished" if missing else "")
+    return PeerAnswers(lengths, seconds, warm_up_s, f"stopped with {missing} answers unfinished" if missing else "")
 
 
 def _paging(job: _Job) -> Any:

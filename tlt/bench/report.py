@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tlt.bench.options import RolloutScale, Scale, TrainScale
+from tlt.bench.options import EngineScale, RolloutScale, TrainScale
 from tlt.bench.peer_file import PeerFile
 from tlt.errors import TltError
 from tlt.machine import Machine
@@ -43,13 +43,13 @@ class Clock:
         return seconds
 
 
-class Report:
+class BenchReport:
     def __init__(
         self,
         machine: Machine,
         subject: Subject,
         config: ModelConfig,
-        scale: Scale | RolloutScale | TrainScale,
+        scale: EngineScale | RolloutScale | TrainScale,
         file: Path | None,
         *,
         peer: PeerFile | None = None,

@@ -11,9 +11,9 @@ from statistics import mean
 
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.options import RolloutOptions, RolloutScale
-from tlt.bench.paper import Beside, beside_the_paper
-from tlt.bench.report import Clock, Report, Subject
-from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Stage, Variant, Written, variants
+from tlt.bench.paper import PaperComparison, beside_the_paper
+from tlt.bench.report import BenchReport, Clock, Subject
+from tlt.bench.variants import BANDIT, PLAIN, STAYS_OFF, TUNER, WARM, Variant, VariantRollout, VariantRunner, variants
 from tlt.config import RunConfig
 from tlt.event_builders import Lengths
 from tlt.machine import describe
@@ -35,7 +35,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RolloutRun:
     """One rollout of one variant, in the order they were written."""
 
     variant: str
@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerStats:
     """What was written: the same in every variant, unless told otherwise."""
 
     prompts: int
@@ -99,7 +99,7 @@ class Speculated:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShapeShare:
     shape: str
     share: float
 
@@ -114,11 +114,11 @@ class Chosen:
     variant: str
     batch: str
     ticks: int
-    shapes: tuple[Share, ...]  # of these ticks, the most frequent first
+    shapes: tuple[ShapeShare, ...]  # of these ticks, the most frequent first
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SpeculationVerdict:
     """Of those that were written, plain decoding among them; what others would have come to is None."""
 
     best_fixed: str  # plain decoding among them
@@ -151,11 +151,11 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
         prompt_tokens_mean=mean(map(len, prompts)),
         seed=config.run.seed,
     )
-    report = Report(machine, subject, policy.model.config, scale, options.json)
-    stage = Stage(policy, config, prompts, scale)
+    report = BenchReport(machine, subject, policy.model.config, scale, options.json)
+    stage = VariantRunner(policy, config, prompts, scale)
     clock.lap()
     report.section("costs", [Cost(size, 1e3 * seconds) for size, seconds in stage.decode_s.items()], clock)
-    written: list[Written] = []
+    written: list[VariantRollout] = []
     wanted = variants(config.spec, exact=config.engine.exact)
     if report.section("runs", runs(stage, wanted, scale.repeats, written), clock):
         report.section("answers", [completions(stage, config, scale, written)], clock)
@@ -177,20 +177,26 @@ def _speculating(config: RunConfig) -> RunConfig:
 # ---- sections
 
 
-def runs(stage: Stage, wanted: Sequence[Variant], repeats: int, written: list[Written]) -> Iterator[Run]:
+def runs(
+    stage: VariantRunner, wanted: Sequence[Variant], repeats: int, written: list[VariantRollout]
+) -> Iterator[RolloutRun]:
     """All rollouts, kept in `written`. The first of each variant is only to warm up: graphs, kernels, caches."""
     for variant in wanted:
         stage.write(variant)
     for variant in [*list(wanted) * repeats, wanted[0]]:
         done = stage.write(variant)
         written.append(done)
-        yield Run(variant.name, done.seconds, done.tokens / done.seconds, _tail_s(done), done.cpu_s, done.capture_s)
+        yield RolloutRun(
+            variant.name, done.seconds, done.tokens / done.seconds, _tail_s(done), done.cpu_s, done.capture_s
+        )
 
 
-def completions(stage: Stage, config: RunConfig, scale: RolloutScale, written: Sequence[Written]) -> Answers:
+def completions(
+    stage: VariantRunner, config: RunConfig, scale: RolloutScale, written: Sequence[VariantRollout]
+) -> AnswerStats:
     completions = written[0].completions
     lengths = Lengths.of([len(completion.tokens) for completion in completions])
-    return Answers(
+    return AnswerStats(
         prompts=scale.groups,
         group_size=scale.group_size,
         completions=len(completions),
@@ -207,7 +213,7 @@ def completions(stage: Stage, config: RunConfig, scale: RolloutScale, written: S
     )
 
 
-def time(written: Sequence[Written]) -> Iterator[Time]:
+def time(written: Sequence[VariantRollout]) -> Iterator[Time]:
     plain = _of(written, PLAIN)
     for name in _names(written):
         rollouts = _of(written, name)
@@ -229,7 +235,7 @@ def time(written: Sequence[Written]) -> Iterator[Time]:
         )
 
 
-def speculated(written: Sequence[Written]) -> Iterator[Speculated]:
+def speculated(written: Sequence[VariantRollout]) -> Iterator[Speculated]:
     plain = _middle(_of(written, PLAIN))
     for name in _names(written):
         done = _middle(_of(written, name))
@@ -255,7 +261,7 @@ def speculated(written: Sequence[Written]) -> Iterator[Speculated]:
         )
 
 
-def paper(written: Sequence[Written]) -> Iterator[Beside]:
+def paper(written: Sequence[VariantRollout]) -> Iterator[PaperComparison]:
     """The warm tuner's figures stand for TLT's."""
     timed = next(one for one in time(written) if one.variant == WARM)
     drafted = next(one for one in speculated(written) if one.variant == WARM)
@@ -267,7 +273,7 @@ def paper(written: Sequence[Written]) -> Iterator[Beside]:
     )
 
 
-def chosen(written: Sequence[Written]) -> Iterator[Chosen]:
+def chosen(written: Sequence[VariantRollout]) -> Iterator[Chosen]:
     """Of those that choose."""
     for name in (BANDIT, TUNER, WARM):
         found = _middle(_of(written, name)).speculation
@@ -276,17 +282,17 @@ def chosen(written: Sequence[Written]) -> Iterator[Chosen]:
             by_bucket.setdefault(largest, Counter())[shape] += ticks
         for largest, counts in sorted(by_bucket.items(), reverse=True):
             total = counts.total()
-            shares = tuple(Share(shape, ticks / total) for shape, ticks in counts.most_common())
+            shares = tuple(ShapeShare(shape, ticks / total) for shape, ticks in counts.most_common())
             yield Chosen(name, f"{largest // 2 + 1}–{largest}" if largest > 2 else str(largest), total, shares)
 
 
-def verdict(written: Sequence[Written], off_s: float) -> Verdict:
+def verdict(written: Sequence[VariantRollout], off_s: float) -> SpeculationVerdict:
     plain = _middle(_of(written, PLAIN))
     fixed = [_middle(_of(written, done.variant.name)) for done in written if done.variant.fixed]
     best = min([plain, *fixed], key=lambda done: done.seconds)
     spans = [done.seconds for done in _of(written, PLAIN)]
     expected = [completion.tokens for completion in written[0].completions]
-    return Verdict(
+    return SpeculationVerdict(
         best_fixed=best.variant.name,
         best_fixed_s=best.seconds,
         tuner_regret=_above(best, _of(written, TUNER)),
@@ -305,31 +311,31 @@ def verdict(written: Sequence[Written], off_s: float) -> Verdict:
 # ---- arithmetic
 
 
-def _names(written: Sequence[Written]) -> list[str]:
+def _names(written: Sequence[VariantRollout]) -> list[str]:
     return list(dict.fromkeys(done.variant.name for done in written))
 
 
-def _of(written: Sequence[Written], name: str) -> list[Written]:
+def _of(written: Sequence[VariantRollout], name: str) -> list[VariantRollout]:
     return [done for done in written if done.variant.name == name]
 
 
-def _middle(rollouts: Sequence[Written]) -> Written:
+def _middle(rollouts: Sequence[VariantRollout]) -> VariantRollout:
     """With the median makespan; of an even number the faster of the two."""
     return sorted(rollouts, key=lambda done: done.seconds)[(len(rollouts) - 1) // 2]
 
 
-def _above(base: Written, rollouts: Sequence[Written]) -> float | None:
+def _above(base: VariantRollout, rollouts: Sequence[VariantRollout]) -> float | None:
     """Share of time that the middle one takes more; None where there is none."""
     return _middle(rollouts).seconds / base.seconds - 1.0 if rollouts else None
 
 
-def _fastest_s(rollouts: Sequence[Written]) -> float:
+def _fastest_s(rollouts: Sequence[VariantRollout]) -> float:
     return min(done.seconds for done in rollouts)
 
 
-def _tail_s(done: Written) -> float:
+def _tail_s(done: VariantRollout) -> float:
     return done.tail_s(max(1, int(_TAIL_SHARE * len(done.completions))))
 
 
-def _last_s(done: Written) -> float | None:
+def _last_s(done: VariantRollout) -> float | None:
     return done.tail_s(_LAST) if len(done.completions) >= _LAST else None

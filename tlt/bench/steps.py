@@ -28,7 +28,7 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EngineStart:
     first_token_s: float  # from weights on the device to the first token: kernels, one graph, one prompt
     capture_s: float
     graphs: int
@@ -37,7 +37,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodeStep:
     batch: int
     context: float  # mean over the measured tokens
     step_ms: float
@@ -82,11 +82,11 @@ def floor(lab: Lab) -> Iterator[Floor]:
     )
 
 
-def start(lab: Lab) -> Iterator[Start]:
+def start(lab: Lab) -> Iterator[EngineStart]:
     lab.engine()
     begun = lab.start
     assert begun is not None, "an engine was made just now"
-    yield Start(
+    yield EngineStart(
         first_token_s=begun.first_token_s,
         capture_s=begun.capture_s,
         graphs=begun.graphs,
@@ -95,13 +95,13 @@ def start(lab: Lab) -> Iterator[Start]:
     )
 
 
-def step(lab: Lab) -> Iterator[Step]:
+def step(lab: Lab) -> Iterator[DecodeStep]:
     for batch in lab.scale.batches:
         prompt = sum(len(tokens) for tokens in lab.prompts[:batch]) / batch
         yield _step(lab, batch, prompt, partial(_asked, lab, batch))
 
 
-def context(lab: Lab) -> Iterator[Step]:
+def context(lab: Lab) -> Iterator[DecodeStep]:
     """Prompts of random tokens, each its own: no page is shared."""
     started = time.perf_counter()
     most = lab.model.config.max_positions - lab.scale.long
@@ -139,7 +139,7 @@ def natural(lab: Lab) -> Iterator[Natural]:
         )
 
 
-def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Request]]) -> Step:
+def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Request]]) -> DecodeStep:
     """Measures one batch; `asked` gives its requests for so many tokens each."""
     scale, engine = lab.scale, lab.engine()
     lab.completion(engine, asked(2))  # prompts are in the cache from here on: both runs find them there
@@ -151,7 +151,7 @@ def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Reque
     floor_ms = lab.floor_ms(batch, mean_context)
     figures = lab.peer if prompt < SHORT_PROMPT else None
     peer = figures.step_ms.get(batch) if figures else None
-    return Step(
+    return DecodeStep(
         batch=batch,
         context=mean_context,
         step_ms=step_ms,

@@ -25,7 +25,7 @@ import torch
 
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.options import VARIANTS, TrainOptions, TrainScale
-from tlt.bench.report import Clock, Report, Subject
+from tlt.bench.report import BenchReport, Clock, Subject
 from tlt.config import RunConfig, SpecSettings
 from tlt.draft import draft_train
 from tlt.drafting.buffer import Sample
@@ -124,8 +124,8 @@ def bench_train(config: RunConfig, options: TrainOptions) -> None:
             prompt_tokens_mean=round(fmean(lengths), 1),
             seed=config.run.seed,
         )
-        report = Report(describe(device, options.commit), subject, policy.model.config, scale, options.json)
-        bench = _Bench(config, scale, policy.model, options.budget_s)
+        report = BenchReport(describe(device, options.commit), subject, policy.model.config, scale, options.json)
+        bench = _TrainBench(config, scale, policy.model, options.budget_s)
         clock = Clock()
         for name in options.variants:
             if name in bench.variants:
@@ -165,7 +165,7 @@ def _variants(config: RunConfig) -> dict[str, RunConfig]:
     }
 
 
-class _Bench:
+class _TrainBench:
     """Takes the steps, variant by variant, and remembers them."""
 
     def __init__(self, config: RunConfig, scale: TrainScale, first: Transformer, budget_s: float) -> None:

@@ -51,7 +51,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class VariantRollout:
     """One rollout of one variant."""
 
     variant: Variant
@@ -117,7 +117,7 @@ def _captured(before: PoolReport | None, after: PoolReport | None) -> dict[str, 
     }
 
 
-class Stage:
+class VariantRunner:
     """The two engines, and the requests they are asked."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Stage:
         """Other answers to the same prompts from now on. The warm tuner stays: in training every step's differ, too."""
         self._config = replace(self._config, run=replace(self._config.run, seed=seed))
 
-    def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> Written:
+    def write(self, variant: Variant, lengths: Sequence[int] | None = None) -> VariantRollout:
         """One rollout, from prompts that nobody has computed yet; answers of these lengths, if they are given."""
         engine = self._plain if variant.name == PLAIN else self._speculating
         self._choosers.now = self.warm if variant.name == WARM else self.shape_policy(variant)
@@ -168,7 +168,7 @@ class Stage:
             completions = engine.drain()
             seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         after = engine.report()
-        return Written(
+        return VariantRollout(
             variant=variant,
             completions=tuple(sorted(completions, key=lambda completion: completion.key.request)),
             seconds=seconds,
