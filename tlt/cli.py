@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     # Before torch comes in: idle CPU threads sleep instead of spinning, which on a busy machine is tenfold faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    warnings.formatwarning = lambda message, *_, **__: f"tlt: warning: {message}\n"
+    format_of_python, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         with sigterm_raises():
             return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -52,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Terminated as ended:
         print(f"tlt: terminated: {ended}", file=sys.stderr)
         return 143
+    finally:
+        warnings.formatwarning = format_of_python
+
+
+def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"tlt: warning: {message}\n"
 
 
 def _run(arguments: list[str]) -> int:
