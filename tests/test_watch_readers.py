@@ -91,6 +91,15 @@ def test_only_a_new_version_of_the_drafter_is_worth_a_line() -> None:
     assert [line.split(":")[0].strip() for line in printed(console).splitlines()] == ["drafter 1", "drafter 2"]
 
 
+def test_a_replayed_step_shows_both_ratios_when_it_is_over() -> None:
+    console = console_of()
+    lines = Lines(12, console)
+    for record in recorded(ReplayCompared(1, 10, tlt_s=4.0, plain_s=7.0, identical=True), step(1), step(2)):
+        lines.show(record)
+    assert "against plain training so far: rollout 1.75 ×, whole step 1.36 × as fast" in printed(console)
+    assert printed(console).count("whole step") == 1
+
+
 def test_what_is_piped_is_plain_lines(tmp_path: Path) -> None:
     console = console_of(width=40)
     watch(config_of(tmp_path), console, [*events_of_steps(0, 3), RunFinished(9.0)])

@@ -14,6 +14,7 @@ from tests.watching import config_of, events_of_steps, rollout, step, whole_run,
 from tlt.cli import main
 from tlt.watch.events import (
     EVENTS_FILE,
+    CheckpointsPlanned,
     DrafterSwapped,
     DrafterTrained,
     Event,
@@ -21,12 +22,14 @@ from tlt.watch.events import (
     RunFailed,
     RunResumed,
     ShapesChosen,
+    TrainingForecast,
     read_run,
 )
 from tlt.watch.figures import Figure, figures_of, survival
 from tlt.watch.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Frame, tick_words, ticks
 from tlt.watch.report import page, write_report
 from tlt.watch.summary import duration, in_words, last_lines, summarise
+from tlt.watch.verdict import whole_steps
 from tlt.watch.workers import WorkerSpans
 
 
@@ -205,14 +208,19 @@ def test_the_paragraph_says_what_happened(tmp_path: Path) -> None:
     assert f"rose from {first:.3f} over the first 5 steps to {last:.3f} over the last" in said
     assert "took 12 steps" in said
     assert "1 min 24 s, of which 57% was rollout" in said
-    assert "7.0 s instead of 4.0 s (1.75 ×, measured), identical token for token" in said
+    ratios = f"rollout 1.75 ×, whole step {WHOLE:.2f} ×"
+    assert f"7.0 s instead of 4.0 s ({ratios}, measured), identical token for token" in said
+
+
+WHOLE = (7.0 - 0.5 - 4.0 + 7.0) / 7.0  # of a step of 7 s: half a second of drafter training is not in the plain one
 
 
 def test_the_last_lines(tmp_path: Path) -> None:
     lines = last_lines(summarise(read_run(whole_run(tmp_path))), "runs/x/report.html")
     assert lines[2:] == [
         "Rollout time with TLT: 4.0 s for 1,000 tokens (1 rollout written twice).",
-        "Plain decoding took: 7.0 s for the same tokens, same seeds: TLT is 1.75 × as fast.",
+        "Plain decoding took: 7.0 s for the same tokens, same seeds.",
+        f"Against plain training: rollout 1.75 ×, whole step {WHOLE:.2f} × as fast, with all work for the drafter.",
         "Tokens identical: yes.",
         "Report: runs/x/report.html",
     ]
@@ -240,6 +248,38 @@ def test_other_tokens_are_never_passed_over(tmp_path: Path, counted: dict[str, i
     shown = figure(tmp_path / "shown", "Measured against plain decoding")
     assert f"0 of 1 identical token for token, {tile}" in shown.words
     assert any(tile in title for title in titles(ElementTree.fromstring(shown.svg)))
+
+
+def test_whole_steps_are_compared_with_everything_that_speculation_needs(tmp_path: Path) -> None:
+    """Training that no replayed step happens to hold is charged to them all the same."""
+    planned = CheckpointsPlanned("", 60, 40, 1, 1, 100, 1000, drafter_bytes=25)
+    quiet = {"drafting_s": 0.0, "checkpoint_s": 0.0, "rollout_s": 4.0, "step_s": 10.0}
+    first = step(1, **{**quiet, "drafting_s": 4.0, "checkpoint_s": 4.0, "step_s": 18.0})
+    events = [
+        *(planned, DrafterSwapped(1, 1, seconds=1.0), first),
+        *(ReplayCompared(2, 9, tlt_s=4.0, plain_s=8.0, identical=True), step(2, **quiet)),
+        step(3, **quiet),
+        *(ReplayCompared(4, 9, tlt_s=4.0, plain_s=6.0, identical=True), step(4, **quiet)),
+    ]
+    found = whole_steps(events)
+    assert found.beside_s == 4.0 + 1.0 + 0.25 * 4.0
+    ratios = [14.0 / (10.0 + 6.0 / 2), (14.0 + 12.0) / (20.0 + 2 * 6.0 / 4)]
+    assert found.curve == tuple(zip((2, 4), map(pytest.approx, ratios), strict=True))
+    assert found.measured == pytest.approx(ratios[-1])
+    assert whole_steps([first]).measured is None
+    run = read_run(write_run(config_of(tmp_path, "--spec.drafter=suffix"), events))
+    both = f"rollout 1.75 ×, whole step {ratios[-1]:.2f} ×"
+    assert any(both in line for line in last_lines(summarise(run), ""))
+    assert both in in_words(summarise(run))
+    drawn = figure(tmp_path / "shown", "Whole steps against plain training")
+    assert f"up to step 4: {both}" in titles(ElementTree.fromstring(drawn.svg))
+    assert "whole-step speed-up" in page(run)
+
+
+def test_a_forecast_is_told_in_the_report(tmp_path: Path) -> None:
+    told = TrainingForecast(1, pays=False, gain=-0.001, steps_left=40)
+    run = read_run(write_run(config_of(tmp_path), [told, *events_of_steps(0, 2)]))
+    assert "No drafter training: expected -0.1% over the 40 steps left at step 1." in in_words(summarise(run))
 
 
 def test_accept_lengths_are_pooled_over_verifies(tmp_path: Path) -> None:
@@ -274,10 +314,10 @@ def test_steps_that_drafted_nothing_do_not_count_as_accepting_nothing(tmp_path: 
 
 def test_without_replays_the_saving_is_an_estimate(tmp_path: Path) -> None:
     run = read_run(write_run(config_of(tmp_path), events_of_steps(0, 4)))
-    assert "saved 12.0 s of rollout (1.75 × as fast as plain decoding, estimated)" in in_words(summarise(run))
+    assert "saved 12.0 s of rollout (rollout 1.75 ×, whole step 1.36 ×" in in_words(summarise(run))
     slower = [step(number, saved_s=-1.0) for number in range(1, 5)]
     run = read_run(write_run(config_of(tmp_path), list(slower)))
-    assert "cost 4.0 s of rollout (0.75 ×" in in_words(summarise(run))
+    assert "cost 4.0 s of rollout (rollout 0.75 ×, whole step 0.79 ×" in in_words(summarise(run))
 
 
 SPECULATES = ("--spec.drafter=suffix", "--spec.chooser=tuner")

@@ -6,6 +6,7 @@ the drafter's answers (`checkpoint.buffer`). Reads configs; loads no weights.
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _ID_BYTES, _MARK_BYTES = 8, 1  # of a token that the drafter can name, and of an
 def checkpoints_planned(config: RunConfig, directory: Path) -> CheckpointsPlanned:
     """What the checkpoints in this directory will take, beside what is free. The run's directory exists."""
     weights, state = checkpoint_bytes(config)
+    without = checkpoint_bytes(replace(config, drafting=replace(config.drafting, frozen=True)))
     run, kept = config.run, config.checkpoint
     written = -(-run.steps // kept.every) if kept.every else 1
     keep_optimizer = kept.keep_optimizer or kept.keep
@@ -41,6 +43,7 @@ def checkpoints_planned(config: RunConfig, directory: Path) -> CheckpointsPlanne
         keep_optimizer=keep_optimizer,
         most_bytes=most,
         free_bytes=shutil.disk_usage(directory.parent).free + there,
+        drafter_bytes=weights + state - sum(without),
     )
 
 

@@ -317,7 +317,7 @@ class LocalFleet:
     def _tell(self, step: int, decision: Decision) -> None:
         """Whether drafter training pays, once; and again when that has changed."""
         found = decision.forecast
-        if found is not None and found.pays != self._pays:
+        if found is not None and found.steps_left and found.pays != self._pays:
             self._pays = found.pays
             self._emit(training_forecast(step, found))
         self.worker.keep_states(found is None or found.pays or decision.trains)

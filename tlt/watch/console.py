@@ -21,6 +21,7 @@ from tlt.watch.events import (
     CheckpointDamaged,
     CheckpointSaved,
     CheckpointsPlanned,
+    DrafterSwapped,
     DrafterTrained,
     Event,
     PhaseStarted,
@@ -39,7 +40,7 @@ from tlt.watch.events import (
 )
 from tlt.watch.history import drafted
 from tlt.watch.summary import duration, first_line, forecast_in_words, size
-from tlt.watch.verdict import Replayed, in_short
+from tlt.watch.verdict import Replayed, both_ratios, in_short, whole_steps
 from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 
 _RECENT = 10  # steps whose mean time the remaining ones are reckoned by
@@ -268,10 +269,16 @@ class Lines:
         self._startup = StartupLines(console, beginnings=beginnings)
         self._since_heading = _HEAD_EVERY
         self._drafter: int | None = None  # version last told of
+        self._compared: list[Event] = []  # all that whole steps are compared by
+        self._replays: list[ReplayCompared] = []
 
     def show(self, record: Recorded) -> None:
         self._progress.note(record)
         self._startup.show(record)
+        if isinstance(record.event, StepFinished | ReplayCompared | DrafterSwapped | CheckpointsPlanned):
+            self._compared.append(record.event)
+        if isinstance(record.event, ReplayCompared):
+            self._replays.append(record.event)
         if isinstance(record.event, StepFinished):
             self._show_step(record.event)
         elif (said := notice(record.event)) and not self._stale(record.event):
@@ -291,6 +298,9 @@ class Lines:
             self._since_heading = 0
         self._since_heading += 1
         self._print(step_line(step, self._progress.planned, self._wide), "")
+        if self._replays and self._replays[-1].step == step.step:
+            ratios = both_ratios(Replayed.of(self._replays).speedup, whole_steps(self._compared).measured)
+            self._print(f"  against plain training so far: {ratios} as fast", "dim")
 
     @property
     def _wide(self) -> bool:

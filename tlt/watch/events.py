@@ -88,6 +88,7 @@ class CheckpointsPlanned(Event):
     keep_optimizer: int  # checkpoints that can be resumed from
     most_bytes: int  # of all there will be at a time, one being written included
     free_bytes: int  # on the disk, what the run's earlier checkpoints take included
+    drafter_bytes: int = 0  # of one checkpoint, the learned drafter's part of weights and optimizer
 
 
 @dataclass(frozen=True, slots=True)

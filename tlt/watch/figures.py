@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
-from tlt.watch.history import drafted, events_of, steps_of
+from tlt.watch.history import counted, drafted, events_of, steps_of
 from tlt.watch.lanes import Lane, LaneSpan, lane_chart
 from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
 from tlt.watch.summary import PHASES, duration, is_estimated, phase_seconds
-from tlt.watch.verdict import Replayed, in_short
+from tlt.watch.verdict import Replayed, WholeSteps, both_ratios, in_short, whole_steps
 from tlt.watch.workers import WorkerSpans
 
 _SMOOTH = 5  # steps in a running mean
@@ -62,6 +62,8 @@ def figures_of(run: Run) -> list[Figure]:
         drawn += [_saved(steps)] if is_estimated(run.config) else []
     if replays := events_of(run, ReplayCompared):
         drawn.append(_replays(replays))
+        whole = whole_steps(record.event for record in counted(run.events))
+        drawn += [_whole(whole, replays)] if whole.curve and run.config.spec.drafter != "none" else []
     if chosen := events_of(run, ShapesChosen):
         used = any(shape != _OFF for one in chosen for _, shape, _ in one.ticks)
         drawn += [_shapes(chosen)] if used else []
@@ -205,6 +207,23 @@ def _replays(replays: Sequence[ReplayCompared]) -> Figure:
         same = sum(replay.identical for replay in replays)
         words += f"; {same} of {len(replays)} identical token for token, {in_short(whole)}."
     return Figure("Measured against plain decoding", words, (Entry("plain", "c5"), Entry("with TLT", "c3")), svg)
+
+
+def _whole(whole: WholeSteps, replays: Sequence[ReplayCompared]) -> Figure:
+    """Both ratios, each over the replayed steps so far."""
+    told = {replay.step: Replayed.of(replays[: index + 1]).speedup for index, replay in enumerate(replays)}
+    rollouts = [(step, told[step]) for step, _ in whole.curve if step in told]
+    lines = [
+        Line("whole step", [(float(step), ratio) for step, ratio in whole.curve], "c3"),
+        Line("rollout alone", [(float(step), ratio) for step, ratio in rollouts], "c5"),
+    ]
+    columns = [
+        Column(step, f"up to step {step}: {both_ratios(told.get(step, 1.0), ratio)}") for step, ratio in whole.curve
+    ]
+    y = Axis("times as fast as plain", (1.0,))
+    svg = line_chart(lines, _step_axis(), y, columns=columns, rule=1.0)
+    words = "Of the steps replayed so far. A whole step has everything in it, training and saving the drafter included."
+    return Figure("Whole steps against plain training", words, _entries(lines), svg)
 
 
 def _shapes(chosen: Sequence[ShapesChosen]) -> Figure:

@@ -90,7 +90,7 @@ def _tiles(summary: Summary) -> Iterator[str]:
     tiles = [("mean reward", *_change(summary.reward, ".3f"))]
     if summary.drafted:
         tiles.append(("accept length", *_change(summary.accept_length, ".2f")))
-        tiles += [_speed(summary)] if summary.replayed or summary.estimated else []
+        tiles += _speeds(summary) if summary.replayed or summary.estimated else []
     steps = f"{summary.taken} of {summary.planned} {'step' if summary.planned == 1 else 'steps'}"
     tiles.append(("time of all steps", duration(summary.step_s), steps))
     pace = summary.tokens / summary.phase_s["rollout"] if summary.phase_s["rollout"] else 0.0
@@ -109,11 +109,14 @@ def _change(ends: Ends, form: str) -> tuple[str, str]:
     return f"{ends.first:{form}} → {ends.last:{form}}", each
 
 
-def _speed(summary: Summary) -> tuple[str, str, str]:
+def _speeds(summary: Summary) -> list[tuple[str, str, str]]:
     if summary.replayed:
+        rollout, how = summary.replayed.speedup, "measured"
         note = f"against plain decoding: measured, {in_short(summary.replayed)}"
-        return "rollout speed-up", f"{summary.replayed.speedup:.2f} ×", note
-    return "rollout speed-up", f"{summary.rollout_speedup:.2f} ×", "against plain decoding, estimated"
+    else:
+        rollout, how, note = summary.rollout_speedup, "estimated", "against plain decoding, estimated"
+    whole = ("whole-step speed-up", f"{summary.whole_speedup:.2f} ×", f"all work for the drafter included, {how}")
+    return [("rollout speed-up", f"{rollout:.2f} ×", note), whole]
 
 
 # ---- figures and details

@@ -25,7 +25,7 @@ from tlt.watch.events import (
     TrainingForecast,
 )
 from tlt.watch.history import counted, drafted, events_of, steps_of
-from tlt.watch.verdict import Replayed, verdict_in_words
+from tlt.watch.verdict import Replayed, WholeSteps, both_ratios, verdict_in_words, whole_steps
 
 PHASES = ("rollout", "reward", "update", "drafting", "checkpoint")
 _ENDS = 5  # steps at the beginning and at the end that are compared
@@ -65,9 +65,15 @@ class Summary:
     drafted: bool
     estimated: bool  # somebody estimates `saved_s`: choosers other than the tuner do not
     replayed: Replayed | None
+    whole: WholeSteps
     rewards_failed: int
     alarms: int
     readers_failed: tuple[str, ...]
+
+    @property
+    def whole_speedup(self) -> float:
+        """Plain over actual, of whole steps with all work for the drafter: measured where steps were replayed."""
+        return self.whole.measured or self.whole.estimated(self.saved_s)
 
     @property
     def rollout_speedup(self) -> float:
@@ -101,6 +107,7 @@ def summarise(run: Run) -> Summary:
         drafted=any(map(drafted, steps)),
         estimated=is_estimated(run.config),
         replayed=Replayed.of(replays) if replays else None,
+        whole=whole_steps(record.event for record in counted(run.events)),
         rewards_failed=sum(event.count for event in events_of(run, RewardsFailed)),
         alarms=len(events_of(run, AcceptanceCollapsed)),
         readers_failed=tuple(f"{event.reader}: {event.message}" for event in events_of(run, ReaderFailed)),
@@ -240,7 +247,9 @@ def _replay_times(summary: Summary, replayed: Replayed) -> list[str]:
         return [f"Rollout time: {duration(replayed.tlt_s)} for {twice}, {duration(replayed.plain_s)} for {again}."]
     return [
         f"Rollout time with TLT: {duration(replayed.tlt_s)} for {twice}.",
-        f"Plain decoding took: {duration(replayed.plain_s)} for {again}: TLT is {replayed.speedup:.2f} × as fast.",
+        f"Plain decoding took: {duration(replayed.plain_s)} for {again}.",
+        f"Against plain training: {both_ratios(replayed.speedup, summary.whole.measured)} as fast, with all work for "
+        "the drafter.",
     ]
 
 
@@ -292,7 +301,7 @@ def _saved(summary: Summary) -> str:
     if summary.forecast:
         parts.append(_forecast(summary.forecast))
     if summary.replayed:
-        parts.append(_measured(summary.replayed, summary.drafted))
+        parts.append(_measured(summary.replayed, summary))
     elif summary.drafted and summary.estimated:
         parts.append(_estimate(summary))
     return " ".join(parts)
@@ -314,12 +323,13 @@ def _why_plain(summary: Summary) -> str:
     return "Speculation was off: rollouts were decoded plainly."
 
 
-def _measured(replayed: Replayed, drafted: bool) -> str:
+def _measured(replayed: Replayed, summary: Summary) -> str:
     were = "was" if replayed.count == 1 else "were"
     opening = f"{_rollouts(replayed.count).capitalize()} {were} written once more without speculation, same seeds: "
     plain_s, tlt_s = duration(replayed.plain_s), duration(replayed.tlt_s)
-    if drafted:
-        text = f"{opening}{plain_s} instead of {tlt_s} ({replayed.speedup:.2f} ×, measured)"
+    if summary.drafted:
+        ratios = both_ratios(replayed.speedup, summary.whole.measured)
+        text = f"{opening}{plain_s} instead of {tlt_s} ({ratios}, measured)"
     else:
         text = f"{opening}{plain_s} after {tlt_s}"
     if replayed.identical:
@@ -331,7 +341,7 @@ def _estimate(summary: Summary) -> str:
     verb = "saved" if summary.saved_s >= 0 else "cost"
     return (
         f"By the engine's own cost table, speculation {verb} {duration(abs(summary.saved_s))} of rollout "
-        f"({summary.rollout_speedup:.2f} × as fast as plain decoding, estimated)."
+        f"({both_ratios(summary.rollout_speedup, summary.whole_speedup)} as fast as plain training, estimated)."
     )
 
 

@@ -1,16 +1,18 @@
-"""The verdict on replays: whether the tokens are those of plain decoding, and if not, whether that is rounding.
+"""The verdict on replays: whole steps against plain training; whether the tokens are those of plain decoding, and if
+not, whether that is rounding.
 
 Pure: events in, numbers and sentences out. In half precision rounding depends on the size of a pass, so plain decoding
 differs from itself at another batch size. Differences that are no more frequent than those are rounding; where nothing
 may differ (exact mode, float64), every difference is a fault.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-from tlt.watch.events import ReplayCompared
+from tlt.watch.events import CheckpointsPlanned, DrafterSwapped, Event, ReplayCompared, StepFinished
 
 # "few": plain decoding was not seen to differ from itself, and too few tokens were compared to say that it does not
 Verdict = Literal["identical", "uncounted", "few", "rounding", "more", "fault"]
@@ -75,6 +77,62 @@ class Replayed:
         seen = max(1, self.sample_differing)  # none seen does not mean that there are none
         error = sqrt(self.differing / self.compared**2 + seen / self.sample_compared**2)
         return ours - plain > _SIGMAS * error
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSteps:
+    """Steps with everything in them against the same steps without speculation."""
+
+    beside_s: float  # in all steps: training, publishing and saving the drafter
+    steps_s: float  # of all steps
+    curve: tuple[tuple[int, float], ...]  # replayed step; plain time over actual time, of all replayed steps so far
+
+    @property
+    def measured(self) -> float | None:
+        """None if no step was replayed."""
+        return self.curve[-1][1] if self.curve else None
+
+    def estimated(self, saved_s: float) -> float:
+        """Of all steps, if speculation saved so much of their rollouts."""
+        return (self.steps_s - self.beside_s + saved_s) / self.steps_s if self.steps_s else 1.0
+
+
+def whole_steps(events: Iterable[Event]) -> WholeSteps:
+    """The drafter is not trained in every step: a replayed one is charged with the mean of all steps so far."""
+    steps: dict[int, StepFinished] = {}
+    replays: dict[int, ReplayCompared] = {}
+    swaps_s: defaultdict[int, float] = defaultdict(float)
+    part = 0.0  # of a checkpoint, the drafter's
+    for event in events:
+        match event:
+            case StepFinished():
+                steps[event.step] = event
+            case ReplayCompared():
+                replays[event.step] = event
+            case DrafterSwapped():
+                swaps_s[event.step] += event.seconds
+            case CheckpointsPlanned():
+                part = event.drafter_bytes / max(1, event.weights_bytes + event.optimizer_bytes)
+            case _:
+                pass
+    beside_s = tlt_s = plain_s = 0.0
+    curve: list[tuple[int, float]] = []
+    for taken, step in enumerate(sorted(steps), start=1):
+        told = steps[step]
+        own_s = told.drafting_s + swaps_s[step] + part * told.checkpoint_s
+        beside_s += own_s
+        if replay := replays.get(step):
+            others_s = told.step_s - own_s
+            plain_s += others_s - replay.tlt_s + replay.plain_s
+            tlt_s += others_s
+            charged_s = (len(curve) + 1) * beside_s / taken
+            curve.append((step, plain_s / max(1e-9, tlt_s + charged_s)))
+    return WholeSteps(beside_s, sum(told.step_s for told in steps.values()), tuple(curve))
+
+
+def both_ratios(rollout: float, whole: float | None) -> str:
+    """A rollout's ratio never stands alone."""
+    return f"rollout {rollout:.2f} ×, whole step {'not known yet' if whole is None else f'{whole:.2f} ×'}"
 
 
 def verdict_in_words(replayed: Replayed) -> str:
