@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tlt.config import RunConfig
+from tlt.config import NEW, RunConfig
 from tlt.engine import build, runner
 from tlt.engine.chunks import Chunk
 from tlt.engine.graphs import buckets
@@ -44,6 +44,7 @@ from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
 from tlt.spec.backlog import ROOM, TAKEN_IN
 from tlt.spec.beta import MOST_ROWS
+from tlt.spec.drafter import build_drafters
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _PROCESSORS = 132
@@ -172,12 +173,12 @@ def measured(policy: Any, config: RunConfig, threads: int) -> dict[str, Any]:
         as_on_a_gpu(),
         NoProducts(),
     ):
-        learned = build.learned_drafting(policy, config)
+        (learned,) = build_drafters(policy, config)
         shape_policy = build.shape_policy_of(config.spec, config.engine.rows, on_gpu=True)
         seconds = []
         for _ in range(2):
             started = time.perf_counter()
-            engine: Any = build.speculating_engine(policy, config, shape_policy, learned)
+            engine: Any = build.speculating_engine(policy, config, shape_policy, [learned])
             seconds.append(time.perf_counter() - started)
         before = kernels.copy()
         compile_ahead(partial(go_through, engine, learned, config))
@@ -204,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = replace(
         config,
         engine=replace(config.engine, kv_gib=0.5, rows=options.rows),
-        spec=replace(config.spec, drafter="eagle", path=build.NEW),
+        spec=replace(config.spec, drafter="eagle", path=NEW),
         draft=replace(config.draft, vocab=16384, mlp=0.5),
     )
     policy, found = policy_of(options.shape), []

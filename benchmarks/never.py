@@ -23,8 +23,7 @@ from staging import (
 )
 
 from tlt.bench.variants import PLAIN, TUNER, WARM, Variant, VariantRollout
-from tlt.config import RunConfig
-from tlt.engine.build import NEW
+from tlt.config import NEW, RunConfig
 from tlt.errors import ConfigError
 from tlt.machine import free_memory
 

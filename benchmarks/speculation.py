@@ -41,12 +41,13 @@ from staging import (
 from workloads import WORKLOADS
 
 from tlt.config import RunConfig
-from tlt.engine.build import build_engine, learned_drafting
+from tlt.engine.build import build_engine
 from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TltError
 from tlt.machine import free_memory
 from tlt.recipe import load_config, take_flags
 from tlt.spec.candidates import GREEDY, BetaCalibrator
+from tlt.spec.drafter import build_drafters
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
 
@@ -109,9 +110,8 @@ def drafts(options: argparse.Namespace, config: RunConfig) -> None:
 def _accepted(setting: Setting, shape: Shape, beta: float | None) -> dict[str, Any]:
     """Of a whole rollout in one shape. `beta` None is fitted as it goes."""
     with patch("tlt.spec.beta.BetaCalibrator", BetaCalibrator if beta is None else lambda: _Constant(beta)):
-        learned = learned_drafting(setting.policy, setting.config)
-    assert learned is not None
-    engine = build_engine(setting.policy, setting.config, Fixed(shape), learned)
+        (learned,) = build_drafters(setting.policy, setting.config)
+    engine = build_engine(setting.policy, setting.config, Fixed(shape), [learned])
     completions = answer(engine, requests(setting, setting.cap))
     report = engine.report().speculation
     assert report is not None

@@ -33,7 +33,7 @@ import preparing
 import torch
 from speculation import tell
 
-from tlt.config import ModelSettings, RunConfig
+from tlt.config import NEW, ModelSettings, RunConfig
 from tlt.drafting import buffer, deadline, trainer
 from tlt.engine import build, graphs, request, runner
 from tlt.errors import TltError
@@ -41,6 +41,7 @@ from tlt.machine import describe, wait_for
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy, device_of, source_of
+from tlt.spec.eagle_files import open_drafter
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
 from tlt.text import Tokenizer
@@ -198,7 +199,7 @@ def set_up(options: argparse.Namespace, scale: TailScale) -> tuple[Tail, Learner
     model.init_weights(0)
     config = replace(
         base,
-        spec=replace(base.spec, drafter="eagle", path=build.NEW, depths=(7,), widths=(1,), verifies=(8,)),
+        spec=replace(base.spec, drafter="eagle", path=NEW, depths=(7,), widths=(1,), verifies=(8,)),
         draft=replace(base.draft, vocab=options.draft_vocab if options.draft_vocab < wide.vocab else 0),
         drafting=replace(base.drafting, micro_s=0.0),  # as many tokens as asked for, however long they take
         engine=replace(base.engine, rows=max(scale.batches)),
@@ -208,7 +209,7 @@ def set_up(options: argparse.Namespace, scale: TailScale) -> tuple[Tail, Learner
     wait_for(device)
     policy = Policy(model, Tokenizer.load(source), source)
     tail = Tail(policy, config, urgent, options.priority)
-    drafter = trainer.OnlineDrafter(model, build.open_drafter(policy, config), config.draft, config.drafting)
+    drafter = trainer.OnlineDrafter(model, open_drafter(policy, config), config.draft, config.drafting)
     wait_for(device)
     return tail, Learner(drafter, patient, scale.length), device
 

@@ -9,8 +9,8 @@ import torch
 from tests.test_speculation import tokens_of
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import VariantRunner
-from tlt.config import DraftSettings, EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import NEW, build_engine, open_drafter, shape_policy_of, shapes_of
+from tlt.config import DRAFTERS, NEW, DraftSettings, EngineSettings, RunConfig, SpecSettings
+from tlt.engine.build import build_engine, shape_policy_of, shapes_of
 from tlt.engine.chunks import copied_slots
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
@@ -21,9 +21,12 @@ from tlt.kernels import compiling
 from tlt.model.linear import reads_quantized
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
-from tlt.spec.eagle_files import Origin, save_drafter
+from tlt.spec.drafter import Drafter
+from tlt.spec.eagle_files import Origin, open_drafter, save_drafter
+from tlt.spec.fixed import Fixed
 from tlt.spec.record import FILE, DraftRecord, write_record
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 from tlt.tasks.choose import task_of
 from tlt.types import Key, SamplingParams
@@ -44,6 +47,58 @@ def test_the_suffix_drafter_leaves_the_rollout_of_the_tiny_policy_as_it_is(shape
         engine.submit(batch)
         rollouts.append(tokens_of({completion.key: completion for completion in engine.drain()}))
     assert rollouts[0] == rollouts[1]
+
+
+def test_a_drafter_of_ones_own_is_one_class_and_one_entry() -> None:
+    """The example's drafter drafts, alone and beside another, and the tokens are those of plain decoding."""
+    from examples.custom_drafter import MostFrequent
+
+    assert DRAFTERS["frequent"] is MostFrequent
+    config = RunConfig(sampling=SamplingParams(max_tokens=60))
+    policy, task = open_policy(config.model), task_of(config)
+    prompts = [tuple(policy.tokenizer.encode_prompt(prompt.content)) for prompt in task.sample(0, 8)]
+    found = {}
+    for name in ("none", "frequent", "frequent+suffix"):
+        spec = SpecSettings(drafter=name, shape_policy="fixed", depths=(3,), widths=(1,), verifies=(4,))
+        shapes = shapes_of(spec)
+        assert {one for shape in shapes for one in shape.drafters} == set(spec.drafters)
+        engine = build_engine(policy, replace(config, spec=spec), Fixed(shapes[-1]))
+        engine.submit([Request(Key(0, number), prompt, config.sampling) for number, prompt in enumerate(prompts)])
+        found[name] = tokens_of({completion.key: completion for completion in engine.drain()})
+        assert found[name] == found["none"]
+        speculation = engine.report().speculation
+        assert name == "none" or (speculation is not None and speculation.accepted > 0)
+    assert shapes_of(replace(spec, drafter="eagle+suffix", path="x")) == shapes_of(
+        replace(spec, drafter="both", path="x")
+    )
+
+
+def test_a_drafter_must_be_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"drafter is 'sufix\+eagle'; expected one of none, both, suffix, eagle.*did you mean suffix\?"
+    with pytest.raises(ConfigError, match=expected):
+        SpecSettings(drafter="sufix+eagle", path="x")
+    for wrong in ("", "suffix+", "suffix+none", "both+suffix"):
+        with pytest.raises(ConfigError, match="drafter is"):
+            SpecSettings(drafter=wrong)
+
+    class Unnamed(Drafter):
+        pass
+
+    for entry in (Unnamed, "math:sin", int):
+        monkeypatch.setitem(DRAFTERS, "mine", entry)
+        with pytest.raises(ConfigError, match=r"DRAFTERS\['mine'\] is .*; expected a subclass"):
+            build_engine(open_policy(RunConfig().model), RunConfig(spec=SpecSettings(drafter="mine")))
+
+
+def test_two_drafters_on_the_device_are_refused() -> None:
+    class Other(Drafter):
+        name, on_device = "other", True
+
+    class Another(Other):
+        name = "another"
+
+    with pytest.raises(ConfigError, match=r"drafters \['another', 'other'\] run on the device; expected one at most"):
+        Speculating([Other(), Another()], Fixed(OFF))
 
 
 def test_nobody_guesses_unless_asked() -> None:

@@ -84,6 +84,7 @@ NAMED = {
     "model.path": ("tiny",),
     "model.device": ("auto", "cpu", "cuda", "cuda:N"),
     "task.reward": ("exact", "gsm8k", "math", "FILE.py:FUNCTION"),
+    "spec.drafter": ("none", "suffix", "eagle", "both"),
     "spec.path": ("new",),
     "cluster.address": ("auto",),
 }

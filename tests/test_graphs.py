@@ -18,7 +18,7 @@ from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine import engine as engine_module
 from tlt.engine import graphs
 from tlt.engine import runner as runner_module
-from tlt.engine.build import build_engine, make_ready, open_drafter, shape_policy_of
+from tlt.engine.build import build_engine, make_ready, shape_policy_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import GraphPool, Key, buckets
 from tlt.engine.request import Request
@@ -30,7 +30,7 @@ from tlt.spec import speculation as speculation_module
 from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
 from tlt.spec.drafter import Segment
 from tlt.spec.eagle import Eagle
-from tlt.spec.eagle_files import Origin, save_drafter
+from tlt.spec.eagle_files import Origin, open_drafter, save_drafter
 from tlt.spec.record import DraftRecord, write_record
 from tlt.spec.shape import Shape
 from tlt.tasks.choose import task_of

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tlt.config import RunConfig
-from tlt.engine.build import NEW
+from tlt.config import NEW, RunConfig
 from tlt.model.config import ModelConfig
 from tlt.model.weights import Place, places, read_config
 from tlt.policy import dtype_of, source_of

@@ -5,6 +5,7 @@ the section expects. A value that may be chosen is explained as `value: what it 
 do, and nothing of files and flags: `tlt.recipe` reads and writes them.
 """
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -14,6 +15,16 @@ from tlt.errors import ConfigError, shown
 from tlt.types import SamplingParams
 
 _NAME_BYTES = 200  # of run.name, at most: a file name may have 255, and suffixes take some of them
+NEW = "new"  # spec.path of a drafter that starts from nothing
+
+# Drafters by the name that `spec.drafter` has for them: a subclass of `tlt.Drafter`, or where to import it from.
+DRAFTERS: dict[str, str | type] = {
+    "suffix": "tlt.spec.suffix_drafting:SuffixDrafting",
+    "eagle": "tlt.spec.learned:LearnedDrafting",
+}
+_READ_PATH = {"eagle"}  # drafters that read spec.path
+_DRAFTER_SETS: dict[str, tuple[str, ...]] = {"none": (), "both": ("eagle", "suffix")}
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -167,8 +178,9 @@ class EngineSettings:
 class SpecSettings:
     """Speculative decoding: changes the time a rollout takes, never its tokens."""
 
-    drafter: Literal["none", "suffix", "eagle", "both"] = "none"  # who drafts. none: nobody, decoding is plain;
-    # suffix: earlier text; eagle: the learned drafter at `path`; both: each of these, or the two in one tree
+    drafter: str = "none"  # who drafts. none: nobody, decoding is plain; suffix: earlier text;
+    # eagle: the learned drafter at `path`; both: eagle+suffix, each of these or the two in one tree. Names of
+    # `tlt.config.DRAFTERS`, joined by "+"
     path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it. new: one that has learned nothing
     shape_policy: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks the shape of each tick's drafts.
     # tuner: the one with the most tokens per second by measured costs and acceptance, or none if that is faster;
@@ -182,6 +194,7 @@ class SpecSettings:
     memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
 
     def __post_init__(self) -> None:
+        self._check_drafters()
         for name, lowest in (("depths", 1), ("widths", 1), ("verifies", 2)):
             values = getattr(self, name)
             _require(bool(values) and min(values) >= lowest, name, values, f"at least one number, each ≥ {lowest}")
@@ -191,10 +204,24 @@ class SpecSettings:
         _require(bool(self.path) or not self.learned, "path", self.path, 'the directory of a learned drafter, or "new"')
         _require(self.memory_tokens >= 1, "memory_tokens", self.memory_tokens, "at least 1")
 
+    def _check_drafters(self) -> None:
+        accepted = [*_DRAFTER_SETS, *DRAFTERS]
+        for name in self.drafters:
+            near = difflib.get_close_matches(name, accepted, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            words = f"one of {', '.join(accepted)}, or drafters joined by '+'{hint}"
+            _require(name in DRAFTERS, "drafter", self.drafter, words)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names in `DRAFTERS`, sorted."""
+        found = _DRAFTER_SETS.get(self.drafter)
+        return tuple(sorted({*self.drafter.split("+")})) if found is None else found
+
     @property
     def learned(self) -> bool:
-        """Whether a learned drafter is asked: nobody else reads `path`."""
-        return self.drafter in ("eagle", "both")
+        """Whether a drafter reads `path`."""
+        return not _READ_PATH.isdisjoint(self.drafters)
 
 
 @dataclass(frozen=True, slots=True)

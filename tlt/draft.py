@@ -23,14 +23,21 @@ from rich.table import Table
 
 from tlt.config import DraftSettings, ModelSettings, RunConfig
 from tlt.drafting.answers import Answer, write_answers
-from tlt.engine.build import drafter_shape, open_drafter
 from tlt.engine.request import Request
 from tlt.errors import ConfigError, TaskError
 from tlt.kernels.sampling.noise import as_int64
 from tlt.outputs import check_new, write_new
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
-from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, read_drafter_config, save_drafter
+from tlt.spec.eagle_files import (
+    FORMATS,
+    Origin,
+    drafter_shape,
+    load_drafter,
+    open_drafter,
+    read_drafter_config,
+    save_drafter,
+)
 from tlt.spec.record import FILE as RECORD_FILE
 from tlt.spec.record import DraftRecord, keep_better, read_record
 from tlt.tasks.choose import task_of

@@ -20,7 +20,7 @@ from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.states import StateKeeper, keeper_of
 from tlt.drafting.trainer import OnlineDrafter
-from tlt.engine.build import build_engine, learned_drafting, shape_policy_of, shapes_of
+from tlt.engine.build import build_engine, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding
 from tlt.engine.memory import gib_beside_training
@@ -31,9 +31,9 @@ from tlt.model.device import free_bytes
 from tlt.model.transformer import Transformer
 from tlt.model.weights import hf_tensors, write_policy
 from tlt.policy import open_policy
+from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
-from tlt.spec.learned import LearnedDrafting
 from tlt.spec.speculation import SpeculationReport
 from tlt.spec.tuner import Tuner
 from tlt.train.checkpoint import load_state, save_state
@@ -77,12 +77,13 @@ class Worker:
         on_gpu = self.policy.model.embed.is_cuda
         shape_policy = shape_policy_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
         self.tuner = shape_policy if isinstance(shape_policy, Tuner) else None
-        self._learned = learned_drafting(self.policy, config)
-        online = self._learned if not config.drafting.frozen else None
-        keeper = keeper_of(self.policy.model, online.drafter.config.taps, config) if online else None
-        self.engine = build_engine(self.policy, self._with_room(), shape_policy, self._learned, keeper)
+        drafters = build_drafters(self.policy, config)
+        self._learned = next((drafter for drafter in drafters if drafter.learned), Drafter())
+        trained = self._learned.model if not config.drafting.frozen else None
+        keeper = keeper_of(self.policy.model, trained.config.taps, config) if trained else None
+        self.engine = build_engine(self.policy, self._with_room(), shape_policy, drafters, keeper)
         self._keeper = keeper
-        self.drafter = self._online_drafter(online, keeper, peers) if online else None
+        self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
@@ -105,15 +106,16 @@ class Worker:
     @property
     def _bytes_to_come(self) -> int:
         """Of the trainers, when the engine is built: the policy's has its masters by then, the drafter's nothing."""
-        if self._learned is None or self.config.drafting.frozen:
+        model = self._learned.model
+        if model is None or self.config.drafting.frozen:
             return self.trainer.bytes_to_come
-        weights = list(self._learned.drafter.parameters())
+        weights = list(model.parameters())
         copies = 2 * sum(weight.numel() * weight.element_size() for weight in weights)  # the best one, and the learner
         return self.trainer.bytes_to_come + copies + bytes_to_come(weights, masters=True)
 
-    def _online_drafter(self, learned: LearnedDrafting, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
+    def _online_drafter(self, trained: Eagle, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
         own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (peers.rank << 32)))
-        drafter = OnlineDrafter.of(self.policy, learned.drafter, own, keeper=keeper, average=peers.average)
+        drafter = OnlineDrafter.of(self.policy, trained, own, keeper=keeper, average=peers.average)
         if self.policy.model.embed.is_cuda and self.config.cluster.workers > 1:
             drafter.warm_up()  # in idle time of a rollout, others would wait until this worker has compiled
         return drafter
@@ -124,9 +126,14 @@ class Worker:
             self._keeper.wanted = wanted
 
     @property
+    def learned_name(self) -> str:
+        """The learned drafter's name in shapes and reports; "" if there is none."""
+        return self._learned.name
+
+    @property
     def drafts_with(self) -> Eagle | None:
         """The learned drafter at work, if there is one. Another version is copied into its tensors."""
-        return self._learned.drafter if self._learned else None
+        return self._learned.model
 
     # ---- rollout
 
@@ -187,7 +194,7 @@ class Worker:
 
     def take_drafter(self, weights: Mapping[str, Tensor], version: int) -> int | None:
         """Hands a drafter to the engine, between ticks; its version, if the engine had another."""
-        if self._learned is None or self._learned.version == version:
+        if not self._learned.learned or self._learned.version == version:
             return None
         self.engine.load_drafter(weights, version)
         return version
@@ -236,7 +243,7 @@ def _soon(until: Callable[[], bool]) -> bool:
 def _planner_of(worker: Worker) -> TrainingPlanner:
     config, tuner = worker.config, worker.tuner
     shapes = shapes_of(config.spec, exact=config.engine.exact)
-    known = DraftShapes(shapes, LearnedDrafting.name, tuner.expected) if tuner else None
+    known = DraftShapes(shapes, worker.learned_name, tuner.expected) if tuner else None
     rows = config.engine.rows
     return TrainingPlanner(config.drafting, config.run.steps, config.draft.unroll, rows, padding(rows), known)
 
@@ -312,7 +319,7 @@ class LocalFleet:
     def _survival(self) -> float:
         """Share of the learned drafter's first tokens accepted in the last rollout; 0: none were drafted."""
         by_depth = dict(self.report().by_depth)
-        return next(iter(by_depth.get(LearnedDrafting.name, ())), 0.0)
+        return next(iter(by_depth.get(self.worker.learned_name, ())), 0.0)
 
     def _tell(self, step: int, decision: Decision) -> None:
         """Whether drafter training pays, once; and again when that has changed."""

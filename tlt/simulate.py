@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tlt.config import EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import NEW, record_of, shape_policy_of, shapes_of
+from tlt.config import NEW, EngineSettings, RunConfig, SpecSettings
+from tlt.engine.build import record_of, shape_policy_of, shapes_of
 from tlt.errors import ConfigError
 from tlt.event_builders import Lengths
 from tlt.outputs import check_new, write_new
@@ -28,7 +28,8 @@ from tlt.sim.book import CostBook, read_book, words_of, write_book
 from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.measuring import measure_book, pad_of
 from tlt.sim.trace import Trace, trace_of
-from tlt.sim.world import EAGLE, World
+from tlt.sim.world import World
+from tlt.spec.drafter import drafter_class, learned_drafter
 from tlt.spec.shape import by_batch
 from tlt.spec.shape_policy import ShapePolicy
 
@@ -78,14 +79,14 @@ def simulate(config: RunConfig, options: SimulateOptions) -> None:
 
 
 def _book(config: RunConfig, options: SimulateOptions, console: Console) -> CostBook:
-    if config.spec.drafter in ("suffix", "both"):
+    if not all(drafter_class(name).learned for name in config.spec.drafters):
         raise ConfigError(
             f'spec.drafter is "{config.spec.drafter}"; what a suffix drafter finds depends on the text, which no trace '
             'has: expected "none", or "eagle" and the drafter\'s spec.path'
         )
     if options.subject.endswith(".json"):
         return read_book(Path(options.subject))
-    if config.spec.drafter == EAGLE and record_of(config.spec) is None:
+    if config.spec.drafters and record_of(config.spec) is None:
         known = "a drafter that has learned nothing" if config.spec.path == NEW else config.spec.path
         raise ConfigError(
             f"nobody has measured what the policy accepts of {known}; train a drafter with `tlt draft train`, or "
@@ -110,7 +111,7 @@ def choose_next(
 ) -> Foreseen:
     """The last of some rollouts, plainly and with a tuner for each worker; `done` is called after each. What may be
     chosen are the learned drafter's shapes, where the book knows one."""
-    spec = replace(config.spec, drafter="eagle" if book.drafts else "none", path=NEW)
+    spec = replace(config.spec, drafter=learned_drafter() if book.drafts else "none", path=NEW)
     engine = replace(config.engine, rows=book.rows, page_size=book.page_size)
     shapes, pad = shapes_of(spec, exact=engine.exact) if book.drafts else (), pad_of(book)
 
@@ -136,7 +137,8 @@ def choose_next(
 def _tuner(spec: SpecSettings, engine: EngineSettings, book: CostBook) -> ShapePolicy:
     """It knows of the drafter what the book does."""
     tuner = shape_policy_of(spec, book.rows, book.measured, exact=engine.exact, on_gpu=book.gpu)
-    tuner.load_prior(EAGLE, book.ranks)
+    for name in spec.drafters:
+        tuner.load_prior(name, book.ranks)
     return tuner
 
 
@@ -198,7 +200,7 @@ def _compared(found: list[Foreseen], trace: Trace) -> Simulated | None:
     one = next((one for one in found if one.workers == trace.workers), None)
     if one is None or trace.rollout_s is None:
         return None
-    return one.plain if trace.drafter == "none" else one.drafted if trace.drafter == EAGLE else None
+    return one.plain if trace.drafter == "none" else one.drafted if trace.drafter == learned_drafter() else None
 
 
 def _measured(found: list[Foreseen], trace: Trace) -> str:

@@ -19,9 +19,8 @@ from typing import Protocol
 from tlt.bench.options import FleetOptions, TrainScale
 from tlt.bench.report import BenchReport, Clock, Subject
 from tlt.cluster.interference import Interference, InterferenceRuns, interference
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.draft import draft_train
-from tlt.engine.build import NEW
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.fleet import LocalFleet

@@ -26,11 +26,10 @@ import torch
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.options import VARIANTS, TrainOptions, TrainScale
 from tlt.bench.report import BenchReport, Clock, Subject
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.draft import draft_train
 from tlt.drafting.buffer import Sample
 from tlt.drafting.states import Piece, Recompute
-from tlt.engine.build import NEW
 from tlt.fleet import LocalFleet, Worker
 from tlt.loop import Loop, Step
 from tlt.machine import describe, free_memory, wait_for

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.config import DraftingSettings, DraftSettings, RunConfig
+from tlt.config import NEW, DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
 from tlt.drafting.cadence import Cadence, Pace, Reason
 from tlt.drafting.deadline import Deadline
 from tlt.drafting.planner import DrafterStatus
 from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
-from tlt.engine.build import NEW
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, draft_vocabulary

@@ -14,7 +14,7 @@ from tlt.engine.admission import ADMISSIONS
 from tlt.engine.pages import PageAllocator
 from tlt.engine.request import Request, RequestState
 from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
-from tlt.sim.world import EAGLE, World
+from tlt.sim.world import World
 from tlt.spec.acceptance import AcceptResult
 from tlt.spec.backlog import Backlog
 from tlt.spec.shape import OFF, Shape
@@ -109,9 +109,9 @@ class SimWorker:
         return self._written(plan.reqs, [1] * len(plan.reqs))
 
     def _verify(self, plan: Plan, shape: Shape) -> list[SimCompletion]:
-        count, drafts = len(plan.reqs), EAGLE in shape.drafters
-        lag = self._backlog.before(count) if drafts else 0
-        newly = self._backlog.newly(count) if drafts and not lag else 0.0
+        count = len(plan.reqs)
+        lag = self._backlog.before(count)
+        newly = self._backlog.newly(count) if not lag else 0.0
         caught_up_s = self._world.catch_up_s(shape, count, lag) if lag else 0.0
         seconds = self._tick_s(plan, shape) + self._world.entering_s(shape, count, newly)
         self.now += caught_up_s + seconds

@@ -16,7 +16,6 @@ from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
 from tlt.spec.costs import CostTable, TickCosts
 from tlt.spec.shape import OFF, Shape
 
-EAGLE = "eagle"
 _CERTAIN = 1e9  # verifies that the table is worth: here it is the truth
 
 Paths = frozenset[tuple[int, ...]]  # of a tree's nodes: ranks from the root
@@ -25,13 +24,14 @@ Paths = frozenset[tuple[int, ...]]  # of a tree's nodes: ranks from the root
 class World:
     def __init__(self, book: CostBook, shapes: Sequence[Shape], pad: Callable[[int], int], seed: int) -> None:
         self.book = book
-        self._costs = TickCosts(CostTable(), pad, learned=(EAGLE,), context_read_once=book.gpu)
+        drafters = {drafter for shape in shapes for drafter in shape.drafters}  # of the book
+        self._costs = TickCosts(CostTable(), pad, learned=drafters, context_read_once=book.gpu)
         for measured in book.measured:
             self._costs.load_costs(measured)
         self._luck = random.Random(seed)
         self._acceptance = Acceptance(shapes, horizon=_CERTAIN)
-        if book.ranks and any(EAGLE in shape.drafters for shape in shapes):
-            self._acceptance.load_prior(EAGLE, book.ranks, _CERTAIN)
+        for drafter in drafters if book.ranks else ():
+            self._acceptance.load_prior(drafter, book.ranks, _CERTAIN)
         self._hits = [list(accumulate(row)) for row in book.ranks]
         self._trees: dict[Shape, Paths] = {}
 

@@ -1,19 +1,25 @@
 """What a drafter is: it guesses the policy's next tokens. A wrong, stale or absent guess changes only the speed.
 
 `Drafter` is the whole contract. Every method has a default that does nothing, so that a drafter on the host needs only
-`begin`, `extend` and `draft`.
+`begin`, `extend` and `draft`. `tlt.config.DRAFTERS` names the drafters that `spec.drafter` accepts.
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, Self
 
 from torch import Tensor
 
+from tlt.config import DRAFTERS, RunConfig, SpecSettings
+from tlt.errors import ConfigError
 from tlt.kernels.batch_state.reference import StatePlaces
+from tlt.policy import Policy
 from tlt.spec.costs import Measured
+from tlt.spec.eagle import Eagle
+from tlt.spec.record import DraftRecord
 from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.tree import Trees
 from tlt.types import Key, SamplingParams
@@ -148,6 +154,11 @@ class Drafter:
     learned = False  # it has weights that a trainer improves
     version = 0  # of these weights
 
+    @classmethod
+    def build(cls, policy: Policy, config: RunConfig) -> Self:
+        """The drafter as it is configured for this policy."""
+        return cls()
+
     # ---- every drafter
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -230,12 +241,43 @@ class Drafter:
 
     # ---- drafters that learn
 
+    @classmethod
+    def prior(cls, spec: SpecSettings) -> DraftRecord | None:
+        """What the policy was measured to accept of it; None: nothing was measured."""
+        return None
+
+    @property
+    def model(self) -> Eagle | None:
+        """The weights that a trainer improves; None: there are none."""
+        return None
+
     def policy_changed(self) -> None:
         """The policy's tensors hold another version: hidden states of the old one are void."""
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Other weights, between two ticks. Touches only its own tensors; the same version again changes nothing."""
         raise ValueError(f"drafter {self.name} has no weights; expected a learned drafter to load them into")
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """The class that `DRAFTERS` has under this name."""
+    entry = DRAFTERS[name]
+    if isinstance(entry, str):
+        module, _, attribute = entry.partition(":")
+        entry = getattr(import_module(module), attribute)
+    if not (isinstance(entry, type) and issubclass(entry, Drafter) and entry.name == name):
+        raise ConfigError(f"DRAFTERS[{name!r}] is {entry!r}; expected a subclass of tlt.Drafter with name = {name!r}")
+    return entry
+
+
+def build_drafters(policy: Policy, config: RunConfig) -> list[Drafter]:
+    """The drafters that `spec.drafter` names."""
+    return [drafter_class(name).build(policy, config) for name in config.spec.drafters]
+
+
+def learned_drafter() -> str:
+    """The name of the first drafter in `DRAFTERS` that learns."""
+    return next(name for name in DRAFTERS if drafter_class(name).learned)
 
 
 _NO_SINK = NoSink()

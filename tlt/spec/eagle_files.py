@@ -19,9 +19,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tlt.config import NEW, DraftSettings, RunConfig
 from tlt.errors import ModelError, shown
 from tlt.model.config import ModelConfig
 from tlt.model.weights import Place, read_tensors, write_tensors
+from tlt.policy import Policy
 from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source, taps
 from tlt.spec.record import DraftRecord, write_record
 from tlt.strict_json import read_object
@@ -375,3 +377,34 @@ def _keep_own_head(
         differs = bool(own and own.get("own_head"))
     if differs:
         model.register_buffer("own_head_vD", head_vD)
+
+
+# ---- as a configuration asks
+
+
+def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
+    """The drafter at `spec.path`; "new" is one that has learned nothing yet."""
+    if config.spec.path == NEW:
+        return _new_drafter(policy, config)
+    model = policy.model
+    return load_drafter(
+        config.spec.path,
+        model.config,
+        window=config.draft.window,
+        head_VD=model.head_weight,
+        dtype=model.embed.dtype,
+        device=model.embed.device,
+    )
+
+
+def drafter_shape(policy: Policy, draft: DraftSettings) -> EagleConfig:
+    """Of a new drafter for this policy, as it is configured."""
+    return EagleConfig.of_policy(policy.model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+
+
+def _new_drafter(policy: Policy, config: RunConfig) -> Eagle:
+    model, shape = policy.model, drafter_shape(policy, config.draft)
+    drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
+    # any tokens will do: the trainer renames them by frequency, once there are completions to learn from
+    drafter.init_weights(config.run.seed, torch.arange(shape.draft_vocab) if shape.reduced else None)
+    return drafter

@@ -10,11 +10,13 @@ grown behind a verification whose tokens nobody has read yet.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.kernels import compiling
 from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.batch_state.reference import StatePlaces
@@ -27,6 +29,7 @@ from tlt.kernels.linear.reference import QuantizedMatrix
 from tlt.model.device import upload_columns
 from tlt.model.linear import in_gpu_rollout, reads_quantized
 from tlt.model.transformer import Transformer
+from tlt.policy import Policy
 from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
 from tlt.spec.beta import MOST_ROWS, BetaProbe, fetch
 from tlt.spec.built_trees import BuiltTrees
@@ -34,7 +37,9 @@ from tlt.spec.candidates import DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, gather_taps
+from tlt.spec.eagle_files import open_drafter
 from tlt.spec.prompt_states import PromptStates, Recalled
+from tlt.spec.record import DraftRecord, read_record
 from tlt.spec.shape import MAX_REMAINING_BIAS, Draft, Shape
 from tlt.spec.tree_builder import DraftInputs, TreeBuilder
 from tlt.types import Key
@@ -86,6 +91,19 @@ class LearnedDrafting(Drafter):
         self._entered: list[int] = []  # rows that requests came into since these trees were grown
         self._prompts = PromptStates(window, self._memory.states_RWF[0, :0])
         self._beta_probe = BetaProbe()
+
+    @classmethod
+    def build(cls, policy: Policy, config: RunConfig) -> Self:
+        drafter, deepest = open_drafter(policy, config), max(config.spec.depths)
+        return cls(drafter, policy.model, config.engine.rows, deepest, quantized=config.spec.quantized)
+
+    @classmethod
+    def prior(cls, spec: SpecSettings) -> DraftRecord | None:
+        return read_record(spec.path) if spec.path != NEW else None
+
+    @property
+    def model(self) -> Eagle:
+        return self.drafter
 
     @property
     def beta(self) -> float:

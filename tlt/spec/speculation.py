@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tlt.errors import ConfigError
 from tlt.spec.acceptance import AcceptResult, rank_hits_of
 from tlt.spec.alarm import Alarm
 from tlt.spec.budget import TunerReport
@@ -201,7 +202,7 @@ class Speculating(Speculation):
         on_device = [drafter for drafter in drafters if drafter.on_device]
         if len(on_device) > 1:
             names = sorted(drafter.name for drafter in on_device)
-            raise ValueError(f"drafters {names} run on the device; expected one at most: an engine feeds one sink")
+            raise ConfigError(f"drafters {names} run on the device; expected one at most: an engine feeds one sink")
         self._drafters = sorted(drafters, key=lambda drafter: drafter.on_device)  # the host works while a device does
         self._named = {drafter.name: drafter for drafter in self._drafters}
         self._shape_policy = shape_policy

@@ -8,7 +8,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from statistics import median
+from typing import Self
 
+from tlt.config import RunConfig
+from tlt.policy import Policy
 from tlt.spec.drafter import Drafter, Running
 from tlt.spec.shape import Draft, Shape
 from tlt.spec.suffix import SuffixDrafter
@@ -30,6 +33,10 @@ class SuffixDrafting(Drafter):
     """
 
     name = "suffix"
+
+    @classmethod
+    def build(cls, policy: Policy, config: RunConfig) -> Self:
+        return cls(config.spec.memory_tokens)
 
     def __init__(self, memory_tokens: int) -> None:
         self._suffix = SuffixDrafter(memory_tokens)
