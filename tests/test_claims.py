@@ -109,6 +109,21 @@ def test_records_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named(page.read_text("utf-8")) if not (RECORDS / f"{name}.json").exists()] == []
 
 
+def orphans(kept: list[str], pages: list[str]) -> list[str]:
+    wanted = {name for page in pages for name in named(page)}
+    return [name for name in kept if name not in wanted]
+
+
+def test_every_record_is_named_by_a_page() -> None:
+    kept = [path.stem for path in RECORDS.glob("*.json")]
+    assert orphans(kept, [page.read_text("utf-8") for page in PAGES]) == []
+    assert orphans(["x", "y"], ["[y](../benchmarks/results/y.json)"]) == ["x"]
+
+
+def test_the_lab_page_stays_short() -> None:
+    assert len((ROOT / "docs" / "lab.md").read_text("utf-8").split()) <= 3000
+
+
 def test_the_readme_names_the_commit_of_every_record() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(named(text)) >= 7
