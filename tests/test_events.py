@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 from tlt.errors import TltError
 from tlt.recipe import load_config
 from tlt.watch.events import (
+    Event,
+    MachineDescribed,
     RolloutFinished,
+    RunFailed,
     RunFinished,
     RunStarted,
     ShapesChosen,
@@ -64,7 +69,18 @@ def test_a_crash_at_any_byte_costs_only_the_torn_line(tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize(
-    "broken", ["{", "[1]", '{"kind": "RunFinished"}', '{"time": "x", "kind": "", "fields": {}}', ""]
+    "broken",
+    [
+        "{",
+        "[1]",
+        "[" * 100_000,
+        '{"kind": "RunFinished"}',
+        '{"time": "x", "kind": "", "fields": {}}',
+        '{"time": 1e18, "kind": "RunFinished", "fields": {"seconds": 1.0}}',
+        '{"time": 1, "kind": [], "fields": {"seconds": 1.0}}',
+        '{"time": 1, "kind": "RunFinished", "fields": [["seconds", 1.0]]}',
+        "",
+    ],
 )
 def test_an_earlier_broken_line_is_an_error_naming_the_line(tmp_path: Path, broken: str) -> None:
     path = written(tmp_path / "events.jsonl")
@@ -73,6 +89,44 @@ def test_an_earlier_broken_line_is_an_error_naming_the_line(tmp_path: Path, brok
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(TltError, match="line 2: is not an event"):
         read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (RunFinished, "seconds", '"x"'),
+        (RunFinished, "seconds", "true"),
+        (RunFinished, "seconds", "NaN"),
+        (RunFinished, "seconds", "9" * 400),
+        (RunStarted, "seed", "1.5"),
+        (RunStarted, "version", "null"),
+        (WarmupStep, "step", '"1"'),
+        (RolloutFinished, "lengths", "[1, [2]]"),
+        (ShapesChosen, "ticks", '[[1, "off"]]'),
+        (ShapesChosen, "by_depth", '[["suffix", 0.5]]'),
+        (MachineDescribed, "versions", '{"torch": 2}'),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path: Path, kind: type[Event], name: str, value: str) -> None:
+    whole = {
+        RunFinished: RunFinished(1.0),
+        RunStarted: RunStarted("train", 1, "0"),
+        WarmupStep: WarmupStep(1, 1.0, 1, 0),
+    }
+    whole |= {RolloutFinished: RolloutFinished(1, 1, 1.0, 1, 1, 1, 1, 0.1), ShapesChosen: ShapesChosen(1, ())}
+    whole |= {MachineDescribed: MachineDescribed("cpu", 0.0, "", 1, {}, "", "")}
+    fields = json.dumps({**asdict(whole[kind]), name: "HERE"}).replace('"HERE"', value)
+    path = tmp_path / "events.jsonl"
+    path.write_text(f'{{"time": 1, "format": 2, "kind": "{kind.__name__}", "fields": {fields}}}\n')
+    with pytest.raises(TltError, match=f"line 1: is not an event .*`{name}` of {kind.__name__} is .*; expected"):
+        read_events(path)
+
+
+def test_what_is_no_text_can_be_read_back(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.emit(RunFailed("OSError", os.fsdecode(b"no file caf\xe9 ") + "\U0001f600\n\u2028"))
+    (record,) = read_events(tmp_path / "events.jsonl")
+    assert record.event == RunFailed("OSError", "no file caf? \U0001f600\n\u2028")
 
 
 def test_what_a_newer_version_wrote_is_kept(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import policy
+from watching import whole_run
 
 from tlt.config import TaskSettings
 from tlt.errors import TltError
@@ -27,6 +28,7 @@ from tlt.model.transformer import Transformer
 from tlt.model.weights import hf_tensors, load_policy, save_policy, write_tensors
 from tlt.policy import TINY_POLICY
 from tlt.recipe import load_config, to_toml
+from tlt.sim.trace import trace_of
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import FORMATS, Origin, load_drafter, save_drafter
 from tlt.spec.record import DraftRecord, read_record
@@ -34,6 +36,11 @@ from tlt.tasks.files import FileTask
 from tlt.text import Tokenizer
 from tlt.train.supervised import read_pairs
 from tlt.types import Message
+from tlt.watch.events import EVENTS_FILE, read_run
+from tlt.watch.log import EventLog
+from tlt.watch.report import page
+from tlt.watch.summary import last_lines, summarise
+from tlt.watch.workers import FleetRolledOut, FleetWaits, WorkerLost, WorkerSpans
 
 SPARE_BYTES = 2**30  # that reading may take beyond what the process has
 NESTED: Any = []
@@ -175,6 +182,14 @@ def read_answers(directory: Path) -> None:
         f"{pair.content}{pair.answer}".encode()
 
 
+def read_told(directory: Path) -> None:
+    """What is made of events: the report, the last lines on a terminal, a trace for the simulator."""
+    run = read_run(directory)
+    page(run).encode()
+    "".join(last_lines(summarise(run), "here")).encode()
+    trace_of(str(directory), run.config)
+
+
 PROMPTS = TaskSettings(name="files", path="rows.jsonl")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "mscale": 1.0},
@@ -268,6 +283,16 @@ def write_tables(directory: Path, rows: list[dict[str, Any]]) -> None:
     (directory / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
 
 
+def write_told(directory: Path) -> None:
+    whole_run(directory / "plain", 3)
+    fleet = whole_run(directory / "fleet", 3)
+    with EventLog(fleet / EVENTS_FILE) as log:
+        log.emit(WorkerSpans(3, 0, "host", (("rolling", 0.0, 1.0), ("idle", 1.0, 0.5))))
+        log.emit(FleetRolledOut(3, 2, 1.0, 1.5, 0.5, 0.0, 0.1, 0, 0.0, 0.0, 0, 0.0))
+        log.emit(WorkerLost(3, 1, "rollout", "died", 4, 1.0))
+        log.emit(FleetWaits(3, "rollout", (0, 1), 40.0))
+
+
 @dataclass(frozen=True)
 class Target:
     """What is damaged, how often, and who reads it."""
@@ -287,6 +312,7 @@ TARGETS = {
     "recipe": Target(write_recipes, read_recipe, (".toml",), 80),
     "flags": Target(write_flags, read_flags, ("flags",), 80),
     "prompts": Target(write_rows, read_prompts, ("rows.jsonl", ".json", ".csv", ".parquet", ".arrow"), 150),
+    "events": Target(write_told, read_told, ("events.jsonl",), 150),
     "answers": Target(write_rows, read_answers, ("pairs.jsonl",), 50),
 }
 

@@ -6,16 +6,17 @@ before the first. Lines without a `format` are of earlier versions, count from 0
 Knows nothing of who emits (`tlt.watch.log`) or who shows.
 """
 
-import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tlt.config import RunConfig
 from tlt.errors import TltError
 from tlt.recipe import load_config
+from tlt.strict_json import InvalidJson, parse
 from tlt.watch import workers
 from tlt.watch.event import Event as Event
+from tlt.watch.event import WrongField, event_of, has_fields
 
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.toml"
@@ -372,6 +373,7 @@ _RENAMED = {
     ("AcceptanceCollapsed", "usual"): "baseline",
 }  # by the last version
 MOST_LENGTHS = 1024
+_END_OF_TIME = 253_402_300_800  # the year 10000, which no date holds
 
 
 def read_events(path: str | Path) -> tuple[Recorded, ...]:
@@ -382,31 +384,27 @@ def read_events(path: str | Path) -> tuple[Recorded, ...]:
 
 def _parse(line: bytes, where: str) -> Recorded:
     try:
-        record = json.loads(line)
-        when, kind, values = float(record["time"]), str(record["kind"]), dict(record["fields"])
-        values = {_RENAMED.get((kind, name), name): value for name, value in values.items()}
-    except (ValueError, KeyError, TypeError):
-        raise TltError(
-            f"{where}: is not an event; the file was edited or overwritten, restore or remove the line"
-        ) from None
+        record = parse(line)
+        when, kind, values, form = record["time"], record["kind"], record["fields"], record.get("format", 1)
+        if isinstance(kind, str) and isinstance(values, dict) and 0 <= when < _END_OF_TIME:
+            return Recorded(float(when), _event(kind, values, form))
+        problem = ""
+    except (InvalidJson, WrongField) as error:
+        problem = f" ({error})"
+    except (KeyError, TypeError, AttributeError):
+        problem = ""
+    raise TltError(f"{where}: is not an event{problem}; the file was edited or overwritten, restore or remove the line")
+
+
+def _event(kind: str, values: dict[str, Any], form: int) -> Event:
+    values = {_RENAMED.get((kind, name), name): value for name, value in values.items()}
     known = _KINDS.get(kind)
-    if known is None or not _fits(known, values):
-        return Recorded(when, UnknownEvent(kind, values))
-    if record.get("format", 1) == 1 and "step" in values and known not in (CheckpointSaved, RunResumed):
-        values["step"] += 1  # those two always named the last step taken
-    return Recorded(when, known(**{name: _frozen(value) for name, value in values.items()}))
-
-
-def _frozen(value: Any) -> Any:
-    """Lists are tuples in events, however deep."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _fits(kind: type[Event], values: dict[str, Any]) -> bool:
-    """All fields known, and none missing but those added since, which have defaults."""
-    names = {f.name for f in fields(kind)}
-    needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-    return needed <= values.keys() <= names
+    if known is None or not has_fields(known, set(values)):
+        return UnknownEvent(kind, values)
+    event = event_of(known, values)
+    if form == 1 and "step" in values and known not in (CheckpointSaved, RunResumed):
+        return event_of(known, {**values, "step": values["step"] + 1})  # those two always named the last step taken
+    return event
 
 
 def read_run(directory: str | Path) -> Run:

@@ -50,9 +50,9 @@ class EventLog:
             if isinstance(value, float) and not isfinite(value):
                 raise TltError(f"{kind} has {name} = {value}; a run cannot go on from a number that is not finite")
         record = Recorded(time.time(), event)
-        self._append(
-            json.dumps({"time": record.time, "format": FORMAT, "kind": kind, "fields": values}).encode() + b"\n"
-        )
+        line = {"time": record.time, "format": FORMAT, "kind": kind, "fields": values}
+        # a path or an error of the system may hold bytes that are no text, which JSON has no word for
+        self._append(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         # on disk first: a reader that fails costs no event
         for failure in [failure for reader in tuple(self._readers) if (failure := self._tell(reader, record))]:
             self.emit(failure)
