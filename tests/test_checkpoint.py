@@ -334,3 +334,23 @@ def test_a_state_that_cannot_be_saved_or_read_is_told(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(CheckpointError, match="z cannot be read"):
         load_state(tmp_path, "z")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[" * 100_000, "w.json is nested deeper than"),
+        ("[1]", "w.json holds .1.; expected an object"),
+        ("\xff", "w.json is not valid JSON"),
+        ('{"x": {"__tensor__": "7"}}', "w cannot be read"),
+        ('{"x": {"__tensor__": 7}}', "w cannot be read"),
+        ('{"x": {"__tuple__": 7}}', "w cannot be read"),
+        ('{"x": {"__items__": [1]}}', "w cannot be read"),
+        ('{"x": {"__items__": [[{}, 1]]}}', "w cannot be read"),
+    ],
+)
+def test_words_of_a_state_that_are_none_are_told(tmp_path: Path, text: str, expected: str) -> None:
+    save_state({"x": torch.ones(1)}, tmp_path, "w")
+    (tmp_path / "w.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"{expected}.*; resume from another checkpoint"):
+        load_state(tmp_path, "w")

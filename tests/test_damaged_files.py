@@ -219,6 +219,27 @@ def test_a_damaged_model_is_named(whole: Path, tmp_path: Path, capsys: pytest.Ca
     assert expected in refusal(capsys, "generate", damaged(whole, tmp_path, "model", damage), "1+2=", *GENERATE)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "{}", "1+2="),
+        ("train", "{recipe}", "--model.path={}"),
+        ("train", "{recipe}", "--task.name=files", "--task.path={}/rows.jsonl"),
+        ("draft", "export", "{}", "exported", "--policy=tiny"),
+    ],
+)
+def test_what_the_system_hides_is_not_called_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.symlink_to(hidden)  # what is behind it cannot be told, by root neither
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"run.out = '{tmp_path}'\ntask.group = 2")
+    told = refusal(capsys, *(argument.format(hidden, recipe=recipe) for argument in arguments))
+    assert "hidden" in told
+    assert "cannot be reached (Too many levels of symbolic links)" in told
+
+
 @pytest.mark.parametrize("case", SHARDS)
 def test_a_damaged_index_is_named(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     damage, expected = SHARDS[case]

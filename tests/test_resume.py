@@ -27,6 +27,7 @@ from tlt.loop import Emit
 from tlt.recipe import to_toml
 from tlt.resume import Start, checkpoints_of, starting_point
 from tlt.train.checkpoint import Checkpoints
+from tlt.train.checksums import write_checksums
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
 from tlt.watch.console import notice
@@ -389,6 +390,13 @@ def test_where_all_are_damaged_it_says_what_can_be_done(copied: RunConfig) -> No
     told = refusal(copied, resume=True)
     assert "--model.path" not in told
     assert "start a new run with another run.name" in told
+
+
+@pytest.mark.parametrize("record", ["[" * 100_000, "[1]", '{"format": [1]}', ""])
+def test_a_record_that_is_none_is_named(copied: RunConfig, record: str) -> None:
+    (checkpoint(copied, 4) / "run.json").write_text(record)
+    write_checksums(checkpoint(copied, 4))
+    assert str(checkpoint(copied, 4)) in refusal(copied, resume=True)
 
 
 def test_a_foreign_directory_is_not_resumed_from(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ Everything tlt raises on purpose is a TltError; the command line prints it as on
 Terminated is none: it is what SIGTERM becomes.
 """
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -68,6 +70,18 @@ def shown_names(names: Iterable[str], most: int = 400) -> str:
     """Names that a file brings, in an error's message."""
     text = ", ".join(name if name.isprintable() else repr(name) for name in names) or "none"
     return text if len(text) <= most else text[:most] + "…"
+
+
+def check_reachable(path: Path | str, error: type[TltError]) -> None:
+    """Raises `error` where the system does not say whether the file is there: a directory on the way may be closed."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return
+    except OSError as problem:
+        raise error(
+            f"{path} cannot be reached ({problem.strerror}); see that it and its directories can be read"
+        ) from None
 
 
 class Terminated(SystemExit):

@@ -11,9 +11,10 @@ from pathlib import Path
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.drafting.saving import TRAINER
-from tlt.errors import CheckpointError, ConfigError
+from tlt.errors import CheckpointError, ConfigError, shown
 from tlt.fleet import DRAFTER, OPTIMIZER, POLICY
 from tlt.recipe import flat, load_config, to_toml
+from tlt.strict_json import read_object
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import SUMS
 from tlt.watch.directory import CHECKPOINTS, TRAIN, directory_of
@@ -77,12 +78,11 @@ def _newest_whole(checkpoints: Checkpoints) -> Start:
 
 def _start(checkpoints: Checkpoints, step: int, damaged: dict[int, dict[str, str]] | None = None) -> Start:
     path = checkpoints.path(step)
-    try:
-        record = json.loads((path / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of a run: {error}; remove it and resume again") from error
+    record = read_object(
+        path / _RECORD, CheckpointError, f"{path} is no checkpoint of a run: remove it and resume again"
+    )
     if record.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of tlt reads {_FORMAT}")
+        raise CheckpointError(f"{path} has format {shown(record.get('format'))}; this version of tlt reads {_FORMAT}")
     passed_over = (
         CheckpointDamaged(str(checkpoints.path(later)), _in_words(problems))
         for later, problems in (damaged or {}).items()

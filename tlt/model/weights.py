@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.errors import ModelError, shown
+from tlt.errors import ModelError, check_reachable, shown
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.strict_json import read_object
@@ -94,6 +94,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
 
 def read_config(path: Path | str) -> ModelConfig:
     file = Path(path) / "config.json"
+    check_reachable(file, ModelError)
     if not isfile(file):
         raise ModelError(f"no model at {path}: expected a directory with config.json and safetensors weights")
     source = read_object(file, ModelError, "copy the model again")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tlt.config import NEW, DraftSettings, RunConfig
-from tlt.errors import ModelError, shown
+from tlt.errors import ModelError, check_reachable, shown
 from tlt.model.config import ModelConfig
 from tlt.model.weights import Place, read_tensors, write_tensors
 from tlt.policy import Policy
@@ -235,6 +235,7 @@ def load_drafter(
 
 def read_drafter_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
+    check_reachable(file, ModelError)
     if not isfile(file):
         raise ModelError(f"no drafter at {directory}: expected a directory with config.json and model.safetensors")
     source = read_object(file, ModelError, "copy the drafter again")

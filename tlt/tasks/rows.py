@@ -12,7 +12,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import TaskError, shown, shown_names
+from tlt.errors import TaskError, check_reachable, shown, shown_names
 from tlt.strict_json import InvalidJson, parse, read_object
 
 _STATE = "state.json"  # in a directory of `save_to_disk`: lists the files with the rows, in order
@@ -28,6 +28,7 @@ class Row:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, in the format of its suffix, or of a directory written by `save_to_disk`."""
+    check_reachable(path, TaskError)
     if isdir(path):
         return _saved_rows(path)
     reader = _READERS.get(path.suffix)

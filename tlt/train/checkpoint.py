@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.errors import CheckpointError
+from tlt.strict_json import read_object
 from tlt.train.checksums import damage, forget_checksums, read_checksums, write_checksums
 
 _NAME = re.compile(r"step_(\d+)")
@@ -184,11 +185,11 @@ def save_state(state: Mapping[str, Any], directory: Path, name: str) -> None:
 
 
 def load_state(directory: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
+    words = read_object(directory / f"{name}.json", CheckpointError, "resume from another checkpoint")
     try:
-        words = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
         with safe_open(directory / f"{name}.safetensors", framework="pt", device=str(device)) as file:
             state: dict[str, Any] = _with_tensors(words, file.get_tensor)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{directory / name} cannot be read: {error}; resume from another checkpoint") from error
     return state
 
