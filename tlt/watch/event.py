@@ -4,7 +4,6 @@ What always holds: a field of a record that was read has the type that its class
 """
 
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,6 +16,7 @@ class Event:
 
 
 E = TypeVar("E", bound=Event)
+_KNOWN: dict[type[Event], dict[str, Any]] = {}  # types of the fields of a class, by their names
 _LARGEST = 1e300  # of a number in a record: sums and multiples of such numbers are finite
 
 
@@ -39,10 +39,11 @@ def event_of(kind: type[E], values: dict[str, Any]) -> E:
     return kind(**found)
 
 
-@cache
 def _types(kind: type[Event]) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
+    if kind not in _KNOWN:
+        hints = get_type_hints(kind)
+        _KNOWN[kind] = {f.name: hints[f.name] for f in fields(kind)}
+    return _KNOWN[kind]
 
 
 def _frozen(value: Any) -> Any:
