@@ -92,6 +92,7 @@ PLAIN = {
     "tlt.cluster.interference",
     "tlt.cluster.timeline",
     "tlt.sim",
+    "tlt.bench.compare",
     "tlt.bench.options",
     "tlt.watch.metrics",
     "tlt.watch.summary",

@@ -131,6 +131,11 @@ def _warmup(options: Namespace, flags: list[str]) -> None:
 
 
 def _bench(options: Namespace, flags: list[str]) -> None:
+    if options.what == "compare":
+        return _bench_compare(options, flags)
+    for name in ("new", "tolerance"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{shown(getattr(options, name))} is only for tlt bench compare; leave it out")
     config = _config(options, flags)
     if options.what == "rollout":
         return _bench_rollout(config, options)
@@ -144,6 +149,15 @@ def _bench(options: Namespace, flags: list[str]) -> None:
     from tlt.bench.engine import bench_engine
 
     return bench_engine(config, wanted)
+
+
+def _bench_compare(options: Namespace, flags: list[str]) -> None:
+    if flags or options.new is None:
+        raise ConfigError("tlt bench compare needs two records and takes no settings; expected OLD NEW [--tolerance 3]")
+    from tlt.bench.compare import bench_compare, read_tolerance
+
+    for line in bench_compare(Path(options.model), Path(options.new), read_tolerance(options.tolerance)):
+        print(line)
 
 
 def _bench_rollout(config: RunConfig, options: Namespace) -> None:
@@ -252,7 +266,7 @@ def _show_config(options: Namespace, flags: list[str]) -> None:
 _RECIPE = ("recipe", "a TOML file of knobs")
 _MODEL = ("model", 'a Hugging Face model directory, or "tiny" for the one shipped with tlt')
 _SWITCHES = {"--raw", "--resume", "--quick", "--full", "--peers", "--no-peers"}  # options without a value
-_OPTIONAL = {"target"}  # positions that may stay empty
+_OPTIONAL = {"target", "new"}  # positions that may stay empty
 _OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from")
 
 VERBS: dict[str, Verb] = {
@@ -289,8 +303,14 @@ VERBS: dict[str, Verb] = {
     "bench": Verb(
         "measure the rollout engine: against the machine's limit and transformers, or with and without speculation",
         (
-            ("what", "`engine`; `rollout`: one long-tail rollout; `train`: steps; `fleet`: steps on several workers"),
-            _MODEL,
+            (
+                "what",
+                "`engine`; `rollout`: one long-tail rollout; `train`: steps; `fleet`: steps on several workers; "
+                "`compare`: two records",
+            ),
+            ("model", "a model directory, or `tiny`; compare: the older record"),
+            ("new", "compare: the newer record"),
+            ("--tolerance", "compare: percent of change that is not shown; 3 by default"),
             ("--json", "write the results to this file"),
             ("--prompts", "a JSONL file with a question or prompt column; without one, prompts are made up"),
             ("--raw", "no chat template: plain prompts"),
