@@ -41,7 +41,7 @@ from tlt.train.drafter import (
     stream_states,
     weigh,
 )
-from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, accept_length
+from tlt.train.drafter_measure import DEPTH, WIDTHS, DrafterAcceptance, Drawn, accept_length
 from tlt.train.packing import Example, pack
 from tlt.types import Key, SamplingParams
 
@@ -220,7 +220,7 @@ def telling_batch(policy: Transformer, shift: int, seed: int) -> DrafterBatch:
     return DrafterBatch(aligned, told.roll(shift, dims=0), hidden)
 
 
-def learn(shift: int) -> Acceptance:
+def learn(shift: int) -> DrafterAcceptance:
     policy = tiny.policy(torch.float32)
     settings = DraftSettings(steps=50, learning_rate=1e-2 * NARROW, unroll=1, window=16)
     model = drafter(dtype=torch.float32)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.train.host_copy import SLOT_BYTES, SLOTS, HostCopy, Ring
+from tlt.train.host_copy import SLOT_BYTES, SLOTS, HostCopy, PinnedRing
 
 SLOT = 1000  # bytes
 GARBAGE = 0xAB
@@ -37,7 +37,7 @@ class Device:
 
 
 def host_copy(device: Device, slots: int = 3) -> HostCopy:
-    return HostCopy(Ring(device.begin, slots=slots, slot_bytes=SLOT), lambda tensor: True)
+    return HostCopy(PinnedRing(device.begin, slots=slots, slot_bytes=SLOT), lambda tensor: True)
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_what_is_on_the_host_needs_no_ring() -> None:
     def refuse(source: Tensor, slot: Tensor) -> Callable[[], None]:
         raise AssertionError("a copy from host to host went through the ring")
 
-    assert same(HostCopy(Ring(refuse)).take(state_of(1)), state_of(1))
+    assert same(HostCopy(PinnedRing(refuse)).take(state_of(1)), state_of(1))
 
 
 @pytest.mark.gpu

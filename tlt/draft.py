@@ -43,7 +43,7 @@ from tlt.spec.record import DraftRecord, keep_better, read_record
 from tlt.tasks.choose import task_of
 from tlt.tasks.token_prompts import token_prompts
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
-from tlt.train.drafter_measure import DEPTH, WIDTHS, Acceptance, Drawn, Reach, accept_length
+from tlt.train.drafter_measure import DEPTH, WIDTHS, DrafterAcceptance, Drawn, Reach, accept_length
 from tlt.train.kept_states import filling_s, states_for
 from tlt.train.pacing import Clock, Spent, TimeLimit
 from tlt.train.packing import pack
@@ -68,8 +68,8 @@ class Trained:
     """What came of a training: steps it took, and what the drafter reaches on answers held out."""
 
     steps: int
-    before: Acceptance
-    after: Acceptance
+    before: DrafterAcceptance
+    after: DrafterAcceptance
 
 
 def draft_train(
@@ -345,7 +345,7 @@ def _held(
         yield drawn
 
 
-def _measure(drafter: Eagle, policy: Policy, held: Iterable[Drawn]) -> Acceptance:
+def _measure(drafter: Eagle, policy: Policy, held: Iterable[Drawn]) -> DrafterAcceptance:
     return accept_length(drafter, held, policy.model.head_weight, policy.model.embed)
 
 
@@ -356,7 +356,7 @@ def _origin(path: str, policy: Policy, *, prompts: int) -> Origin:
 # ---- telling
 
 
-def _tell(console: Console, found: Acceptance, before: Acceptance | None = None) -> None:
+def _tell(console: Console, found: DrafterAcceptance, before: DrafterAcceptance | None = None) -> None:
     table = Table()
     for name in ("drafts", "first hit", *(f"width {width}" for width in WIDTHS)):
         table.add_column(name, justify="left" if name == "drafts" else "right", no_wrap=True)
@@ -381,7 +381,7 @@ def _tell_steps(console: Console, draft: DraftSettings, tokens: Sequence[int], u
         console.print(f"only the first token of a draft was trained: for more, {hint}", soft_wrap=True)
 
 
-def _tell_unlearned(console: Console, before: Acceptance, after: Acceptance) -> None:
+def _tell_unlearned(console: Console, before: DrafterAcceptance, after: DrafterAcceptance) -> None:
     hits = f"{after.fitted.first_hit:.3f} of its first tokens are the policy's, {before.fitted.first_hit:.3f} untrained"
     cure = "raise draft.steps or draft.seconds, or lower draft.learning_rate if the loss grew"
     console.print(f"this drafter has learned next to nothing: {hits}; {cure}", style="bold red", soft_wrap=True)

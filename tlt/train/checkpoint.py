@@ -1,9 +1,9 @@
-"""Checkpoints: directories `step_N`, each whole or not there at all.
+"""Checkpoints: directories `step_N`, each complete or absent.
 
-What always holds: a checkpoint is written aside with the checksums of its files, forced to disk, and only then renamed,
-so that whatever stops a run, and when, a name `step_N` stands for everything that was to be saved. What is half written
-is never read, and removed by the next write. Other checkpoints are removed after a newer one is safe, never before.
-Knows nothing of what is in them: a state is tensors and plain values, nested as their owner likes.
+Always holds: a checkpoint is written to a temporary directory with the checksums of its files, synced to disk, and then
+renamed. A directory named `step_N` is therefore complete, whenever the run stops. Incomplete directories are never
+read, and the next write removes them. Older checkpoints are removed only after a newer one is on disk. Does not know
+the contents: a state is a nesting of tensors and plain values.
 """
 
 import errno
@@ -32,9 +32,9 @@ _SET_ASIDE = re.compile(r"step_\d+\.aside")
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` stay, and of the newest `keep_state` also their state.
+    """The checkpoints of one run. Keeps the newest `keep`, and the state files of the newest `keep_state`.
 
-    `state`: patterns of the files that only a resumed run needs. `keep_state` = 0 keeps them as long as the others.
+    `state`: patterns of the files that only a resumed run needs. `keep_state` = 0 keeps them in all kept checkpoints.
     """
 
     def __init__(self, directory: Path | str, keep: int = 2, *, keep_state: int = 0, state: Sequence[str] = ()) -> None:
@@ -42,16 +42,16 @@ class Checkpoints:
         self._keep, self._keep_state, self._state = keep, keep_state or keep, tuple(state)
 
     def steps(self) -> list[int]:
-        """The steps there are checkpoints of, oldest first."""
+        """The steps of all checkpoints, oldest first."""
         return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
 
     def newest(self) -> tuple[int, Path] | None:
-        """The last step that was saved, and where; None if none was."""
+        """The newest checkpoint's step and path. None if there is no checkpoint."""
         steps = self.steps()
         return (steps[-1], self.path(steps[-1])) if steps else None
 
     def problems(self, step: int) -> dict[str, str]:
-        """Why a run cannot go on from a checkpoint, by file: empty if it can. Reads all of it."""
+        """By file, the reasons why a run cannot resume from a checkpoint. Empty if it can. Reads every file."""
         path = self.path(step)
         found = damage(path)
         if not found and self._state and not self._state_files(read_checksums(path)):
@@ -59,7 +59,7 @@ class Checkpoints:
         return found
 
     def go_on_from(self, step: int) -> None:
-        """Sets later checkpoints aside: the run has left them. They are removed once there is a newer one."""
+        """Renames later checkpoints, which the resumed run does not continue. The next write removes them."""
         try:
             for path in (self.path(later) for later in self.steps() if later > step):
                 left = path.with_name(f"{path.name}.aside")
@@ -75,7 +75,7 @@ class Checkpoints:
         return self.directory / f"step_{step}"
 
     def write(self, step: int, fill: Callable[[Path], None]) -> Path:
-        """A checkpoint with what `fill` writes into the directory it is given; or CheckpointError, and nothing new."""
+        """Writes a checkpoint. `fill` writes its files. On failure raises CheckpointError and leaves no checkpoint."""
         target, aside = self.path(step), self.directory / f".step_{step}.writing"
         try:
             self._sweep()
@@ -92,34 +92,34 @@ class Checkpoints:
 
     def _put_in_place(self, aside: Path, target: Path) -> None:
         replaced = self.directory / f".{target.name}.replaced"
-        if target.exists():  # a name cannot be given to two directories
+        if target.exists():  # rename cannot replace a directory that is not empty
             target.rename(replaced)
         aside.rename(target)
         _force_directory(self.directory)
-        _force_directory(self.directory.parent)  # where the first checkpoint made a directory
+        _force_directory(self.directory.parent)  # the first checkpoint creates self.directory
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Removes what an earlier run left half written."""
+        """Removes incomplete directories of an earlier run."""
         for name in filter(_HALF_WRITTEN.fullmatch, self._names()):
             shutil.rmtree(self.directory / name)
 
     def _prune(self, newest: int) -> None:
-        """Removes what is not to be kept. A checkpoint too many does no harm: what cannot be removed stays."""
+        """Removes old checkpoints and state files. Errors are ignored: an extra checkpoint does no harm."""
         kept = [step for step in self.steps() if step <= newest]
         for name in filter(_SET_ASIDE.fullmatch, self._names()):
             shutil.rmtree(self.directory / name, ignore_errors=True)
         for step in kept[: -self._keep]:
             path, going = self.path(step), self.directory / f".step_{step}.replaced"
             with suppress(OSError):
-                path.rename(going)  # at once: it is never found half removed
+                path.rename(going)  # first, so that no directory step_N is ever partly removed
                 shutil.rmtree(going)
         for step in kept[-self._keep : -self._keep_state]:
             with suppress(OSError, CheckpointError):
                 self._drop_state(self.path(step))
 
     def _drop_state(self, path: Path) -> None:
-        """The list of checksums is shortened first: what it no longer names is not missed."""
+        """Removes state files. They leave the checksum list first, so that a stop in between is no damage."""
         names = self._state_files(str(file.relative_to(path)) for file in path.rglob("*"))
         if names & read_checksums(path).keys():
             forget_checksums(path, names)
@@ -170,13 +170,13 @@ def _force(path: Path, flags: int) -> None:
 
 # ---- states
 
-_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"  # marks of what JSON has no word for
+_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"  # marks of values that JSON cannot represent
 
 
 def save_state(state: Mapping[str, Any], directory: Path, name: str) -> None:
-    """Writes a state as `name`.json and, for its tensors, `name`.safetensors: bit by bit what `load_state` gives back.
+    """Writes a state as `name`.json and its tensors as `name`.safetensors. `load_state` restores it bit for bit.
 
-    A state is made of dictionaries, lists, tuples, tensors, numbers, texts and None.
+    A state consists of dictionaries, lists, tuples, tensors, numbers, strings and None.
     """
     tensors: dict[str, Tensor] = {}
     words = _without_tensors(state, tensors)

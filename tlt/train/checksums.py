@@ -1,8 +1,8 @@
-"""Checksums of a directory: the file `SHA256SUMS`, which `sha256sum -c` reads as well.
+"""Checksums of a directory: the file `SHA256SUMS`, which `sha256sum -c` can read.
 
-What always holds: the list names every file that was in the directory when it was written; its last line is a checksum
-of the others, so that damage to the list is told from damage to the files. A file that came later is no damage. A list
-changes in one rename. Knows nothing of what the files hold.
+Always holds: the list names every file that was in the directory when it was written. Its last line is a checksum of
+the other lines, which distinguishes damage of the list from damage of the files. Files added later are not damage. The
+list is replaced by a rename. Does not know the contents of the files.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ _LAST = "# the lines above: "  # a comment to sha256sum
 
 
 def write_checksums(directory: Path) -> None:
-    """Reads every file of the directory back and lists its checksum."""
+    """Reads every file of the directory and writes the list of checksums."""
     names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     _write(directory, {name: _sum_of(directory / name) for name in names if name != SUMS})
 
 
 def read_checksums(directory: Path) -> dict[str, str]:
-    """Checksum by file name, relative to the directory. Raises CheckpointError unless the list is there and whole."""
+    """Checksums by file name, relative to the directory. Raises CheckpointError if the list is missing or damaged."""
     try:
         text = (directory / SUMS).read_bytes().decode("utf-8", "surrogateescape")
     except FileNotFoundError:
@@ -38,7 +38,7 @@ def read_checksums(directory: Path) -> dict[str, str]:
 
 
 def damage(directory: Path) -> dict[str, str]:
-    """What is wrong, by the name of the file it is wrong with. Empty if every file is what was written."""
+    """Problems by file name. Empty if every listed file is unchanged."""
     try:
         sums = read_checksums(directory)
     except CheckpointError as error:

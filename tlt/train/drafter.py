@@ -1,10 +1,10 @@
-"""Drafter training: the drafter learns the policy's next-token distributions from the policy's own states.
+"""Drafter training: the drafter learns the policy's next-token distributions from the policy's hidden states.
 
-The loss compares distributions (soft cross-entropy, total variation), in every draft step that training unrolls, for
-answers only; the policy's side is computed afresh from its last hidden states and its head. Sequences share packed rows
-and cannot see each other, so a micro-step equals the same sequences one by one. Logits of a whole row never exist at
-once. The policy's tensors are read, never written. A micro-step is a whole optimizer step: whoever trains may stop
-between any two. Knows nothing of where the states come from, of runs or of idle workers.
+The loss compares distributions (soft cross-entropy and total variation) at completion tokens, in every unrolled draft
+step. The policy's distribution is computed from its last hidden states and its head. Sequences in a packed row do not
+attend to each other, so a micro-step equals the same sequences one by one. Logits of a whole row never exist at once.
+The policy's tensors are never written. A micro-step is a complete optimizer step, so training may stop after any of
+them. Does not know the source of the states, runs or idle workers.
 """
 # T packed positions, N tokens to name, S draft steps, D hidden, F = 3·D states, v draft vocabulary, C tokens of a chunk
 
@@ -34,17 +34,17 @@ from tlt.train.restore import expect_keys
 from tlt.train.supervised import StepResult
 
 CLIP = 1.0  # largest norm of the gradient
-RATED_AT = 1024  # hidden size that `draft.learning_rate` speaks of
-TOKENS_AT_ONCE = 32768  # whose states a GPU computes in one forward, where rows are shorter
+RATED_AT = 1024  # hidden size at which `draft.learning_rate` applies unscaled
+TOKENS_AT_ONCE = 32768  # tokens of short rows that a GPU computes in one forward
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterBatch:
-    """Packed sequences as the policy saw them."""
+    """Packed sequences and the policy's hidden states at each position."""
 
     aligned: Aligned  # on the host
     features_TF: Tensor  # residual stream after each tapped layer
-    hidden_TD: Tensor  # after the policy's final norm: what its head reads
+    hidden_TD: Tensor  # after the policy's final norm: the input of its head
 
 
 def policy_states(model: Transformer, row: PackedRow, taps: Sequence[int]) -> DrafterBatch:
@@ -56,9 +56,9 @@ def policy_states(model: Transformer, row: PackedRow, taps: Sequence[int]) -> Dr
 def stream_states(
     model: Transformer, rows: Iterable[PackedRow], taps: Sequence[int], at_once: int | None = None
 ) -> Iterator[DrafterBatch]:
-    """A batch per row, as `policy_states` makes them; one forward serves short rows of `at_once` tokens together.
+    """A batch per row, as `policy_states` makes them. Short rows with up to `at_once` tokens share a forward.
 
-    That is what a GPU wants: the policy has many layers to launch, and a small one computes faster than they are.
+    On a GPU, launches of the policy's many layers would otherwise take longer than the computation of a short row.
     """
     if at_once is None:
         at_once = TOKENS_AT_ONCE if model.embed.is_cuda else 0
@@ -86,20 +86,21 @@ def _states_of(model: Transformer, rows: Sequence[PackedRow], taps: Sequence[int
 
 
 class DrafterSpoilt(TltError):
-    """A micro-step gave numbers that are none: the drafter it was taken on is worth nothing any more."""
+    """A micro-step gave numbers that are not finite: the drafter's weights are lost."""
 
 
-Average = Callable[[Sequence[Tensor]], None]  # gives every tensor, in place, its mean over all who train together
+Average = Callable[
+    [Sequence[Tensor]], None
+]  # replaces each tensor, in place, by its mean over the workers of the training session
 
 
 class DrafterTrainer:
     """Takes micro-steps on packed batches. Reads the device's results once per micro-step, at its end.
 
-    `head` and `embed` are the policy's. The learning rate falls until `settings.steps`; an online trainer, which has no
-    end, passes `endless`. Where time may end first, `progress` says which share of it is over: the schedule then stands
-    where steps or time have brought it, whichever is further. Those who train one drafter together, each on a batch of
-    its own, pass `average`: the step is then that of all their batches as one. Whoever goes on from a trained drafter
-    restores its trainer's state.
+    `head_VD`, `embed_VD`: the policy's tensors.
+    `endless`: the learning rate does not decay (online training). Otherwise it decays until `settings.steps`.
+    `progress`: elapsed fraction of a time limit. The schedule follows steps or time, whichever is further.
+    `average`: averages over the workers of a training session; a micro-step is then one step on all their batches.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class DrafterTrainer:
         )
         self._optimizer = MasterAdamW(model, weight_decay=0.0)
         self.steps_taken = 0
-        self.unrolled_steps = 0  # of those taken by this object
-        self._warm_from = 0  # micro-step at which the optimizer remembered nothing
+        self.unrolled_steps = 0  # micro-steps of this object that unrolled more than one draft step
+        self._warm_from = 0  # micro-step at which the optimizer's moments were reset
 
     def start_over(self, steps_taken: int) -> None:
-        """The drafter's weights were replaced: the optimizer's memory goes, and the learning rate warms up again."""
-        self._model.zero_grad(set_to_none=True)  # a pass that was cut short may have left some
+        """After the drafter's weights were replaced: resets the optimizer and the learning rate's warm-up."""
+        self._model.zero_grad(set_to_none=True)  # an interrupted pass may have left gradients
         self._optimizer = MasterAdamW(self._model, weight_decay=0.0)
         self.steps_taken = self._warm_from = steps_taken
 
@@ -140,7 +141,7 @@ class DrafterTrainer:
         return self.launch(batch)()
 
     def micro_steps(self, batches: Iterable[DrafterBatch]) -> Iterator[StepResult]:
-        """One update per batch. Each is launched before the result of the one before it is read: no device waits."""
+        """One update per batch. Launches each update before it reads the result of the previous one."""
         last: Callable[[], StepResult] | None = None
         for batch in batches:
             result = self.launch(batch)
@@ -151,7 +152,7 @@ class DrafterTrainer:
             yield last()
 
     def launch(self, batch: DrafterBatch) -> Callable[[], StepResult]:
-        """Starts a micro-step. On a GPU the host is free until it asks for the result, which waits for the device."""
+        """Starts a micro-step without waiting for the device. The returned function waits for the result."""
         place = self._place
         unrolled = self._unrolled_at(place)
         weighed = weigh(batch.aligned, self._settings, unrolled)
@@ -160,7 +161,7 @@ class DrafterTrainer:
         self._optimizer.gather()
         if self._average:
             self._share(self._average, weighed.total)
-        # it warms up by steps alone, as the optimizer's memory does
+        # warm-up counts steps only, as the optimizer's moments do
         rate = min(learning_rate(at, self._schedule) for at in (place, self.steps_taken - self._warm_from))
         grad_norm = self._optimizer.update(rate, CLIP)
         self.steps_taken += 1
@@ -170,7 +171,7 @@ class DrafterTrainer:
 
     @property
     def unrolled(self) -> int:
-        """Draft steps that a micro-step unrolls now."""
+        """Draft steps that the next micro-step unrolls."""
         return self._unrolled_at(self._place)
 
     def _unrolled_at(self, place: float) -> int:
@@ -178,12 +179,12 @@ class DrafterTrainer:
 
     @property
     def _place(self) -> float:
-        """Where the schedule stands, in steps."""
+        """Position in the schedule, in steps."""
         return max(self.steps_taken, self._progress() * self._settings.steps)
 
     @torch.no_grad()
     def _share(self, average: Average, weight: float) -> None:
-        """Every batch's gradient counts as much as the batch: then the mean over all is the gradient of all as one."""
+        """Averages gradients weighted by batch: the result is the gradient of all batches as one."""
         gradients = self._optimizer.gradients()
         weight_1 = gradients[0].new_full((1,), weight)
         torch._foreach_mul_(gradients, weight_1[0])
@@ -200,7 +201,7 @@ class DrafterTrainer:
         return StepResult(loss, len(aligned.next_T), named, grad_norm, rate)
 
     def state(self) -> dict[str, Any]:
-        """What an exact continuation needs besides the drafter's weights. Live tensors: copy them to keep them."""
+        """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
         steps = (self.steps_taken, self._warm_from)
         return {"steps": steps, "optimizer": self._optimizer.state()}
 
@@ -214,12 +215,12 @@ class DrafterTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class PreNormed:
-    """What a batch can teach, and how much each part of it counts."""
+class WeightedTargets:
+    """The target tokens of a batch and their weights in the loss."""
 
     targets: Targets
-    share_S: "np.ndarray[Any, Any]"  # float64: weight of a token that is reached; over all that are it sums to 1
-    total: float  # what it summed to before
+    share_S: "np.ndarray[Any, Any]"  # float64: weight of each reached token of a draft step; the weights sum to 1
+    total: float  # sum of the weights before normalization
 
     @property
     def steps(self) -> int:
@@ -227,33 +228,38 @@ class PreNormed:
 
     @property
     def named(self) -> int:
-        """Tokens to name."""
+        """Number of target tokens."""
         return len(self.targets.state_N)
 
 
-def weigh(aligned: Aligned, settings: DraftSettings, steps: int) -> PreNormed:
-    """All that can be named within `steps` draft steps; each step counts less than the one before."""
+def weigh(aligned: Aligned, settings: DraftSettings, steps: int) -> WeightedTargets:
+    """The targets of `steps` draft steps. The weight decays by `settings.decay` per step."""
     targets = aligned.targets(steps)
     if not len(targets.state_N):
         raise TltError("a batch holds no answer of two tokens or more: nothing for a drafter to learn; leave it out")
     weight_S = settings.decay ** np.arange(steps, dtype=np.float64)
     total = float((np.count_nonzero(targets.reached_SN.numpy(), axis=1) * weight_S).sum())
-    return PreNormed(targets, weight_S / total, total)
+    return WeightedTargets(targets, weight_S / total, total)
 
 
 def drafter_loss(
     model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, steps: int
 ) -> tuple[Tensor, int]:
-    """The weighted mean of the loss over all that can be named within `steps` draft steps, and how many tokens."""
+    """The weighted mean of the loss over the targets of `steps` draft steps, and the number of target tokens."""
     weighed = weigh(batch.aligned, settings, steps)
     return weighed_loss(model, batch, head_VD, embed_VD, settings, weighed), weighed.named
 
 
 def weighed_loss(
-    model: Eagle, batch: DrafterBatch, head_VD: Tensor, embed_VD: Tensor, settings: DraftSettings, weighed: PreNormed
+    model: Eagle,
+    batch: DrafterBatch,
+    head_VD: Tensor,
+    embed_VD: Tensor,
+    settings: DraftSettings,
+    weighed: WeightedTargets,
 ) -> Tensor:
     device, positions, targets = batch.features_TF.device, len(batch.aligned.next_T), weighed.targets
-    # sent before anything is launched: what is sent later has to queue behind it
+    # uploaded before any launch, as later uploads queue behind the launched work
     rows_SN = targets.entry_SN.numpy() + np.arange(weighed.steps)[:, None] * positions
     flat_SN, state_N = upload(torch.from_numpy(rows_SN), device), upload(targets.state_N, device)
     wide = torch.promote_types(batch.features_TF.dtype, torch.float32)
@@ -284,9 +290,9 @@ def distribution_loss(
 ) -> Tensor:
     """Σ weight · [(1 − variation) · −Σ p log q + variation · ½ Σ |p − q|], p the policy's distribution of token n.
 
-    q of draft step s is named by row `row_SN[s, n]` of `normed` and the drafter's head, p by row n of `hidden` and the
-    policy's, both over the draft vocabulary. At most about `logits_at_once` logits are in memory. Only `normed`
-    receives a gradient.
+    q of draft step s is computed from row `row_SN[s, n]` of `normed` and the drafter's head, p from row n of `hidden`
+    and the policy's head, both over the draft vocabulary. About `logits_at_once` logits at most are in memory. Only
+    `normed` receives a gradient.
     """
     tokens = max(1, (logits_at_once or most_logits(head_vD.device)) // (len(head_vD) * (len(row_SN) + 1)))
     loss: Tensor = _DistributionLoss.apply(  # type: ignore[no-untyped-call]
@@ -296,9 +302,9 @@ def distribution_loss(
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """The forward pass leaves the gradient behind, so that no chunk's logits are kept or computed twice.
+    """The forward pass computes the gradient too, so that no chunk's logits are stored or recomputed.
 
-    A token's p serves all draft steps that name it: it is computed once.
+    A token's p is computed once for all draft steps.
     """
 
     @staticmethod
@@ -322,7 +328,7 @@ class _DistributionLoss(torch.autograd.Function):
             draft_SCv = (normed_XD[rows] @ head_vD.T).view(*weight_SC.shape, -1)
             part, grad_SCv = compare(hidden_ND[chunk] @ policy_head_vD.T, draft_SCv, weight_SC, variation)
             loss += part
-            # a row names one token; those that name nothing all point at row 0, with a gradient of 0
+            # each row has at most one target; entries without a target point at row 0 with a gradient of 0
             grad_XD.index_add_(0, rows, grad_SCv.flatten(0, 1) @ head_vD)
         ctx.save_for_backward(grad_XD)
         return loss

@@ -1,8 +1,8 @@
-"""How far a drafter would get: accept lengths on answers the policy has written, without running the engine.
+"""Accept lengths of a drafter on given completions of the policy, measured without the engine.
 
-The drafter is walked along each answer from every position at once, fed the true tokens and its own states; at each
-depth the rank of the policy's token among its candidates says whether a tree of width k would have held it. The noise
-is the very noise the answer was drawn with. Nothing is sampled and nothing is learned.
+The drafter is unrolled along each completion from every position at once, with the true tokens and its own states as
+input. At each depth, the rank of the policy's token among the drafter's candidates shows whether a tree of width k
+contains it. Candidates use the noise of the completion's own keys. Nothing is sampled and nothing is trained.
 """
 # T packed positions, N tokens to name, S depths, C sequences, v draft vocabulary, B values of β, r ranks
 
@@ -26,7 +26,7 @@ WIDTHS = (1, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A batch of answers and the keys they were drawn with. Sequences start at position 0."""
+    """A batch of completions and their sampling keys. Sequences start at position 0."""
 
     batch: DrafterBatch
     seed_C: Tensor  # int64, as the sampler holds them
@@ -36,27 +36,27 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What one way of naming candidates reaches."""
+    """First-token hit rate and accept lengths for one weight β of the noise."""
 
-    first_hit: float  # share of first draft tokens that are the policy's
-    lengths: tuple[float, ...]  # accept length per width of WIDTHS, the policy's token among so many at every depth
+    first_hit: float  # fraction of first draft tokens that equal the policy's
+    lengths: tuple[float, ...]  # accept length per width of WIDTHS
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class DrafterAcceptance:
     greedy: Reach  # without noise
     shared: Reach  # with the sampler's noise, β = 1
-    fitted: Reach  # with the β that would have hit most
-    beta: float  # that β
-    tokens: int  # named in depth 1
-    ranks: tuple[tuple[float, ...], ...]  # with that β: see `_Followed`
+    fitted: Reach  # with the β of most hits
+    beta: float  # the β of `fitted`
+    tokens: int  # target tokens at depth 1
+    ranks: tuple[tuple[float, ...], ...]  # with `beta`: see `_Followed`
 
 
 class _Followed:
-    """At depth d, of the places whose earlier tokens were all among the first candidates of a widest tree: how often
-    the policy's token was candidate r. These are the walks that a tuner sees, and p_d(r) as its rule of the tree asks.
+    """p_d(r): frequency with which candidate r is the policy's token at depth d, over positions whose earlier tokens
+    are all in the widest tree. The tuner observes the same walks and uses the same p_d(r).
 
-    A depth that no place reaches is taken to be like the one before it.
+    A depth that no position reaches gets the values of the previous depth.
     """
 
     def __init__(self, depth: int) -> None:
@@ -83,8 +83,8 @@ class _Followed:
 @torch.no_grad()
 def accept_length(
     model: Eagle, held: Iterable[Drawn], head_VD: Tensor, embed_VD: Tensor, depth: int = DEPTH
-) -> Acceptance:
-    """Pooled over all batches. A depth counts where the answer is long enough to have it."""
+) -> DrafterAcceptance:
+    """Pooled over all batches. A position counts at a depth if the completion is long enough."""
     head_vD = model.head_rows(head_VD).detach()
     hits = torch.zeros((len(BETAS), len(WIDTHS), depth), dtype=torch.float64)
     first_hits = torch.zeros(len(BETAS), dtype=torch.float64)
@@ -108,13 +108,13 @@ def accept_length(
         for b in range(len(BETAS))
     ]
     greedy, shared, fitted = (reaches[BETAS.index(beta)] for beta in (GREEDY, 1.0, beta_calibrator.beta))
-    return Acceptance(
+    return DrafterAcceptance(
         greedy, shared, fitted, beta_calibrator.beta, int(reached[0]), followed.ranks(beta_calibrator.beta)
     )
 
 
 def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_VD: Tensor) -> Tensor:
-    """[B, S, N] on the host: how many candidates the drafter puts before the policy's token; −1 where it names none."""
+    """[B, S, N] on the host: rank of the policy's token among the drafter's candidates; −1 where there is no target."""
     aligned, device = drawn.batch.aligned, drawn.batch.features_TF.device
     depth, count = targets.entry_SN.shape
     states = torch.stack(model.unroll(aligned, drawn.batch.features_TF, embed_VD, depth))
@@ -133,14 +133,14 @@ def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_
             for place, beta in enumerate(BETAS):
                 total_Cv = perturbed(logits_Cv, noise_Cv, part.temperature_N, beta)
                 true_C1 = total_Cv.gather(1, column_N[chunk, None])
-                # equals are named by lower id; a NaN is no hit
+                # ties go to the lower id; a NaN is no hit
                 rank_C = (~torch.where(lower_Cv, total_Cv < true_C1, total_Cv <= true_C1)).sum(-1)
                 rank_BSN[place, step, chunk] = torch.where(known_N[chunk], rank_C, missed).int()
     return rank_BSN.cpu().masked_fill(~targets.reached_SN, -1)
 
 
 def _keys(drawn: Drawn, state_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Seed, request, position and temperature of each token to name, on the host."""
+    """Seed, request, position and temperature of each target token, on the host."""
     aligned = drawn.batch.aligned
     sequence_T = torch.repeat_interleave(torch.arange(len(aligned.lengths)), torch.tensor(aligned.lengths))
     sequence_N = sequence_T[state_N]
@@ -149,7 +149,7 @@ def _keys(drawn: Drawn, state_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _by_start(rank_BSN: Tensor, targets: Targets, length: int) -> Tensor:
-    """[B, S, T]: the same ranks by the entry a draft starts from; −1 where there is nothing to name."""
+    """[B, S, T]: the same ranks by the position a draft starts from; −1 where there is no target."""
     rank_BST = torch.full((*rank_BSN.shape[:2], length), -1, dtype=rank_BSN.dtype)
     for step in range(rank_BSN.shape[1]):
         reached_N = targets.reached_SN[step]
@@ -162,11 +162,11 @@ def _by_start(rank_BSN: Tensor, targets: Targets, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """How close a drafter is to the policy: smooth, cheap, and about answers of any temperature alike."""
+    """Estimates of a drafter's quality without noise, independent of the sampling temperature."""
 
     loss: float  # as in training, over all draft steps
-    accept_length: float  # of chains whose tokens are accepted as often as the two distributions overlap, 1 − TV
-    tokens: int  # named in depth 1
+    accept_length: float  # of a chain, if each token is accepted with probability 1 − TV
+    tokens: int  # target tokens at depth 1
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def expected(
             continue
         reached_SN, entry_SN = upload(targets.reached_SN, device), upload(targets.entry_SN, device)
         overlap_SN, entropy_SN = _closeness(model, batch, targets, head_VD, embed_VD)
-        # by the entry a draft starts from; where a depth has nothing to name, nothing is counted, and nothing follows
+        # by the position a draft starts from; a depth without a target adds 0, and so do the depths after it
         overlap_ST = overlap_SN.new_zeros((depth, len(batch.aligned.next_T)))
         overlap_ST.scatter_add_(1, entry_SN, overlap_SN * reached_SN)
         survived_S += overlap_ST.cumprod(0).sum(1)
@@ -198,7 +198,8 @@ def expected(
 def _closeness(
     model: Eagle, batch: DrafterBatch, targets: Targets, head_VD: Tensor, embed_VD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Σ min(p, q) and −Σ p log q of every token and draft step, [S, N] each. What q cannot name counts as refused."""
+    """Σ min(p, q) and −Σ p log q of every token and draft step, [S, N] each. Tokens outside the draft vocabulary count
+    as rejected."""
     device, head_vD = head_VD.device, model.head_rows(head_VD).detach()
     wide = torch.promote_types(head_VD.dtype, torch.float32)
     hidden_ND = batch.hidden_TD.index_select(0, upload(targets.state_N, device))

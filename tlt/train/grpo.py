@@ -1,16 +1,16 @@
-"""GRPO: what a group of rewards says about each answer, and what the policy is to make of it. Pure functions.
+"""GRPO: advantages from the rewards of a group, and the loss of each token. Pure functions.
 
-A rollout's advantage is its reward against its group's. A token's loss is the clipped surrogate of PPO,
-−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A), with r the ratio of the policy's probability now to that when the answer
-was written; to it come the divergence from a frozen reference (the k3 estimator) and truncated importance weights, each
-where it is asked for. Each option is a knob of `GrpoSettings`.
+A rollout's advantage compares its reward with its group's rewards. A token's loss is the clipped surrogate of PPO,
+−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A), where r is the ratio of the token's probability now to its probability when
+it was sampled. Optional terms: the divergence from a frozen reference (the k3 estimator), and truncated importance
+weights. Each option is a knob of `GrpoSettings`.
 
-Left out: a value model and per-token rewards; ratios of whole sequences (GSPO) and soft clips (CISPO, SAPO); a second
-clip for bad answers (dual clip); division by a constant length (Dr. GRPO; its other half is `divide_by_std = false`);
-an entropy bonus; length penalties (they belong into the reward); asking again where all rewards of a group agree
-(DAPO's dynamic sampling: such groups teach nothing and cost no training).
+Not implemented: a value model and per-token rewards; ratios of whole sequences (GSPO) and soft clips (CISPO, SAPO); a
+second clip for negative advantages (dual clip); division by a constant length (Dr. GRPO; its other half is
+`divide_by_std = false`); an entropy bonus; length penalties (they belong in the reward); resampling groups with equal
+rewards (DAPO's dynamic sampling: such groups have no gradient and cost no training).
 
-Knows numbers and tensors of tokens; knows nothing of models, rows or optimizers.
+Works on numbers and tensors of tokens; does not know models, rows or optimizers.
 """
 # N answer tokens
 
@@ -25,15 +25,15 @@ from tlt.config import GrpoSettings
 from tlt.errors import TltError
 from tlt.types import Completion
 
-STD_FLOOR = 1e-6  # added to the standard deviation of rewards that hardly differ
-LARGEST_LOG_RATIO = 20.0  # e²⁰ is as good as infinite, and does not overflow
+STD_FLOOR = 1e-6  # added to the standard deviation, which may be close to 0
+LARGEST_LOG_RATIO = 20.0  # bounds the ratio at e²⁰, so that it does not overflow
 
 
 # ---- a group
 
 
 def advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
-    """How much better each rollout of one group did than the group. Exactly 0 where all did equally well."""
+    """The advantage of each rollout of one group. Exactly 0 where all rewards are equal."""
     if len(rewards) < 2:
         raise TltError(
             f"a group of {len(rewards)} rollouts has nothing to be compared with; set task.group to 2 or more"
@@ -45,7 +45,7 @@ def advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
         return [0.0] * len(rewards)
     count = len(rewards)
     mean = math.fsum(rewards) / count
-    # with itself left out, a rollout is compared with (sum − r) / (count − 1)
+    # leave-one-out: a rollout is compared with (sum − r) / (count − 1)
     scale = count / (count - 1) if settings.leave_one_out else 1.0
     if settings.divide_by_std:
         scale /= standard_deviation(rewards) + STD_FLOOR
@@ -53,7 +53,7 @@ def advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
 
 
 def standard_deviation(values: Sequence[float]) -> float:
-    """Of a sample: the sum of squares is divided by one less than the count."""
+    """The sample standard deviation (divisor count − 1)."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
@@ -63,19 +63,19 @@ def standard_deviation(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a batch holds: what its mean is taken over. Sums over the workers that share a batch."""
+    """Sizes of a batch, summed over all workers: the denominators of its means."""
 
     answers: int
     tokens: int  # of those answers
 
 
 def counts(completion: Completion, settings: GrpoSettings) -> bool:
-    """Whether an answer is learned from at all. One that is not is missing from the totals, too."""
+    """Whether a completion counts in the loss. A masked completion is not counted in the totals either."""
     return not (settings.mask_overlong and completion.finish_reason == "length")
 
 
 def token_weight(tokens: int, totals: Totals, settings: GrpoSettings) -> float:
-    """Weight of each token of an answer of so many: over the whole batch the weights add up to 1."""
+    """Loss weight of each token of a completion with `tokens` tokens. The weights of a batch sum to 1."""
     if settings.loss == "token":
         return 1.0 / totals.tokens
     return 1.0 / (tokens * totals.answers)
@@ -87,7 +87,7 @@ def token_weight(tokens: int, totals: Totals, settings: GrpoSettings) -> float:
 def clipped_surrogate(
     logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, settings: GrpoSettings
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and whether the clip took its gradient away."""
+    """The loss of each token, and whether clipping removed its gradient."""
     ratio_N = (logprob_N - old_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     plain_N = ratio_N * advantage_N
     held_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage_N
@@ -95,19 +95,19 @@ def clipped_surrogate(
 
 
 def settled(old_N: Tensor, start_N: Tensor, round_off: float) -> Tensor:
-    """The old log-probabilities, and in place of those that differ by round-off alone the policy's own at the start.
+    """The engine's log-probabilities, replaced by the trainer's own where both agree within `round_off`.
 
-    Which batch a token was written in then leaves no trace: the update is a function of the tokens.
+    The update is then a function of the tokens, independent of the batch in which the engine decoded them.
     """
     return torch.where((start_N - old_N).abs() <= round_off, start_N, old_N)
 
 
 def divergence(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
-    """k3: e^d − d − 1 with d = reference − policy. Never negative, and on average KL(policy ‖ reference)."""
+    """The k3 estimator: e^d − d − 1 with d = reference − policy. Never negative; its mean is KL(policy ‖ reference)."""
     d_N = (reference_N - logprob_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.expm1(d_N) - d_N
 
 
 def importance(trainer_N: Tensor, engine_N: Tensor, cap: float) -> Tensor:
-    """Weights that make tokens the engine drew count as if the trainer's policy had drawn them, cut off at `cap`."""
+    """Importance weights: the trainer's probability over the engine's, at most `cap`."""
     return (trainer_N - engine_N).clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap)

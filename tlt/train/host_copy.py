@@ -1,8 +1,8 @@
 """Copies of states in host memory, to be written to disk while the originals change.
 
-What always holds: a copy is complete when `take` returns. Memory that a GPU writes to directly has to be pinned, which
-takes seconds per gigabyte and cannot be swapped out: a ring of few slots is pinned, and tensors pass through it into
-ordinary memory, which is used again for the next copy. Knows nothing of what the states mean.
+Always holds: a copy is complete when `take` returns. Direct copies from a GPU need pinned memory. Pinning takes seconds
+per gigabyte, and pinned memory cannot be swapped out. So only a ring of a few slots is pinned; tensors pass through it
+into ordinary memory, which the next copy reuses. Does not know the meaning of the states.
 """
 
 from collections import deque
@@ -14,18 +14,18 @@ from torch import Tensor
 
 SLOTS, SLOT_BYTES = 4, 64 * 2**20
 Begin = Callable[[Tensor, Tensor], Callable[[], None]]
-"""Begins to copy (bytes of a tensor, slot); what it gives back returns when the bytes are in the slot."""
+"""Starts a copy of (bytes of a tensor) into (slot). The returned function waits until the copy is complete."""
 
 
 def begin_on_gpu(source: Tensor, slot: Tensor) -> Callable[[], None]:
-    slot.copy_(source, non_blocking=True)  # in the order of the GPU's work: after what was launched before
+    slot.copy_(source, non_blocking=True)  # in stream order, after all work launched before
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return arrived.synchronize
 
 
-class Ring:
-    """Slots that copies pass through: while one is emptied on the host, others are filled by the device."""
+class PinnedRing:
+    """Staging slots: the device fills some slots while the host empties another."""
 
     def __init__(self, begin: Begin = begin_on_gpu, *, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         self._begin, self._count, self._slot_bytes = begin, slots, slot_bytes
@@ -33,7 +33,7 @@ class Ring:
         self._filling: deque[tuple[Callable[[], None], Tensor, Tensor]] = deque()
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Begins to copy a tensor into host memory; `finish` ends it. The source must not change in between."""
+        """Starts to copy a tensor into host memory. The source must not change until `finish` returns."""
         source_B, target_B = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, target))
         for start in range(0, len(source_B), self._slot_bytes):
             piece_B = source_B[start : start + self._slot_bytes]
@@ -60,10 +60,12 @@ class Ring:
 
 
 class HostCopy:
-    """Copies of states, each in the memory of the last one."""
+    """Copies of states. Each copy reuses the memory of the previous one."""
 
-    def __init__(self, ring: Ring | None = None, passes_ring: Callable[[Tensor], bool] = lambda t: t.is_cuda) -> None:
-        self._ring, self._passes_ring = ring or Ring(), passes_ring
+    def __init__(
+        self, ring: PinnedRing | None = None, passes_ring: Callable[[Tensor], bool] = lambda t: t.is_cuda
+    ) -> None:
+        self._ring, self._passes_ring = ring or PinnedRing(), passes_ring
         self._memory: dict[str, Tensor] = {}
 
     def take(self, state: Mapping[str, Any]) -> dict[str, Any]:

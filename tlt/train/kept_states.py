@@ -1,8 +1,8 @@
-"""The policy's states of sequences that a drafter learns from again and again: computed once, and kept.
+"""Keeps the policy's hidden states of sequences that a drafter trains on in several passes.
 
-A policy is many times the size of its drafter: computing its states anew in every pass over the answers takes as long
-as learning from them. What always holds: a batch read from here is the one that `stream_states` computes, up to the
-rounding of another order of sums. The policy must not change meanwhile. Knows nothing of drafters or of training.
+A policy is many times larger than its drafter: recomputing its states in every pass takes as long as the training
+itself. Always holds: a batch read from here equals the one that `stream_states` computes, up to rounding. The policy
+must not change in the meantime. Does not know drafters or training.
 """
 # T packed positions, K kept positions
 
@@ -20,8 +20,8 @@ from tlt.train.pacing import Clock
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.supervised import batches
 
-_CPU_ROOM = 2**30  # bytes on a host, which has other things to do
-_GPU_SHARE = 0.5  # of what is free on a GPU
+_CPU_ROOM = 2**30  # bytes of host memory
+_GPU_SHARE = 0.5  # of a GPU's free memory
 
 
 States = Callable[[Iterable[PackedRow]], Iterator[DrafterBatch]]  # a batch for each row
@@ -30,8 +30,11 @@ States = Callable[[Iterable[PackedRow]], Iterator[DrafterBatch]]  # a batch for 
 def states_for(
     model: Transformer, examples: Sequence[Example], taps: Sequence[int], *, passes: float, room: int | None = None
 ) -> States:
-    """Who makes batches of rows of these examples. States are kept where every example is asked for at least twice and
-    all of them fit into `room` bytes, by default a good part of what is free; else they are computed row by row."""
+    """A function that makes batches of rows of these examples.
+
+    States are kept if there are at least two passes and all states fit into `room` bytes (by default a part of the free
+    memory). Otherwise they are computed row by row.
+    """
     positions = sum(len(example.tokens) for example in examples)
     room = free_room(model.embed.device) if room is None else room
     if passes < 2 or positions * _position_bytes(model, taps) > room:
@@ -42,17 +45,17 @@ def states_for(
 def filling_s(
     model: Transformer, examples: Sequence[Example], taps: Sequence[int], tokens_per_batch: int, clock: Clock
 ) -> float:
-    """Seconds in which the policy computes its states of all examples, by those of a batch."""
+    """Estimated seconds to compute the states of all examples, from the time of one batch."""
     batch = next(batches(examples, tokens_per_batch))
     everything, some = (sum(len(example.tokens) for example in these) for these in (examples, batch))
     (row,) = pack(batch, some)
     started = clock()
-    float(policy_states(model, row, taps).hidden_TD[-1, -1])  # which waits for it
+    float(policy_states(model, row, taps).hidden_TD[-1, -1])  # waits for the device
     return (clock() - started) * everything / some
 
 
 def free_room(device: torch.device) -> int:
-    """Bytes that states may take."""
+    """Bytes available for kept states."""
     if device.type != "cuda":
         return _CPU_ROOM
     return int(_GPU_SHARE * free_bytes(device))

@@ -1,8 +1,8 @@
-"""Log-probabilities of a policy's tokens, and losses that are made of them, without a whole row's logits in memory.
+"""Log-probabilities of a policy's tokens, and losses that depend on them, without a whole row's logits in memory.
 
-A loss that is a sum over tokens, each a function of its own log-probability, has a known slope as soon as the token's
-logits are there: forward leaves both gradients behind, so that no chunk's logits are kept or computed twice.
-Knows hidden states and heads; knows nothing of packing, answers or what the loss means.
+If a loss is a sum over tokens, each a function of the token's own log-probability, its gradient is known once the
+token's logits are computed. The forward pass therefore computes both gradients, and no chunk's logits are stored or
+recomputed. Works on hidden states and heads; does not know packing, completions or the meaning of the loss.
 """
 # N tokens, C tokens of a chunk, D hidden, V vocabulary
 
@@ -18,15 +18,15 @@ from tlt.kernels.training import reference as kernels
 from tlt.model.linear import wide_linear
 
 _LOGITS_AT_ONCE = 2**27  # elements; in float32 half a gibibyte
-_SHARE_OF_MEMORY = 64  # of a GPU's memory, one part in so many may hold logits
+_SHARE_OF_MEMORY = 64  # logits may take 1/64 of a GPU's memory
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
-"""Log-probabilities of the tokens in a slice of all N → the loss of each, differentiable; called once per chunk."""
+"""(log-probabilities of a chunk's tokens, its slice of the N tokens) → each token's loss. Differentiable."""
 
 
 @cache
 def most_logits(device: torch.device) -> int:
-    """How many logits there may be at once: the more, the fewer launches, which the host hardly keeps up with."""
+    """Upper limit of logits in memory. Larger chunks need fewer launches, which otherwise limit the speed."""
     if device.type != "cuda":
         return _LOGITS_AT_ONCE
     return torch.cuda.get_device_properties(device).total_memory // (_SHARE_OF_MEMORY * 4)
@@ -41,7 +41,7 @@ def token_loss(
     temperature: float = 1.0,
     logits_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, which has a gradient; and of each token log-probability and entropy, which have none.
+    """The summed loss, which has a gradient, and each token's log-probability and entropy, which have none.
 
     The distribution is softmax(hidden · headᵀ / temperature). At most about `logits_at_once` logits are in memory.
     """
@@ -61,7 +61,7 @@ def token_logprobs(
     temperature: float = 1.0,
     logits_at_once: int | None = None,
 ) -> Tensor:
-    """The same log-probabilities where nothing is to be learned."""
+    """The log-probabilities of `token_loss`, without gradients."""
     rows = max(1, (logits_at_once or most_logits(head_VD.device)) // len(head_VD))
     read_logprobs = dispatch(kernels.read_logprobs, _in_triton(hidden_ND))
     parts = [
@@ -84,7 +84,7 @@ class _TokenLoss(torch.autograd.Function):
         head_VD: Tensor,
         token_N: Tensor,
         loss_of: TokenLoss,
-        sharpness: float,
+        inverse_temperature: float,
         rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -98,10 +98,12 @@ class _TokenLoss(torch.autograd.Function):
         logprobs_gradient = dispatch(kernels.logprobs_gradient, in_triton)
         for chunk in _chunks(len(hidden_ND), rows):
             logits_CV = wide_linear(hidden_ND[chunk], head_VD)
-            logprob_N[chunk], entropy_N[chunk], logsum_C = read_logprobs(logits_CV, token_N[chunk], sharpness)
+            logprob_N[chunk], entropy_N[chunk], logsum_C = read_logprobs(logits_CV, token_N[chunk], inverse_temperature)
             part, slope_C = _value_and_slope(loss_of, logprob_N[chunk], chunk)
             loss += part
-            grad_CV = logprobs_gradient(logits_CV, token_N[chunk], logsum_C, slope_C, sharpness, hidden_ND.dtype)
+            grad_CV = logprobs_gradient(
+                logits_CV, token_N[chunk], logsum_C, slope_C, inverse_temperature, hidden_ND.dtype
+            )
             torch.mm(grad_CV, head_VD, out=hidden_grad_ND[chunk])
             if head_grad_VD is not None:
                 head_grad_VD += grad_CV.T @ hidden_ND[chunk]

@@ -1,11 +1,10 @@
-"""LoRA: a policy that learns a low-rank change to its matrices, and nothing else.
+"""LoRA: the policy learns a low-rank change of its matrices; all other weights are frozen.
 
-What always holds: after `merge` every adapted weight is base + scale · B·A, written in place, so that trainer and
-engine share the very tensors and what is exported is a plain policy. The policy computes with merged weights in
-training too; the gradient of A and B follows from that of the merged weight (dB = scale · dW·Aᵀ, dA = scale · Bᵀ·dW),
-taken as soon as it is there, and dropped. So the optimizer's memory is that of A and B; the time of a pass is that of
-full training. The matrices adapted are the four of each block as they stand here: queries, keys and values share an A.
-Knows weights; knows nothing of losses or rows.
+Always holds: after `merge` every adapted weight is base + scale · B·A, written in place, so trainer and engine share
+tensors and the exported policy is a plain one. Training computes with merged weights too. The gradients of A and B
+follow from the merged weight's gradient (dB = scale · dW·Aᵀ, dA = scale · Bᵀ·dW), which is dropped at once. The
+optimizer needs memory for A and B only; a pass takes the time of full training. The four matrices of each block are
+adapted; queries, keys and values are one matrix here and share an A. Knows weights; does not know losses or rows.
 """
 # N outputs, K inputs, r rank
 
@@ -24,7 +23,7 @@ ADAPTED = ("qkv", "o", "gate_up", "down")
 
 
 class Lora(nn.Module):
-    """The adapters of a policy, which freezes everything else in it. B starts at 0: nothing has changed yet."""
+    """The adapters of a policy. Freezes all other weights. B starts at 0, so the policy is unchanged at first."""
 
     def __init__(self, model: Transformer, rank: int, alpha: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Lora(nn.Module):
             weight.copy_(torch.addmm(base.to(a_rK.dtype), b_Nr, a_rK, alpha=self.scale))
 
     def state(self) -> dict[str, Any]:
-        """Adapters, and the weights they are added to: the policy itself holds only their sum. Live tensors."""
+        """The adapters and the base weights, as the policy holds only their sum. Live tensors."""
         return {
             "a": [a.detach() for a in self.a],
             "b": [b.detach() for b in self.b],
@@ -67,7 +66,7 @@ class Lora(nn.Module):
 
 
 class _Projection:
-    """From a merged weight's gradient to those of its adapters."""
+    """Computes the gradients of the adapters from the merged weight's gradient."""
 
     def __init__(self, a_rK: nn.Parameter, b_Nr: nn.Parameter, scale: float) -> None:
         self._a_rK, self._b_Nr, self._scale = a_rK, b_Nr, scale
@@ -82,7 +81,7 @@ class _Projection:
 
 
 def _check_rank(rank: int, weights: Sequence[Tensor]) -> None:
-    """A change of rank min(N, K) can be any change: adapters of a higher rank only take more memory."""
+    """Refuses ranks above min(N, K), which add memory and no capacity."""
     most = min(min(weight.shape) for weight in weights)
     if rank > most:
         raise ConfigError(
@@ -97,7 +96,7 @@ def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def _first(weight_NK: Tensor, rank: int, seed: int) -> nn.Parameter:
-    """A: as large as keeps a unit input a unit one. Drawn on the host: the same on every device."""
+    """A, scaled to preserve the variance of its input. Drawn on the host, so it is the same on every device."""
     wide = torch.promote_types(weight_NK.dtype, torch.float32)
     width = weight_NK.shape[1]
     a_rK = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""Optimizer and schedule: AdamW through float32 masters, and a learning rate that rises, then holds or falls.
+"""Optimizer and schedule: AdamW on float32 master weights, and a learning rate with warm-up and optional cosine decay.
 
-What always holds: half-precision weights get a master copy, so that small updates are not rounded away; weights in
-float32 or wider are their own masters. Gradients of several passes are summed in the masters' precision. Weights change
-in `step` only, and in place: whoever shares their tensors sees the update. A weight may be a shard (DTensor); copies
-and sums are made on its local part. Knows nothing of losses, rows or models.
+Always holds: half-precision weights have a master copy, so that small updates are not rounded away; weights in float32
+or wider are their own masters. Gradients of several passes are summed in the masters' precision. Weights change in
+`step` only, and in place: other holders of the tensors see the update. A weight may be a shard (DTensor); copies and
+sums use its local part. Does not know losses, rows or models.
 """
 
 import math
@@ -19,7 +19,7 @@ from tlt.errors import CheckpointError
 from tlt.train.restore import expect_keys, expect_list, expect_tensors
 
 _ADDED_AT_ONCE = 2**25  # numbers; in float32 an eighth of a gibibyte
-FINAL_SHARE = 0.1  # of the peak learning rate, where the cosine ends
+FINAL_SHARE = 0.1  # fraction of the peak learning rate at the end of the cosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Schedule:
 
     peak: float
     warmup_steps: int = 0  # steps over which the rate rises linearly
-    decay_steps: int = 0  # the rate falls along a cosine to a tenth of the peak at the last of so many; 0 holds it
+    decay_steps: int = 0  # step at which a cosine reaches a tenth of the peak; 0: the rate is constant after warm-up
 
 
 def learning_rate(step: float, schedule: Schedule) -> float:
-    """The rate of the step that comes after `step` others; between two steps where time counts, too."""
+    """The rate of step `step`, counted from 0. Fractions interpolate, for schedules that follow time."""
     if step < schedule.warmup_steps:
         return schedule.peak * (step + 1) / schedule.warmup_steps
     if not schedule.decay_steps:
@@ -43,10 +43,10 @@ def learning_rate(step: float, schedule: Schedule) -> float:
 
 
 def bytes_to_come(weights: Iterable[Tensor], *, masters: bool = False) -> int:
-    """Memory that `MasterAdamW` takes from its first update on: two moments and the summed gradient, as wide as the
-    master, and the weight's own gradient where the master is another tensor. Of a shard, the local part counts.
+    """Bytes that `MasterAdamW` allocates at its first update: two moments and the summed gradient in the master's
+    dtype, and the weight's own gradient if the master is another tensor. Of a shard, the local part counts.
 
-    `masters`: those, too. An optimizer that exists has them already.
+    `masters`: includes the master copies, which an existing optimizer has already allocated.
     """
     total = 0
     for weight in map(_local, weights):
@@ -59,10 +59,10 @@ def bytes_to_come(weights: Iterable[Tensor], *, masters: bool = False) -> int:
 
 
 class MasterAdamW:
-    """AdamW in float32 at least. Matrices decay, vectors do not.
+    """AdamW in float32 or wider. Weight decay applies to matrices, not to vectors.
 
-    After each backward pass: `gather`. When all have been gathered: `norm`, and then either `step` or `forget`.
-    Nothing here waits for the device.
+    Call `gather` after each backward pass. After the last one call `norm`, then either `step` or `forget`. No method
+    waits for the device.
     """
 
     def __init__(self, model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)) -> None:
@@ -80,7 +80,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Adds the weights' gradients to the masters': summed over rows in half precision they would lose digits."""
+        """Adds the weights' gradients to the masters', as sums in half precision would lose digits."""
         first, later = _Sums(), _Sums()
         for weight, master in zip(self._weights, self._masters, strict=True):
             if master is weight or weight.grad is None:
@@ -92,50 +92,50 @@ class MasterAdamW:
         later.add_up()
 
     def gradients(self) -> list[Tensor]:
-        """What was gathered so far, zeros where there was nothing; to be changed in place before `norm`."""
+        """The gathered gradients, zeros where there is none. May be changed in place before `norm`."""
         for master in self._masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self._masters if master.grad is not None]
 
     def norm(self) -> Tensor:
-        """Of all that was gathered, still on the device."""
+        """The norm of the gathered gradients, on the device."""
         norm = torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all shards
 
     def step(self, rate: float, clip: float, norm: Tensor, unless: Tensor | None = None) -> None:
-        """One update with what was gathered, scaled down where its norm is above `clip`.
+        """One update with the gathered gradients, scaled down if their norm is above `clip`.
 
-        `unless`: a number on the device; where it turns out to be 1, nothing is updated, and nobody had to wait for it.
+        `unless`: a number on the device. If it is 1, the device skips the update; the host does not wait for it.
         """
         torch.nn.utils.clip_grads_with_norm_(self._masters, clip, norm)
         for group in self._adam.param_groups:
             group["lr"] = rate
-        self._adam.found_inf = unless  # type: ignore[attr-defined]  # torch's own word, made for scaled losses
+        self._adam.found_inf = unless  # type: ignore[attr-defined]  # torch's attribute for loss scaling
         self._adam.step()
         self.forget()
         self._write_back()
 
     def forget(self) -> None:
-        """Drops what was gathered."""
+        """Drops the gathered gradients."""
         self._adam.zero_grad(set_to_none=True)
         for weight in self._weights:
             weight.grad = None
 
     def update(self, rate: float, clip: float) -> Tensor:
-        """`norm` and `step` in one, for whoever looks at the norm afterwards."""
+        """`norm` and `step` in one call. Returns the norm."""
         norm = self.norm()
         self.step(rate, clip, norm)
         return norm
 
     def state(self) -> dict[str, Any]:
-        """What an exact continuation needs besides the weights themselves. Live tensors: copy them to keep them."""
+        """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
         masters = [m.detach() for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
         return {"masters": masters, "adam": self._adam.state_dict()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, with its own weight decay. Half-precision weights are written from their masters."""
+        """Restores `state`; weight decay stays as configured. Half-precision weights are written from their masters."""
         self._expect(state)
         ours = [m for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
         for master, saved in zip(ours, state["masters"], strict=True):
@@ -148,7 +148,7 @@ class MasterAdamW:
         self._write_back()
 
     def _expect(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError unless the state is one of these weights'."""
+        """Raises CheckpointError unless the state fits the weights."""
         expect_keys(state, ("masters", "adam"), "the optimizer's state")
         expect_keys(state["adam"], ("state", "param_groups"), "Adam's state")
         saved, ours = (
@@ -162,7 +162,7 @@ class MasterAdamW:
         names = {id(master): name for name, _, master in named}
         moments = state["adam"]["state"]
         if not moments:
-            return  # no step was taken
+            return  # saved before the first step
         masters = [master for group in self._adam.param_groups for master in group["params"]]
         for index, master in enumerate(masters):
             what = f"Adam's moments of {names[id(master)]}"
@@ -179,7 +179,7 @@ class MasterAdamW:
 
 
 class _Sums:
-    """Gradients, each beside the sum it goes into."""
+    """Gradients and the sums they are added to."""
 
     def __init__(self) -> None:
         self.grads: list[Tensor] = []
@@ -193,7 +193,7 @@ class _Sums:
         self.sums.append(_local(master.grad))
 
     def add_up(self) -> None:
-        """Sums of one type and addends of another would be a launch each: so a few at a time are made alike first."""
+        """Converts gradients in batches first: `_foreach_add_` on mixed dtypes would launch one kernel per tensor."""
         start = numbers = 0
         for end, grad in enumerate(self.grads, start=1):
             numbers += grad.numel()
@@ -205,7 +205,7 @@ class _Sums:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The same memory as a plain tensor: DTensor has no rule for `_foreach_copy_`."""
+    """The tensor's local memory as a plain tensor. DTensor has no rule for `_foreach_copy_`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,7 +1,7 @@
-"""A time limit, kept by work that consists of pieces: ticks, batches to measure on, optimizer steps.
+"""Time limits for work in units: ticks, measured batches, optimizer steps.
 
-What always holds: every piece is real work, none is done to be timed only; a piece is begun only if one that takes as
-long as the one before it ends in time; a piece that was begun is finished. Knows nothing of what a piece is.
+Always holds: no unit runs for timing only. A unit starts only if one of the previous unit's duration would end in time.
+A started unit finishes. Does not know the kind of work.
 """
 
 import time
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import TypeVar
 
-Piece = TypeVar("Piece")
+Unit = TypeVar("Unit")
 Clock = Callable[[], float]  # seconds, from any origin
 
 
 class TimeLimit:
-    """From now until `end_s` by the clock; without a limit that is infinity."""
+    """Runs from its creation until `end_s` on the clock. Infinity: no limit."""
 
     def __init__(self, end_s: float = inf, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
@@ -27,53 +27,53 @@ class TimeLimit:
 
     @property
     def progress(self) -> float:
-        """Share of the time that is over, from 0 to 1; always 0 without a limit."""
+        """Elapsed fraction of the time, from 0 to 1. Always 0 without a limit."""
         if self._whole_s == inf:
             return 0.0
         return min(1.0, 1.0 - self.left_s / self._whole_s) if self._whole_s > 0.0 else 1.0
 
-    def fitting(self, pieces: Iterable[Piece], size: Callable[[], float] = lambda: 1.0) -> Iterator[Piece]:
-        """The pieces, as long as another one fits. A piece's time is that of making it and of what its taker does.
+    def fitting(self, units: Iterable[Unit], size: Callable[[], float] = lambda: 1.0) -> Iterator[Unit]:
+        """Yields units while another one fits. A unit's duration includes producing it and the consumer's work on it.
 
-        `size`: how large the next piece is, where the time that pieces take is in proportion to that.
+        `size`: size of the next unit, if the duration is proportional to a size.
         """
-        iterator, begun_s, pace_s = iter(pieces), self._clock(), 0.0
+        iterator, begun_s, pace_s = iter(units), self._clock(), 0.0
         while begun_s < self._end_s:
-            units = size()
-            if begun_s + pace_s * units > self._end_s:
+            next_size = size()
+            if begun_s + pace_s * next_size > self._end_s:
                 return
             try:
-                piece = next(iterator)
+                unit = next(iterator)
             except StopIteration:
                 return
-            yield piece
+            yield unit
             now = self._clock()
-            begun_s, pace_s = now, (now - begun_s) / units
+            begun_s, pace_s = now, (now - begun_s) / next_size
 
 
 class Spent:
-    """Seconds, by what they were spent on; and what is left of a limit, if there is one."""
+    """Seconds spent, by kind of work, and time limits cut from what remains of a total limit."""
 
     def __init__(self, clock: Clock, seconds: float, began_s: float | None = None) -> None:
-        """`seconds`: the limit; 0: none. It counts from `began_s`, or from now."""
+        """`seconds`: the total limit; 0: none. It counts from `began_s`, or from now."""
         self.clock = clock
         self._limit_s = seconds or inf
         self._began_s = self._since = clock() if began_s is None else began_s
         self._seconds: dict[str, float] = {}
 
     def on(self, what: str) -> float:
-        """Since the last call; counted together with what was spent on it before."""
+        """Books the seconds since the last call on `what`, and returns them."""
         now = self.clock()
         seconds, self._since = now - self._since, now
         self._seconds[what] = self._seconds.get(what, 0.0) + seconds
         return seconds
 
     def until(self, share: float, less_s: float = 0.0) -> TimeLimit:
-        """Ends when such a share of the whole limit is over, less so many seconds."""
+        """Ends `less_s` seconds before the fraction `share` of the total limit has elapsed."""
         return TimeLimit(self._began_s + share * self._limit_s - less_s, self.clock)
 
     def within(self, share: float) -> TimeLimit:
-        """Ends when such a share of what is left of the limit has passed."""
+        """Ends when the fraction `share` of the remaining time has elapsed."""
         now = self.clock()
         return TimeLimit(now + share * (self._began_s + self._limit_s - now), self.clock)
 

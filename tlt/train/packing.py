@@ -1,9 +1,9 @@
-"""Packing: sequences of unequal length laid end to end in rows of at most `budget` tokens, so that nothing is padded.
+"""Packing: sequences of unequal length, concatenated in rows of at most `budget` tokens without padding.
 
-Every token of every example lands in exactly one row, examples are never cut, positions start again at 0 with each
-example, and the first token of an example never counts towards the loss (nothing before it in its own example could
-predict it). Laid out by numpy: torch would wake up all its threads for a few thousand numbers, many times a step.
-Knows lengths and integers; knows nothing of models, losses or text.
+Every token of every example is in exactly one row. Examples are never cut. Positions restart at 0 with each example,
+and the first token of an example never counts in the loss, as no token precedes it. Uses numpy for the layout: torch
+would wake all its threads for a few thousand numbers, many times per step.
+Knows lengths and integers; does not know models, losses or text.
 """
 
 from array import array
@@ -23,7 +23,7 @@ from tlt.errors import TltError
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence to learn from: a prompt and, from `answer_start` on, the answer whose tokens count."""
+    """One training sequence: a prompt and, from `answer_start` on, the completion whose tokens count in the loss."""
 
     tokens: tuple[int, ...]
     answer_start: int
@@ -35,7 +35,7 @@ class PackedRow:
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, 0 at the start of each example
-    mask_T: Tensor  # bool: this token is one of the answer's, to be predicted from the token before it
+    mask_T: Tensor  # bool: the token belongs to the completion and counts in the loss
     starts: tuple[int, ...]  # S + 1 offsets: example s is [starts[s], starts[s + 1])
     members: tuple[int, ...]  # S indices into the examples that were packed
 
@@ -44,14 +44,14 @@ class PackedRow:
         return tuple(end - start for start, end in zip(self.starts, self.starts[1:], strict=False))
 
     def cu_seqlens(self) -> Tensor:
-        """The offsets as variable-length attention kernels want them: int32."""
+        """The offsets as int32, the dtype of variable-length attention kernels."""
         return torch.tensor(self.starts, dtype=torch.int32)
 
 
 def plan_rows(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Which examples share a row: best-fit decreasing, each into the fullest row that still has room for it.
+    """The examples of each row, by best-fit decreasing: each goes into the fullest row with room for it.
 
-    Never uses more than 11/9 of the fewest possible rows (plus one). Deterministic; ties keep the given order.
+    Uses at most 11/9 of the minimal number of rows, plus one. Deterministic; ties keep the given order.
     """
     _check_lengths(lengths, budget)
     rows: list[list[int]] = []
@@ -81,7 +81,7 @@ def _lay_out(examples: Sequence[Example], members: tuple[int, ...]) -> PackedRow
     sizes_S = np.array([len(example.tokens) for example in chosen])
     ends_S = sizes_S.cumsum()
     answers_S = np.array([example.answer_start for example in chosen])
-    # by way of an array: a list of numbers is read several times slower
+    # torch reads an array several times faster than a list
     tokens = array("q", chain.from_iterable(example.tokens for example in chosen))
     positions_T = np.arange(len(tokens)) - np.repeat(ends_S - sizes_S, sizes_S)
     return PackedRow(

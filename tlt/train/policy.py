@@ -1,29 +1,27 @@
 """The policy trainer: one step of GRPO from rollouts and their advantages, written into the weights the engine reads.
 
-What always holds
-- Answers share packed rows and cannot see each other: a step equals the same answers one by one, whatever the rows.
-- Logits of a whole row never exist at once, nor does a mask of all positions by all positions.
-- An update is made of finite numbers or not made at all: an error leaves weights and optimizer as they were.
-- Weights change in place. The same state and the same experiences give the same weights, bit for bit, on a CPU.
-- Answers that cannot change the gradient (no advantage and no divergence to pay for) count in every mean and are not
-  computed.
+Always holds:
+- Completions in a packed row do not attend to each other: a step equals the same completions one by one.
+- Logits of a whole row never exist at once, and neither does a full attention mask.
+- An update has finite loss and gradient norm, or it is not made: an error leaves weights and optimizer unchanged.
+- Weights change in place. On a CPU the same state and experiences give the same weights bit for bit.
+- Completions that cannot change the gradient (advantage 0 and no KL term) count in every mean and are not computed.
 
-The ratio is one of the distribution the answers were drawn from: softmax(logits / temperature), at temperature 1 the
-policy itself. What top-k and top-p cut away stays in it: then r is the ratio of what the policy gives a token, not of
-what the filtered sampler did. Old log-probabilities are the engine's, of the policy version that wrote the answer; how
-far the trainer's own are from them is in every result. With `grpo.importance_cap` the ratio is to the trainer's own at
-the start of the step, and the rest of the way to the engine's is a weight, cut off at the cap.
+The ratio r uses the sampling distribution softmax(logits / temperature) without the top-k and top-p filters. Old
+log-probabilities are the engine's, of the policy version that sampled the completion. Every result reports how far the
+trainer's own differ from them. With `grpo.importance_cap` the ratio is relative to the trainer's log-probabilities at
+the start of the step, and the ratio of trainer to engine becomes an importance weight, at most the cap.
 
-The engine's log-probabilities depend in their last bits on the batch a token was written in, hence on speculation and
-on the clock. In float32 and float64 a difference of that size is taken for none: curves are then the same bit by bit,
-as long as the tokens are. In half precision engine and trainer really differ, and the engine's are taken as they are.
+The engine's log-probabilities depend in their last bits on the batch of the tick, hence on speculation and timing. In
+float32 and float64 a difference of that size is ignored, so training curves are bit-identical if the tokens are. In
+half precision engine and trainer differ by more, and the engine's values are used.
 
-Several workers. Each is given its share of the answers and `sum_over_workers`, which adds tensors over all of them in
-place. Means are taken over the totals of all workers (one call per minibatch), so the gradients of N workers are added,
-not averaged (one call per update), and N shares give the numbers of one worker with all. Where a library averages
-gradients by itself, undo that. All workers make the same calls in the same order, those with an empty share too.
+Several workers: each gets its part of the completions and `sum_over_workers`, which sums tensors over all workers in
+place. Means use the totals of all workers (one call per minibatch). Gradients of N workers are therefore added, not
+averaged (one call per update), and N workers compute the numbers of one. A library that averages gradients must be
+compensated for. All workers make the same calls in the same order, also those without completions.
 
-Knows nothing of groups and rewards, of engines, runs or files.
+Does not know groups, rewards, engines, runs or files.
 """
 # T tokens of a row, N answer tokens in it, C of them in a chunk, D hidden, V vocabulary
 
@@ -49,25 +47,28 @@ from tlt.train.lora import Lora
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.restore import expect_keys
-from tlt.train.sums import Report, Sums
+from tlt.train.sums import Sums, UpdateReport
 from tlt.types import Completion, Experience, SamplingParams
 
-_ROUND_OFF = {torch.float32: 1e-3, torch.float64: 1e-6}  # nats, far above what is seen; the engine tells float32
+_ROUND_OFF = {
+    torch.float32: 1e-3,
+    torch.float64: 1e-6,
+}  # nats, far above observed; the engine reports float32
 
 SumOverWorkers = Callable[[Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one step did. Means over its updates of the weights, and over the tokens it learned from."""
+    """Metrics of one step: means over its updates and over the trained tokens."""
 
     loss: float
     grad_norm: float  # before clipping
     learning_rate: float
     tokens: int  # computed, prompts included, once per epoch
     answer_tokens: int  # learned from, once per epoch
-    updates: int  # of the weights; 0 where no answer had anything to teach
-    clipped: float  # share of tokens whose gradient the clip took away
+    updates: int  # of the weights; 0 if no completion had a gradient
+    clipped: float  # fraction of tokens whose gradient was removed by clipping
     kl: float  # nats per token to the reference; 0 without one
     entropy: float  # nats per token
     mismatch_mean: float  # |trainer's − engine's| log-probability, over the first update, before the weights moved
@@ -78,8 +79,8 @@ class UpdateResult:
 class PolicyTrainer:
     """Takes steps. Reads the device's results once per update, before the weights change.
 
-    `reference` is the frozen policy that `grpo.kl` speaks of. `sampling` is how the answers are drawn. `passes`: how
-    many passes are made where this worker needs so many, if all must make as many.
+    `reference`: the frozen policy of the `grpo.kl` term. `sampling`: the settings of the rollouts. `passes`: maps this
+    worker's number of passes to the number that all workers make.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class PolicyTrainer:
         self._lora = Lora(model, train.lora_rank, train.lora_alpha) if train.lora_rank else None
         self._optimizer = MasterAdamW(self._lora or model, weight_decay=train.weight_decay)
         self.steps_taken = 0
-        self.passes = 0  # over a row of answers, ever: who watches sees that it gets on
+        self.passes = 0  # forward passes so far, a sign of progress for hang detection
 
     @property
     def bytes_to_come(self) -> int:
-        """Memory that training takes and keeps from the first update on: of adapters alone where only they learn."""
+        """Bytes that training allocates at the first update and keeps. With LoRA, of the adapters only."""
         return self._optimizer.bytes_to_come
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
@@ -120,10 +121,10 @@ class PolicyTrainer:
         rate = learning_rate(self.steps_taken, self._schedule)
         parts = [self._prepare(experiences[i :: self._train.minibatches]) for i in range(self._train.minibatches)]
         if self._grpo.importance_cap or self._round_off:
-            # the first update sees the policy at the start of the step by itself
+            # the first update computes the log-probabilities at the start of the step itself
             for part in parts if self._train.epochs > 1 else parts[1:]:
                 part.rows = [self._anchored(row) for row in self._rows(part)]
-        reports: list[Report] = []
+        reports: list[UpdateReport] = []
         for part in parts * self._train.epochs:
             if part.something_to_learn:
                 reports.append(self._learn(part, rate, first=not reports))
@@ -131,12 +132,12 @@ class PolicyTrainer:
         return _result(reports, parts, rate)
 
     def state(self) -> dict[str, Any]:
-        """What an exact continuation needs besides the policy's weights. Live tensors: copy them to keep them."""
+        """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
         lora = {} if self._lora is None else {"lora": self._lora.state()}
         return {"steps_taken": self.steps_taken, "optimizer": self._optimizer.state(), **lora}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, around a policy with the weights that belong to it."""
+        """Restores `state`. The policy must have the weights saved with it."""
         expect_keys(state, ("steps_taken", "optimizer"), "the trainer's state")
         if ("lora" in state) != (self._lora is not None):
             raise ConfigError(
@@ -152,7 +153,7 @@ class PolicyTrainer:
 
     # ---- one update
 
-    def _learn(self, part: "_Part", rate: float, *, first: bool) -> Report:
+    def _learn(self, part: "_Part", rate: float, *, first: bool) -> UpdateReport:
         sums = Sums(self._model.embed.device)
         for row in self._rows(part):
             hidden_ND = self._hidden(self._model, row)
@@ -177,8 +178,8 @@ class PolicyTrainer:
             self._lora.merge()
         return report
 
-    def _refuse(self, report: Report, first: bool) -> None:
-        """Before the weights change: numbers that would spoil them, or that were another policy's."""
+    def _refuse(self, report: UpdateReport, first: bool) -> None:
+        """Raises, before the weights change, on numbers that are not finite or come from another policy."""
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
             raise TltError(
                 f"step {self.steps_taken + 1}: loss {report.loss}, gradient norm {report.grad_norm}; the weights were "
@@ -204,13 +205,13 @@ class PolicyTrainer:
         self._sum_over_workers([counts])
         all_answers, all_tokens, all_learned = counts.tolist()
         totals = grpo.Totals(answers=all_answers, tokens=all_tokens)
-        # one answer longer than a row gets a longer row: better than to stop in the middle of a run
+        # a completion longer than a row gets a longer row, rather than an error in the middle of a run
         longest = max((_length(e.rollout.completion) for e in learned), default=1)
         rows = pack([_example(e) for e in learned], max(self._train.row_tokens, longest))
         return _Part(rows, self._passes(len(rows)), learned, totals, something_to_learn=all_learned > 0)
 
     def _rows(self, part: "_Part") -> Iterator["_Row"]:
-        """Each is made when it is its turn: the host lays out the next one while the device computes the last."""
+        """Makes rows on demand: the host lays out the next row while the device computes the current one."""
         for index in range(part.passes):
             if index == len(part.rows):
                 idle = index >= len(part.packed)
@@ -219,21 +220,21 @@ class PolicyTrainer:
             yield part.rows[index]
 
     def _idle_row(self) -> "_Row":
-        """A pass without an answer: others have more rows, and need this worker in each."""
+        """A row without completions. Every worker takes part in every pass, and other workers have more rows."""
         device = self._model.embed.device
         empty_N = torch.zeros(0, dtype=torch.int64, device=device)
         numbers_N = torch.zeros(0, dtype=torch.promote_types(self._model.embed.dtype, torch.float32), device=device)
         layout = PackedLayout.from_lengths((2,), device)
         return _Row(empty_N.new_zeros(2), layout, empty_N, empty_N, numbers_N, numbers_N, numbers_N)
 
-    @np.errstate(over="ignore")  # what becomes infinite is refused with its loss
+    @np.errstate(over="ignore")  # an infinite loss is refused later
     def _row(self, packed: PackedRow, experiences: Sequence[Experience], totals: grpo.Totals) -> "_Row":
         device = self._model.embed.device
         wide = np.float64 if self._model.embed.dtype == torch.float64 else np.float32
         members = [experiences[index] for index in packed.members]
         sizes_S = np.array([len(e.rollout.completion.tokens) for e in members])
         weights = [grpo.token_weight(size, totals, self._grpo) for size in sizes_S.tolist()]
-        # by numpy, as rows are packed: torch would wake up all its threads for a few thousand numbers
+        # numpy: torch would wake all its threads for a few thousand numbers
         old = array("d", chain.from_iterable(self._old(e.rollout.completion) for e in members))
 
         def per_token(values: Sequence[float]) -> Tensor:
@@ -259,7 +260,7 @@ class PolicyTrainer:
         return completion.policy_logprobs if self._temperature == 1 else completion.logprobs
 
     def _anchored(self, row: "_Row") -> "_Row":
-        # with gradients enabled, though none are wanted: the very operations of the pass that follows
+        # gradients are enabled, so that the operations are those of the training pass
         with torch.enable_grad():
             return replace(row, anchor_N=self._logprobs(self._model, row))
 
@@ -275,7 +276,7 @@ class PolicyTrainer:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A packed row and what is known of its answer tokens, on the device."""
+    """A packed row and the values of its completion tokens, on the device."""
 
     tokens_T: Tensor
     layout: PackedLayout
@@ -290,18 +291,18 @@ class _Row:
 
 @dataclass(slots=True)
 class _Part:
-    """What one update learns from."""
+    """The data of one update."""
 
     packed: list[PackedRow]
-    passes: int  # as many as rows, or more
-    learned: list[Experience]  # what the rows' members are
+    passes: int  # at least the number of rows
+    learned: list[Experience]  # indexed by the rows' members
     totals: grpo.Totals
     something_to_learn: bool  # here or on another worker
-    rows: list[_Row] = field(default_factory=list)  # on the device, as far as they were asked for
+    rows: list[_Row] = field(default_factory=list)  # on the device, made on demand
 
 
 class _RowLoss:
-    """The loss of a row's tokens, chunk by chunk; what it sees on the way goes into the sums."""
+    """The loss of a row's tokens, chunk by chunk. Adds the metrics to `sums`."""
 
     def __init__(self, row: _Row, settings: GrpoSettings, sums: Sums, round_off: float) -> None:
         self._row = row
@@ -334,7 +335,7 @@ class _RowLoss:
         return loss_C * row.weight_N[chunk]
 
 
-def _result(reports: Sequence[Report], parts: Sequence[_Part], rate: float) -> UpdateResult:
+def _result(reports: Sequence[UpdateReport], parts: Sequence[_Part], rate: float) -> UpdateResult:
     def mean(name: str) -> float:
         return math.fsum(getattr(report, name) for report in reports) / max(1, len(reports))
 
@@ -373,20 +374,20 @@ def _check(model: Transformer, grpo: GrpoSettings, reference: Transformer | None
     if sampling.temperature != 1 and (sampling.top_k or sampling.top_p < 1):
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature} with top_k {sampling.top_k} and top_p {sampling.top_p}: "
-            "the engine tells no unfiltered log-probabilities at that temperature; set temperature to 1, or top_k to 0 "
+            "the engine has no unfiltered log-probabilities at that temperature; set temperature to 1, or top_k to 0 "
             "and top_p to 1"
         )
 
 
 def _check_experience(experience: Experience) -> None:
     completion = experience.rollout.completion
-    told = (len(completion.logprobs), len(completion.policy_logprobs))
+    counts = (len(completion.logprobs), len(completion.policy_logprobs))
     name = f"the answer to {experience.rollout.prompt.id!r} with key {completion.key}"
-    if not completion.tokens or told != (len(completion.tokens),) * 2:
+    if not completion.tokens or counts != (len(completion.tokens),) * 2:
         raise TltError(
-            f"{name} has {len(completion.tokens)} tokens and {told[0]} and {told[1]} log-probabilities; "
+            f"{name} has {len(completion.tokens)} tokens and {counts[0]} and {counts[1]} log-probabilities; "
             "expected as many, and at least one"
         )
-    # a sum with something in it that is not finite is not finite either
+    # one value that is not finite makes the sum not finite
     if not math.isfinite(experience.advantage + sum(completion.logprobs) + sum(completion.policy_logprobs)):
         raise TltError(f"{name} has an advantage or a log-probability that is not finite; check rewards and engine")

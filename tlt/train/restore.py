@@ -1,7 +1,7 @@
-"""What a checkpoint holds, against what the run that goes on from it needs.
+"""Checks that the contents of a checkpoint fit the run that resumes from it.
 
-What always holds: what does not fit is an error of one line, before anything was copied from the part that does not: it
-names what was found, what was expected and what to change. Knows names, shapes and dtypes; decides nothing.
+Always holds: a mismatch is a one-line error that names the found and the expected value and the setting to change. It
+is raised before any tensor of the mismatching part is copied. Knows names, shapes and dtypes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +52,7 @@ def _in_dtype(
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Names the file, and what to change, in the errors of what is restored from it."""
+    """Adds the path and the remedy to every CheckpointError in its block."""
     try:
         yield
     except CheckpointError as error:
@@ -60,7 +60,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def expect_keys(state: Any, names: Iterable[str | int], what: str) -> None:
-    """Raises unless the state is a dictionary with at least these keys."""
+    """Raises CheckpointError unless the state is a dictionary with at least these keys."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{what} is {shown(state)}; expected a dictionary")
     missing = [name for name in names if name not in state]
@@ -70,7 +70,7 @@ def expect_keys(state: Any, names: Iterable[str | int], what: str) -> None:
 
 
 def expect_tensors(found: Mapping[str, Any], wanted: Mapping[str, Tensor], what: str) -> None:
-    """Raises unless there is a tensor for every name that is wanted, of its shape and dtype, and no other."""
+    """Raises CheckpointError unless the names, shapes and dtypes of `found` equal those of `wanted`."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not expected" for name in found if name not in wanted]
     for name in (name for name in wanted if name in found):
@@ -85,7 +85,7 @@ def expect_tensors(found: Mapping[str, Any], wanted: Mapping[str, Tensor], what:
 
 
 def expect_list(found: Any, wanted: Mapping[str, Tensor], what: str) -> None:
-    """As `expect_tensors`, where the state lists them in the order of `wanted`."""
+    """As `expect_tensors`, for a list in the order of `wanted`."""
     if not isinstance(found, list | tuple) or len(found) != len(wanted):
         count = f"{len(found)} tensors" if isinstance(found, list | tuple) else shown(found)
         raise CheckpointError(f"{what}: {count}, expected {len(wanted)} tensors")

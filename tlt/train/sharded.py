@@ -1,8 +1,9 @@
-"""The policy trainer in shards (FSDP2): each worker holds a part of the weights it learns and of what Adam remembers.
+"""The sharded policy trainer (FSDP2): each worker holds a shard of the weights and of Adam's moments.
 
-What always holds: N workers give the numbers of one up to the rounding of sums; the engine's weights are another, whole
-copy, and change only in `publish`, which gathers the shards. What is saved is whole, and read back into any number of
-shards. All workers make every call together, and as many passes as the one with the most rows.
+Always holds: N workers compute the numbers of one worker, up to the rounding of sums. The engine's weights are a
+separate, complete copy that changes only in `publish`, which gathers the shards. Saved states are complete and can be
+restored into any number of shards. All workers make every call together, and as many passes as the worker with the most
+rows.
 """
 
 import copy
@@ -22,7 +23,7 @@ from tlt.train.policy import PolicyTrainer, SumOverWorkers
 
 
 class ShardedTrainer(PolicyTrainer):
-    """Learns in shards of a copy of `whole`, which `publish` brings up to date."""
+    """Trains shards of a copy of `whole`. `publish` writes the trained weights into `whole`."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class ShardedTrainer(PolicyTrainer):
         )
 
     def _sum_plain(self, tensors: Sequence[Tensor]) -> None:
-        """Shards have been summed on the way back already."""
+        """Sums plain tensors only: FSDP has already summed the gradients of shards."""
         self._add_up([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
 
     def _most_passes(self, own: int) -> int:
@@ -61,12 +62,12 @@ class ShardedTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The engine's weights become those that were learned."""
+        """Writes the trained weights into the engine's copy."""
         for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
             whole.copy_(_gathered(shards))
 
     def state(self) -> dict[str, Any]:
-        """Whole, in host memory."""
+        """The complete state, gathered in host memory."""
         return {key: _each(value, _gathered_on_host) for key, value in super().state().items()}
 
     @torch.no_grad()
@@ -83,11 +84,11 @@ class ShardedTrainer(PolicyTrainer):
 
 
 def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """A copy whose layers are gathered when they are computed. Gradients are summed over the workers, in float32."""
+    """A sharded copy; its layers are gathered when they are computed. Gradients are summed over workers in float32."""
     shards = copy.deepcopy(model).requires_grad_(True)
     precision = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(model.embed.dtype, torch.float32))
     for module in (*shards.blocks, shards):
-        # the outermost stays whole until its gradients are there: the head is read after the forward pass
+        # the root module is not resharded after the forward pass: the head is read later
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=module is not shards)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
@@ -104,7 +105,7 @@ def _gathered_on_host(tensor: Tensor) -> Tensor:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor changed."""
+    """Applies `change` to every tensor of a nested structure."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

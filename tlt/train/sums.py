@@ -1,7 +1,7 @@
-"""What an update of the policy adds up on the device, and reads once.
+"""Metrics of a policy update, summed on the device and read once.
 
-What always holds: adding launches nothing, and nothing waits for the device until it is read. Sums are in float64,
-means per token where that makes sense. Knows names and numbers; knows nothing of losses or weights.
+Always holds: `add` launches no kernel, and only `read` waits for the device. Sums are in float64. Knows names and
+numbers; does not know losses or weights.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from tlt.model.device import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Of one update: what was summed, per token where that makes sense."""
+class UpdateReport:
+    """Metrics of one update. `clipped`, `kl`, `entropy`, `mismatch_mean` and `weight_mean` are means per token."""
 
     tokens: int
     loss: float
@@ -28,7 +28,7 @@ class Report:
 
 
 class Sums:
-    """Numbers on the device, added up and read once. Until then they are only kept: each addition is a launch."""
+    """Collects numbers on the device without adding them, as each addition is a launch. `totals` sums them."""
 
     NAMES = ("loss", "tokens", "clipped", "kl", "entropy", "mismatch", "trust")
 
@@ -49,18 +49,18 @@ class Sums:
         self._off.append(off)
 
     def totals(self) -> Tensor:
-        """One number for each name, on the device."""
+        """The sum for each name, on the device."""
         counted = upload(torch.tensor(list(self._counted.values()), dtype=torch.float64), self._device)
         nothing = counted.new_zeros(())
         computed = [torch.stack(parts).double().sum() if parts else nothing for parts in self._computed.values()]
         return counted + torch.stack(computed)
 
-    def read(self, totals: Tensor, norm: Tensor) -> Report:
+    def read(self, totals: Tensor, norm: Tensor) -> UpdateReport:
         worst = torch.stack(self._off).amax().double() if self._off else totals.new_zeros(())
         *sums, norm_value, worst_value = torch.cat((totals, torch.stack((norm.double(), worst)))).tolist()
         named = dict(zip(self.NAMES, sums, strict=True))
         tokens = max(1.0, named["tokens"])
-        return Report(
+        return UpdateReport(
             tokens=int(named["tokens"]),
             loss=named["loss"],
             grad_norm=norm_value,

@@ -1,8 +1,8 @@
 """Supervised training: a policy learns to write given answers to given prompts.
 
-The loss is the mean cross-entropy over the answers' tokens; prompts are read, never learned. Examples share packed rows
-and cannot see each other, so a step equals the same examples one by one. Logits of a whole row never exist at once.
-Half-precision weights are updated through float32 masters. Knows nothing of runs, events or configured devices.
+The loss is the mean cross-entropy over the answers' tokens; prompt tokens do not count. Examples in a packed row do not
+attend to each other, so a step equals the same examples one by one. Logits of a whole row never exist at once.
+Half-precision weights are updated through float32 masters. Does not know runs, events or configured devices.
 """
 # T tokens of a row, N answer tokens, D hidden, V vocabulary
 
@@ -48,10 +48,9 @@ class StepResult:
 
 
 class SupervisedTrainer:
-    """Takes optimizer steps on packed rows. An update is made of finite numbers or not made at all.
+    """Takes optimizer steps on packed rows. An update has finite loss and gradient norm, or it is not made.
 
-    `steps` for whoever has many batches: the next one is drawn and sent while the device computes. Reads the device's
-    results once per step.
+    `steps` prepares and uploads the next batch while the device computes. Reads the device's results once per step.
     """
 
     def __init__(self, model: Transformer, settings: WarmupSettings) -> None:
@@ -66,7 +65,7 @@ class SupervisedTrainer:
         return self._launch(self._prepare(batch))()
 
     def steps(self, batches: Iterable[Sequence[PackedRow]]) -> Iterator[StepResult]:
-        """One update per batch. A batch is drawn before the result of the one before it is given out."""
+        """One update per batch. Prepares the next batch before it yields a result."""
         stream = map(self._prepare, batches)
         prepared = next(stream, None)
         while prepared is not None:
@@ -74,49 +73,49 @@ class SupervisedTrainer:
             prepared = next(stream, None)
             yield result()
 
-    def _prepare(self, batch: Sequence[PackedRow]) -> "_Lessons":
+    def _prepare(self, batch: Sequence[PackedRow]) -> "_DeviceBatch":
         answer_tokens = sum(int(np.count_nonzero(row.mask_T.numpy())) for row in batch)
         if answer_tokens == 0:
             raise TltError("a batch holds no answer token to learn from; give every example an answer")
         device = self._model.embed.device
         tokens = sum(len(row.tokens_T) for row in batch)
-        return _Lessons([_Lesson.of(row, device) for row in batch], tokens, answer_tokens)
+        return _DeviceBatch([_DeviceRow.of(row, device) for row in batch], tokens, answer_tokens)
 
-    def _launch(self, lessons: "_Lessons") -> Callable[[], StepResult]:
+    def _launch(self, batch: "_DeviceBatch") -> Callable[[], StepResult]:
         """Starts a step. On a GPU the host is free until it asks for the result."""
         loss = torch.zeros((), device=self._model.embed.device)
-        for lesson in lessons.rows:
-            row_loss = lesson.loss_sum(self._model) / lessons.answer_tokens
+        for row in batch.rows:
+            row_loss = row.loss_sum(self._model) / batch.answer_tokens
             row_loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.gather()
             loss += row_loss.detach()
         norm = self._optimizer.norm()
         numbers = torch.stack((loss, norm.to(loss.dtype)))
-        reading = Reading(numbers)  # before the weights change: whoever reads need not wait for that
+        reading = Reading(numbers)  # before the weights change, so that reading does not wait for the update
         rate = learning_rate(self.steps_taken, self._schedule)
         self._optimizer.step(rate, self._settings.clip, norm, unless=(~numbers.isfinite()).any().float())
         self.steps_taken += 1
-        return partial(self._read, reading, lessons, rate)
+        return partial(self._read, reading, batch, rate)
 
-    def _read(self, reading: Reading, lessons: "_Lessons", rate: float) -> StepResult:
+    def _read(self, reading: Reading, batch: "_DeviceBatch", rate: float) -> StepResult:
         loss, grad_norm = reading.values()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self.steps_taken -= 1  # the device has seen it, too, and left the weights alone
+            self.steps_taken -= 1  # the device skipped the update
             raise TltError(
                 f"step {self.steps_taken + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not touched, "
                 "but learn no more: start again with a lower learning rate, and check the data"
             )
-        return StepResult(loss, lessons.tokens, lessons.answer_tokens, grad_norm, rate)
+        return StepResult(loss, batch.tokens, batch.answer_tokens, grad_norm, rate)
 
 
 def answer_loss_sum(model: Transformer, row: PackedRow) -> Tensor:
     """Cross-entropy summed over the row's answer tokens, each predicted from the token before it."""
     device = model.embed.device
-    return _Lesson.of(row, device).loss_sum(model)
+    return _DeviceRow.of(row, device).loss_sum(model)
 
 
 @dataclass(frozen=True, slots=True)
-class _Lesson:
+class _DeviceRow:
     """A packed row on the device."""
 
     tokens_T: Tensor
@@ -125,8 +124,8 @@ class _Lesson:
     answer_N: Tensor
 
     @classmethod
-    def of(cls, row: PackedRow, device: torch.device) -> "_Lesson":
-        # on the host: asking a GPU for a size would make it wait; by numpy: torch would wake up all its threads
+    def of(cls, row: PackedRow, device: torch.device) -> "_DeviceRow":
+        # on the host, as reading a size from the GPU would wait for it; numpy, as torch would wake all its threads
         answers_N = np.flatnonzero(row.mask_T.numpy())
         return cls(
             tokens_T=upload(row.tokens_T, device),
@@ -141,10 +140,10 @@ class _Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lessons:
+class _DeviceBatch:
     """A batch on the device."""
 
-    rows: list[_Lesson]
+    rows: list[_DeviceRow]
     tokens: int
     answer_tokens: int
 
@@ -158,11 +157,11 @@ class Pair:
 
     content: str | tuple[Message, ...]
     answer: str
-    origin: str  # where it stands, for messages: file:line
+    origin: str  # file:line, for messages
 
 
 def read_pairs(path: Path | str) -> list[Pair]:
-    """The pairs of a JSONL file, one object per line; blank lines are passed over.
+    """The pairs of a JSONL file, one object per line. Blank lines are skipped.
 
     Columns: `messages` (a chat whose last turn is the answer), or `prompt` or `question` with `answer`, `completion` or
     `response`; a prompt may be a list of messages too. Anything else is an error that names the line.
@@ -181,7 +180,7 @@ def read_pairs(path: Path | str) -> list[Pair]:
 
 
 def encode_pair(pair: Pair, tokenizer: Tokenizer, longest: int) -> Example:
-    """The pair as tokens, the end token taught with the answer. More than `longest` tokens is an error."""
+    """The pair as tokens, with the EOS token after the answer. More than `longest` tokens is an error."""
     prompt = tokenizer.encode_prompt(pair.content)
     if not prompt:
         raise TaskError(f"{pair.origin}: the prompt has no tokens; give it some text")
@@ -195,7 +194,7 @@ def encode_pair(pair: Pair, tokenizer: Tokenizer, longest: int) -> Example:
 
 
 def endless(examples: Sequence[Example], seed: int) -> Iterator[Example]:
-    """Epoch after epoch, each in its own order, a function of the seed."""
+    """The examples in epochs without end. Each epoch's order is a function of the seed."""
     epoch = 0
     while True:
         order = list(range(len(examples)))
