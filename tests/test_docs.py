@@ -124,7 +124,7 @@ def test_a_value_that_is_not_explained_is_noticed(key: str, doc: str, expected: 
 
 def test_a_range_is_what_the_section_says() -> None:
     docs = knob_docs()
-    assert docs["draft.mlp"].endswith("a narrower one is less to read (a number in (0, 1])")
+    assert docs["draft.mlp"].endswith("a smaller one is faster (a number in (0, 1])")
     assert docs["spec.verifies"].endswith("(at least one number, each ≥ 2; numbers up to 128)")
     assert docs["engine.page_size"].endswith("(a power of two)")
     assert docs["sampling.stop"].endswith("the answer contains the stop text")
@@ -132,8 +132,8 @@ def test_a_range_is_what_the_section_says() -> None:
 
 def test_a_comment_goes_on_below_its_knob() -> None:
     assert knob_docs()["drafting.behind"] == (
-        "share of its accepted draft tokens a drafter may lose before it is trained again. 0: it is trained after any "
-        "loss; 1: it is never trained because of a loss (a number in [0, 1])"
+        "fraction of accepted draft tokens that may be lost before training starts again. 0: training starts after any "
+        "loss; 1: a loss never starts training (a number in [0, 1])"
     )
     shown = to_toml(RunConfig(), documented=True)
     assert "\n# 1: it is never" not in shown, "it is wrapped anew"

@@ -1,8 +1,8 @@
-"""Every knob of a run, in one place: frozen sections that check themselves.
+"""Every setting of a run: frozen sections that check their values.
 
-The comment beside a knob, and on the lines below it, is its documentation: `tlt config` prints it, with the range that
-the section expects. A value that may be chosen is explained as `value: what it does`. Knows nothing of what the knobs
-do, and nothing of files and flags: `tlt.recipe` reads and writes them.
+The comment beside a setting, and on the lines below it, is its documentation: `tlt config` prints it, with the allowed
+range. A choice is documented as `value: its effect`. Does not know the effects of settings, files or flags:
+`tlt.recipe` reads and writes them.
 """
 
 import difflib
@@ -35,13 +35,13 @@ def _require(holds: bool, key: str, value: object, expected: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What this run is called, where it writes, and the seed of every draw."""
+    """The run's name, output directory, length and seed."""
 
     name: str = "run"  # the run's directory is out/name; letters, digits, _, - and .
     out: str = "runs"  # directory that holds the runs
     seed: int = 0  # of prompts and sampling; the same seed gives the same rollouts
     steps: int = 100  # steps of reinforcement learning
-    replay_every: int = 0  # the middle one of so many rollouts is written once more, plainly, to compare; 0: none
+    replay_every: int = 0  # the middle one of so many rollouts is decoded again without drafts and compared; 0: none
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
@@ -71,15 +71,15 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class ToySettings:
-    """How hard the toy task is: expressions with a lognormal number of operations, answered by rewriting."""
+    """Difficulty of the toy task: expressions with a lognormal number of operations, solved by rewriting."""
 
     median_ops: float = 6.0  # median of the number of operations in an expression
     spread: float = 0.5  # standard deviation of its logarithm; 0 makes all expressions equally long
     max_ops: int = 26  # operations at most
     modulus: int = 10  # numbers are 0 … modulus - 1; 10 keeps each of them one character
     parentheses: float = 0.15  # probability that an operand is an expression in parentheses
-    products: float = 0.2  # share of operations that are products
-    pool: int = 0  # different expressions, asked in turn, over and over; 0 never asks the same again
+    products: float = 0.2  # fraction of operations that are products
+    pool: int = 0  # number of distinct expressions, used in rotation; 0: unlimited
 
     def __post_init__(self) -> None:
         _require(self.pool >= 0, "pool", self.pool, "0 or more")
@@ -93,17 +93,17 @@ class ToySettings:
 
 @dataclass(frozen=True, slots=True)
 class StepsSettings:
-    """How hard the steps task is: a lognormal number of steps, carried out line by line in varied words."""
+    """Difficulty of the steps task: a lognormal number of steps, one line each, with random phrasing."""
 
     median_steps: float = 14.0  # median of the number of steps asked for
     spread: float = 1.2  # standard deviation of its logarithm; 0 makes all answers equally long
     max_steps: int = 270  # steps at most
     modulus: int = 100  # numbers are 0 … modulus - 1
     rules: int = 4  # rules of a prompt, at most; one of them always uses the number of the step
-    products: float = 0.3  # share of rules that multiply
+    products: float = 0.3  # fraction of rules that multiply
     largest: int = 19  # number that a rule adds or subtracts, at most
-    variety: float = 1.0  # how much of the phrasing is drawn at random; 0 writes every line in one way
-    chat: bool = True  # ask in the policy's chat template; false asks in plain text
+    variety: float = 1.0  # randomness of the phrasing; 0: every line has the same phrasing
+    chat: bool = True  # prompts use the policy's chat template; false: plain text
 
     def __post_init__(self) -> None:
         _require(self.median_steps >= 1, "median_steps", self.median_steps, "a number ≥ 1")
@@ -116,28 +116,28 @@ class StepsSettings:
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """What the policy is asked, and how often."""
+    """The source of prompts, the number of prompts, and the reward."""
 
-    name: Literal["toy", "steps", "files"] = "toy"  # who asks and judges. toy: arithmetic, [task.toy];
-    # steps: rules carried out line by line, [task.steps]; files: the prompts at `path`, judged by `reward`
+    name: Literal["toy", "steps", "files"] = "toy"  # source of prompts and reward. toy: arithmetic, [task.toy];
+    # steps: rules applied line by line, [task.steps]; files: the prompts at `path`, judged by `reward`
     prompts: int = 64  # prompts per step
     group: int = 1  # answers per prompt
     path: str = ""  # .jsonl, .json, .csv, .parquet, .arrow or saved dataset; needs name = "files", as all that follows
     prompt_column: str = ""  # column of the prompt; "" takes prompt or question
     reference_column: str = ""  # column of the reference; "" takes reward_model, ground_truth, answer or label
     template: str = ""  # text around a plain prompt, with {prompt} in its place; "" takes the prompt as it is
-    chat: bool = False  # ask a plain prompt as a user's message, in the policy's chat template
-    system: str = ""  # system message of every chat that brings none
-    reward: str = "exact"  # exact: the answer, or its last number, is the reference; gsm8k: the number behind #### is;
-    # math: what its last box holds is equal to it; FILE.py:FUNCTION: the user's function judges
-    reward_convention: Literal["auto", "verl", "trl"] = "auto"  # how that is called. auto: as its signature says;
-    # verl: an answer at a time, (data_source, solution_str, ground_truth, extra_info);
+    chat: bool = False  # a plain prompt becomes a user message in the policy's chat template
+    system: str = ""  # system message of chats without one
+    reward: str = "exact"  # exact: the answer, or its last number, is the reference; gsm8k: the number after #### is;
+    # math: the content of its last \boxed equals the reference; FILE.py:FUNCTION: a user function
+    reward_convention: Literal["auto", "verl", "trl"] = "auto"  # how a user function is called. auto: by its signature;
+    # verl: one answer per call, (data_source, solution_str, ground_truth, extra_info);
     # trl: lists of answers, (prompts, completions, **columns)
-    reward_processes: int = 1  # processes that judge at the same time
-    reward_timeout_s: float = 10.0  # seconds a reward may take per answer
+    reward_processes: int = 1  # processes that compute rewards in parallel
+    reward_timeout_s: float = 10.0  # time limit of the reward of one answer, in seconds
     reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number. stop: ends the run;
-    # count: is counted, and failed_reward is used
-    failed_reward: float = 0.0  # reward of an answer whose own failed, where failures are counted (any number)
+    # count: is counted and replaced by failed_reward
+    failed_reward: float = 0.0  # reward of an answer whose reward failed, if reward_errors is count (any number)
     toy: ToySettings = field(default_factory=ToySettings)
     steps: StepsSettings = field(default_factory=StepsSettings)
 
@@ -160,11 +160,11 @@ class EngineSettings:
 
     rows: int = 256  # requests that decode at the same time, at most
     page_size: int = 16  # tokens in a page of the key-value cache
-    kv_gib: float = 0.0  # key-value cache in GiB; 0: 1 on a CPU; on a GPU what is free, 40 % of it beside training
-    prefill_tokens: int = 8192  # prompt tokens computed per tick, at most: longer prompts are computed in pieces
-    admission: Literal["longest", "fifo"] = "longest"  # enters first. longest: the longest expected; fifo: the oldest
-    graphs: bool = True  # replay captured CUDA graphs (GPU only)
-    exact: bool = False  # same bits in any batch, speculating (in chains) or not; slower, GPU in bfloat16 only
+    kv_gib: float = 0.0  # KV cache in GiB. 0: 1 GiB on a CPU; the free memory on a GPU, 40 % of it if the run trains
+    prefill_tokens: int = 8192  # prompt tokens computed per tick, at most; longer prompts are split
+    admission: Literal["longest", "fifo"] = "longest"  # admitted first. longest: the longest expected; fifo: the oldest
+    graphs: bool = True  # use CUDA graphs (GPU only)
+    exact: bool = False  # bit-identical results for any batch and draft (chains only); slower, GPU in bfloat16 only
 
     def __post_init__(self) -> None:
         _require(self.rows >= 1, "rows", self.rows, "at least 1")
@@ -178,20 +178,20 @@ class EngineSettings:
 class SpecSettings:
     """Speculative decoding: changes the time a rollout takes, never its tokens."""
 
-    drafter: str = "none"  # who drafts. none: nobody, decoding is plain; suffix: earlier text;
-    # eagle: the learned drafter at `path`; both: eagle+suffix, each of these or the two in one tree. Names of
+    drafter: str = "none"  # source of drafts. none: decoding without drafts; suffix: earlier text;
+    # eagle: the learned drafter at `path`; both: eagle+suffix, either of the two or both in one tree. Names of
     # `tlt.config.DRAFTERS`, joined by "+"
-    path: str = ""  # directory of the learned drafter, as `tlt draft train` saves it. new: one that has learned nothing
-    shape_policy: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # picks the shape of each tick's drafts.
-    # tuner: the one with the most tokens per second by measured costs and acceptance, or none if that is faster;
-    # beg-mab: the paper's bandit, by measured rewards alone, and at random in a tenth of the ticks; fixed: the deepest
-    depths: tuple[int, ...] = (1, 2, 3, 7, 15)  # tokens a branch may run ahead
+    path: str = ""  # directory of the learned drafter, as saved by `tlt draft train`. new: an untrained drafter
+    shape_policy: Literal["tuner", "beg-mab", "fixed"] = "tuner"  # chooses the draft shape of each tick.
+    # tuner: most tokens per second by the cost model and measured acceptance, or no drafts if that is faster;
+    # beg-mab: the paper's bandit, by measured rewards, with random shapes in a tenth of the ticks; fixed: the deepest
+    depths: tuple[int, ...] = (1, 2, 3, 7, 15)  # draft tokens per branch
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
-    verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes checked per request, the newest token included
-    shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # tuner on a GPU: further shapes whose requests share
-    # what is checked: so many nodes per request on average, the likeliest of all trees. []: no such shapes
-    quantized: bool = True  # draft with large matrices in 8 bits, half as much to read, on Hopper GPUs and newer
-    memory_tokens: int = 2_000_000  # answers remembered to draft from, in tokens
+    verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes verified per request, the newest token included
+    shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # tuner on a GPU: shapes with a common verify budget.
+    # nodes per request on average, spent on the likeliest nodes of all trees; []: no such shapes
+    quantized: bool = True  # draft with large matrices in 8 bits, half the memory traffic, on Hopper GPUs and newer
+    memory_tokens: int = 2_000_000  # text kept for the suffix drafter, in tokens
 
     def __post_init__(self) -> None:
         self._check_drafters()
@@ -220,13 +220,13 @@ class SpecSettings:
 
     @property
     def learned(self) -> bool:
-        """Whether a drafter reads `path`."""
-        return not _READ_PATH.isdisjoint(self.drafters)
+        """Whether a learned drafter is used. Only then `path` has a meaning."""
+        return self.drafter in ("eagle", "both")
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupSettings:
-    """Supervised training on prompts and answers: how a raw policy learns the form of an answer."""
+    """Supervised training on prompts and answers, which teaches an untrained policy the answer format."""
 
     steps: int = 100  # optimizer steps
     tokens_per_batch: int = 4096  # tokens packed into one step, at most
@@ -247,22 +247,22 @@ class WarmupSettings:
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """The learned drafter: what it can see and name, and how it learns."""
+    """The learned drafter: its attention window, vocabulary, size and training."""
 
-    window: int = 512  # positions it looks back on: bounds its memory, and long contexts do not confuse it
-    vocab: int = 0  # tokens it can name, the most frequent of the rollouts; 0 names all of the policy's
-    mlp: float = 1.0  # width of its MLP, as a share of that of a policy's layer: a narrower one is less to read
-    answers: int = 0  # answers written to learn from; 0: 512 on a GPU, 128 on a CPU
-    held_out: int = 0  # further answers, never learned from, to measure on; 0: 64 on a GPU, 32 on a CPU
+    window: int = 512  # size of its sliding attention window, in positions; bounds its KV cache
+    vocab: int = 0  # size of the draft vocabulary, the most frequent tokens of the rollouts; 0: the policy's vocabulary
+    mlp: float = 1.0  # width of its MLP relative to the policy's; a smaller one is faster
+    answers: int = 0  # completions sampled for training; 0: 512 on a GPU, 128 on a CPU
+    held_out: int = 0  # further completions for measurement, not trained on; 0: 64 on a GPU, 32 on a CPU
     steps: int = 200  # optimizer steps, at most
-    seconds: float = 0.0  # limit of all of `tlt draft train`, from its start to the saved drafter; 0: none
+    seconds: float = 0.0  # time limit of `tlt draft train`, from its start to the saved drafter; 0: none
     tokens_per_batch: int = 0  # tokens packed into one step, at most; 0: 2048 on a GPU, 1024 on a CPU
     learning_rate: float = 6e-4  # peak of the schedule at a hidden size of 1024; in inverse proportion to it elsewhere
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
-    unroll: int = 5  # draft steps unrolled in training, so that it learns to go on from its own states
-    single_steps: int = 130  # optimizer steps at the start that unroll nothing: cheap, and the first token comes first
-    decay: float = 0.8  # weight of each unrolled step in the loss, relative to the one before
-    total_variation: float = 0.8  # share of the total variation in the loss; the rest is soft cross-entropy
+    unroll: int = 5  # draft steps unrolled in training, on the drafter's own states
+    single_steps: int = 130  # optimizer steps at the start that train the first draft token only, which is cheaper
+    decay: float = 0.8  # weight of each unrolled step in the loss, relative to the previous step
+    total_variation: float = 0.8  # weight of total variation in the loss; the rest is soft cross-entropy
 
     def __post_init__(self) -> None:
         least = {"window": 16, "answers": 0, "held_out": 0, "steps": 1, "tokens_per_batch": 0, "unroll": 1}
@@ -278,23 +278,23 @@ class DraftSettings:
 
 @dataclass(frozen=True, slots=True)
 class DraftingSettings:
-    """Keeping the learned drafter sharp while the policy learns: on what, how long and when. `draft` says how."""
+    """Online training of the learned drafter while the policy changes: data, duration and triggers."""
 
-    frozen: bool = False  # leave the drafter as it is: it costs nothing, and falls behind
-    buffer_mib: int = 1024  # host memory for answers to learn from, in MiB
-    fresh: float = 0.75  # share of a batch from the newest policy's answers; the rest are earlier ones, mostly long
-    tokens: int = 8192  # tokens of a micro-step, at most; a longer answer comes in pieces
-    micro_s: float = 0.2  # seconds a micro-step may take: its tokens adapt; 0 leaves them as they are
-    states: Literal["auto", "recompute", "keep"] = "recompute"  # the policy's states to learn from.
-    # recompute: computed again in training; keep: kept in the rollout; auto: the cheaper one, on a GPU recompute
-    held_out: int = 4096  # tokens of the newest answers to measure on; they are learned from later
+    frozen: bool = False  # do not train the drafter: no cost, but its accept length falls as the policy changes
+    buffer_mib: int = 1024  # host memory for completions to train on, in MiB
+    fresh: float = 0.75  # fraction of a batch from the newest policy version; the rest are earlier, mostly long ones
+    tokens: int = 8192  # tokens of a micro-step, at most; longer completions are split
+    micro_s: float = 0.2  # target duration of a micro-step in seconds; its tokens adapt. 0: no adaptation
+    states: Literal["auto", "recompute", "keep"] = "recompute"  # source of the policy's hidden states for training.
+    # recompute: computed in training; keep: kept from the rollout; auto: the cheaper one, on a GPU recompute
+    held_out: int = 4096  # tokens of the newest completions for measurement; trained on later
     check: int = 16  # micro-steps between two measurements
-    behind: float = 0.03  # share of its accepted draft tokens a drafter may lose before it is trained again.
-    # 0: it is trained after any loss; 1: it is never trained because of a loss
-    gain: float = 0.01  # share of them it must gain from check to check, or training stops
-    probe: int = 16  # steps at rest after which training is tried anyhow: a new policy may be easier to draft for
-    forced_share: float = 0.0  # of all time that training may take, whether it pays or not, where everything else waits
-    # for it; 0: only training that is expected to save more than it costs before the run ends
+    behind: float = 0.03  # fraction of accepted draft tokens that may be lost before training starts again.
+    # 0: training starts after any loss; 1: a loss never starts training
+    gain: float = 0.01  # fraction of accepted draft tokens to gain between two measurements, or training stops
+    probe: int = 16  # steps without training after which training is tried anyway
+    share: float = 0.05  # fraction of a step's time that training may take while all other work waits
+    cold_share: float = 0.25  # the same for a drafter that started untrained, until its accept length levels off
 
     def __post_init__(self) -> None:
         for name in ("buffer_mib", "tokens", "held_out", "check", "probe"):
@@ -307,12 +307,12 @@ class DraftingSettings:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """What a run that was stopped goes on from: `tlt train RECIPE --resume`."""
+    """Checkpoints, from which a stopped run resumes: `tlt train RECIPE --resume`."""
 
-    every: int = 10  # steps between two checkpoints, beside the one at the end; 0: only that one
-    keep: int = 2  # newest checkpoints whose weights are kept
-    keep_optimizer: int = 0  # newest of these that keep the optimizer too, so that they can be resumed from; 0: all
-    buffer: bool = False  # save the drafter's answers to learn from too: it goes on learning at once
+    every: int = 10  # steps between two checkpoints; the end of the run always writes one. 0: only that one
+    keep: int = 2  # number of newest checkpoints whose weights are kept
+    keep_optimizer: int = 0  # number of newest checkpoints that keep optimizer state, needed to resume; 0: all
+    buffer: bool = False  # save the drafter's training buffer too, so that its training resumes at once
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "every", self.every, "0 or more")
@@ -323,10 +323,10 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """Who shows the run. All of them read its events; none of them can change it, or end it."""
+    """Displays of the run. They read its events, and cannot change or end it."""
 
     console: Literal["auto", "live", "lines", "off"] = "auto"  # auto: live in a terminal, lines elsewhere;
-    # live: lines, and below them what is going on now; lines: one for each step; off: nothing
+    # live: lines, and below them the current activity; lines: one for each step; off: nothing
     tensorboard: bool = False  # write TensorBoard files into tensorboard/ in the run's directory
     wandb: str = ""  # Weights & Biases project to write to; "" writes to none
     report: bool = True  # write report.html into the run's directory when the run ends
@@ -338,14 +338,14 @@ class TrainSettings:
 
     learning_rate: float = 1e-5  # peak of the schedule
     warmup_steps: int = 0  # steps over which the learning rate rises from 0
-    decay_steps: int = 0  # step at which a cosine has brought it down to a tenth; 0 keeps it constant
+    decay_steps: int = 0  # step at which a cosine reaches a tenth of the peak; 0: constant
     weight_decay: float = 0.0  # of matrices; vectors are never decayed
     clip: float = 1.0  # largest norm of the gradient
     row_tokens: int = 16384  # tokens packed into one forward and backward pass: bounds memory, changes no number
-    minibatches: int = 1  # parts a step's rollouts are cut into, each with its own update of the weights
-    epochs: int = 1  # times a step learns from its rollouts
-    checkpoint_activations: bool = False  # compute each layer again in the backward pass: less memory, more time
-    lora_rank: int = 0  # learn only a change of this rank, at most the smaller side of a matrix; 0 learns all weights
+    minibatches: int = 1  # minibatches per step, each with its own update of the weights
+    epochs: int = 1  # passes over a step's rollouts
+    checkpoint_activations: bool = False  # recompute each layer in the backward pass: less memory, more time
+    lora_rank: int = 0  # train LoRA adapters of this rank, at most the smaller side of a matrix; 0: all weights
     lora_alpha: float = 0.0  # scale of that change is lora_alpha / lora_rank; 0 takes a scale of 1
 
     def __post_init__(self) -> None:
@@ -361,17 +361,17 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class GrpoSettings:
-    """What the policy learns from a group of rollouts: group relative policy optimization and its usual variants."""
+    """Group relative policy optimization (GRPO) and its usual variants."""
 
-    divide_by_std: bool = True  # advantages in standard deviations of the group's rewards
-    leave_one_out: bool = False  # compare a rollout with the others of its group only, not with itself
-    clip_low: float = 0.2  # the ratio to the policy that wrote a token counts down to 1 - clip_low
-    clip_high: float = 0.2  # and up to 1 + clip_high; more than clip_low leaves rare tokens room to grow
-    loss: Literal["token", "sequence"] = "token"  # token: every token weighs the same; sequence: every answer does
-    kl: float = 0.0  # weight of the divergence from the policy the run started from; 0 needs no copy of it
-    mask_overlong: bool = False  # answers cut off at the length limit teach nothing
-    importance_cap: float = 0.0  # weigh tokens by trainer's over engine's probability, at most this; 0: not at all
-    mismatch_limit: float = 0.5  # stop if trainer and engine differ by more nats per token on average; 0 never does
+    divide_by_std: bool = True  # divide advantages by the standard deviation of the group's rewards
+    leave_one_out: bool = False  # compare a rollout with the mean of the other rollouts of its group
+    clip_low: float = 0.2  # lower clip of the probability ratio is 1 - clip_low
+    clip_high: float = 0.2  # upper clip is 1 + clip_high; above clip_low it lets rare tokens grow faster
+    loss: Literal["token", "sequence"] = "token"  # token: equal weight per token; sequence: equal weight per completion
+    kl: float = 0.0  # weight of the KL divergence from the initial policy; 0: no term, and no copy of that policy
+    mask_overlong: bool = False  # exclude completions cut off at the length limit from the loss
+    importance_cap: float = 0.0  # weight tokens by trainer's over engine's probability, at most this; 0: no weights
+    mismatch_limit: float = 0.5  # stop if trainer and engine differ by more nats per token on average; 0: no limit
 
     def __post_init__(self) -> None:
         _require(0 < self.clip_low <= 1, "clip_low", self.clip_low, "a number in (0, 1]")
@@ -382,17 +382,17 @@ class GrpoSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The workers. Their number changes the time a run takes, and nothing else."""
+    """The workers. Their number changes the duration of a run, and nothing else."""
 
-    workers: int = 1  # processes with an engine and a share of the training each; more than 1 needs Ray
-    address: str = ""  # HOST:PORT of a Ray cluster. auto: this machine's; "": a Ray of our own, for several workers
-    cpus_per_worker: float = 1.0  # cores of each worker
-    gpus_per_worker: float = 1.0  # GPUs of each worker, where the policy runs on GPUs; 0.5 lets two share one
-    pin: bool = True  # workers on a CPU keep to cores of their own
+    workers: int = 1  # processes, each with an engine and a part of the training; more than 1 needs Ray
+    address: str = ""  # HOST:PORT of a Ray cluster. auto: this machine's; "": a private Ray, if workers is above 1
+    cpus_per_worker: float = 1.0  # cores per worker
+    gpus_per_worker: float = 1.0  # GPUs per worker, if the policy runs on GPUs; at 0.5 two workers share one
+    pin: bool = True  # pin workers on a CPU to separate cores
     drafting: bool = True  # workers without requests train the drafter until the rollout is over
-    shard: bool = False  # each learns a part of the policy (FSDP2): less memory; a loss takes all back to a checkpoint
-    restarts: int = 8  # workers that may be lost in a run before it gives up
-    hang_s: float = 600.0  # seconds without any progress after which a worker counts as lost
+    shard: bool = False  # shard the trained policy (FSDP2): less memory, but a loss takes all back to a checkpoint
+    restarts: int = 8  # number of lost workers that a run tolerates
+    hang_s: float = 600.0  # seconds without progress after which a worker counts as lost
 
     def __post_init__(self) -> None:
         _require(self.workers >= 1, "workers", self.workers, "at least 1")
@@ -422,7 +422,7 @@ class RunConfig:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
 
     def __repr__(self) -> str:
-        """What differs from the defaults, on one line. `tlt.recipe.to_toml` writes everything."""
+        """The settings that differ from the defaults, on one line. `tlt.recipe.to_toml` writes all settings."""
         changed = list(_changed(self, RunConfig(), ""))
         more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         return f"RunConfig({', '.join(changed[:_SHOWN])}{more})"
