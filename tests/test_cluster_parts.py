@@ -61,7 +61,7 @@ def test_what_is_expected_to_be_long_goes_first() -> None:
     dispatch.begin([request(n, f"p{n}") for n in lengths], workers=[0])
     handed_out(dispatch)
     for number, length in lengths.items():
-        assert dispatch.answered(0, completion(number, length))
+        assert dispatch.completed(0, completion(number, length))
     dispatch.begin([request(10 + n, f"p{n}") for n in lengths], workers=[0, 1])
     assert handed_out(dispatch) == [(0, [11]), (1, [12]), (1, [10])]
 
@@ -74,7 +74,7 @@ def test_a_batch_that_is_full_leaves_the_rest_to_the_faster() -> None:
     assert dispatch.waiting == 4
     fast = [number for worker, numbers in first if worker == 1 for number in numbers]
     for number in fast:
-        assert dispatch.answered(1, completion(number))
+        assert dispatch.completed(1, completion(number))
     assert [worker for worker, _ in handed_out(dispatch)] == [1, 1, 1]
 
 
@@ -88,12 +88,12 @@ def test_what_a_lost_worker_had_is_answered_by_others_once() -> None:
     dispatch = Dispatch(rows=8)
     dispatch.begin([request(n, f"p{n}") for n in range(4)], workers=[0, 1])
     handed_out(dispatch)
-    assert dispatch.answered(0, completion(3))
+    assert dispatch.completed(0, completion(3))
     assert dispatch.lost(0) == 1
     assert [worker for worker, _ in handed_out(dispatch)] == [1]
-    assert not dispatch.answered(0, completion(1))  # the dead worker's last words
+    assert not dispatch.completed(0, completion(1))  # the dead worker's last words
     for number in (0, 1, 2):
-        assert dispatch.answered(1, completion(number))
+        assert dispatch.completed(1, completion(number))
     assert dispatch.open == 0
 
 

@@ -25,7 +25,7 @@ from tlt.errors import CheckpointError, ConfigError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit
 from tlt.recipe import to_toml
-from tlt.resume import Start, checkpoints_of, starting_point
+from tlt.resume import ResumePoint, checkpoints_of, starting_point
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import write_checksums
 from tlt.train.policy import UpdateResult
@@ -294,7 +294,7 @@ def copied(undisturbed: RunConfig, tmp_path: Path) -> RunConfig:
     return small(tmp_path, *FLAGS)
 
 
-def start_of(config: RunConfig, resume_from: str = "") -> Start:
+def start_of(config: RunConfig, resume_from: str = "") -> ResumePoint:
     start = starting_point(checkpoints_of(config), resume_from)
     assert start is not None
     return start

@@ -1,8 +1,8 @@
-"""Which worker answers which requests: the longest expected first, each group to whoever will be done soonest.
+"""Assigns requests to workers: longest expected group first, to the worker with the least expected work.
 
-Requests wait here and not at the workers, so that whoever is faster than expected gets more of them; a worker holds
-what its batch can take, and one group more. What is known of a prompt is the length of its earlier answers. Nothing is
-handed out twice, unless its worker was lost. Knows keys and lengths; knows nothing of how requests travel.
+Requests wait here and not at the workers, so a worker that is faster than expected gets more of them. A worker holds
+one full batch and one more group. Expected lengths come from earlier completions of the same prompt. A request is
+assigned once, unless its worker is lost. Knows keys and lengths; does not know how requests are sent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 from tlt.engine.request import Request
 from tlt.types import Completion, Experience, Key
 
-_MEMORY = 0.5  # weight of what was known of a prompt against a new answer
+_MEMORY = 0.5  # weight of a prompt's previous expected length against the newest completion's
 
 
 class Dispatch:
-    """`begin` a rollout, `next_for` whoever has room, `answered` as completions come, `lost` if a worker is."""
+    """Call `begin` per rollout, `next` until None, `completed` per completion, and `lost` per lost worker."""
 
     def __init__(self, rows: int) -> None:
-        self._rows = rows  # requests that a worker decodes at the same time
-        self._expected: dict[str, float] = {}  # tokens of an answer, by prompt
-        self._waiting: list[tuple[Request, ...]] = []  # the longest expected last: taken from the end
-        self._at: dict[int, dict[Key, Request]] = {}  # what each worker has
-        self._spare = 0  # requests a worker may have beyond its rows, so that no row waits for the next hand-out
+        self._rows = rows  # batch size of a worker
+        self._expected: dict[str, float] = {}  # expected tokens of a completion, by prompt
+        self._waiting: list[tuple[Request, ...]] = []  # ascending by expected length; taken from the end
+        self._at: dict[int, dict[Key, Request]] = {}  # requests of each worker
+        self._spare = 0  # requests of a worker beyond its rows, so that no row waits for the next assignment
 
-    def apart(self) -> "Dispatch":
-        """Another that knows the same of every prompt, and from now on learns by itself."""
+    def copy(self) -> "Dispatch":
+        """An independent copy of the expected lengths, without requests."""
         other = Dispatch(self._rows)
         other._expected = dict(self._expected)
         return other
@@ -35,11 +35,11 @@ class Dispatch:
 
     @property
     def open(self) -> int:
-        """Requests not answered yet."""
+        """Requests without a completion."""
         return self.waiting + sum(len(held) for held in self._at.values())
 
     def begin(self, requests: Sequence[Request], workers: Iterable[int]) -> None:
-        """Groups stay whole, as they share their prompt; unless there are fewer than workers."""
+        """Groups are not split, as they share their prompt's KV cache, unless there are fewer groups than workers."""
         self._at = {worker: {} for worker in workers}
         units = _groups(requests)
         if len(units) < len(self._at):
@@ -48,7 +48,10 @@ class Dispatch:
         self._spare = max(map(len, units), default=0)
 
     def next(self, *, crowded: bool = False) -> tuple[int, tuple[Request, ...]] | None:
-        """The next hand-out: what, and to whom. None while nothing waits or nobody has room, unless `crowded`."""
+        """The next assignment: worker and requests. None if no request waits or no worker has room.
+
+        `crowded`: workers without room count too.
+        """
         with_room = [worker for worker, held in self._at.items() if crowded or self._has_room(len(held))]
         if not self._waiting or not with_room:
             return None
@@ -60,8 +63,8 @@ class Dispatch:
     def _has_room(self, held: int) -> bool:
         return held < self._rows + self._spare
 
-    def answered(self, worker: int, completion: Completion) -> bool:
-        """Whether the answer is new: one that was replayed elsewhere meanwhile is not."""
+    def completed(self, worker: int, completion: Completion) -> bool:
+        """Records a completion. False if the request is no longer assigned to this worker."""
         request = self._at.get(worker, {}).pop(completion.key, None)
         if request is None:
             return False
@@ -71,17 +74,14 @@ class Dispatch:
         return True
 
     def lost(self, worker: int) -> int:
-        """What it had not answered waits again, first in line; how many requests."""
+        """Puts the worker's open requests at the front of the queue. Returns their number."""
         held = tuple(self._at.pop(worker, {}).values())
         if held:
             self._waiting.extend(_groups(held))
         return len(held)
 
-    def came(self, worker: int) -> None:
-        self._at[worker] = {}
-
     def expected(self, request: Request) -> float:
-        """Tokens of its answer; as many as it may have, where nothing is known of its prompt."""
+        """Expected tokens of its completion; `max_tokens` if the prompt is new."""
         return self._expected.get(request.prompt_id, float(request.params.max_tokens))
 
     def _tokens(self, unit: Sequence[Request]) -> float:
@@ -89,7 +89,7 @@ class Dispatch:
 
 
 def _groups(requests: Sequence[Request]) -> list[tuple[Request, ...]]:
-    """Requests with one prompt id belong together; without an id, each is alone."""
+    """Groups requests by prompt id. A request without an id is a group of its own."""
     groups: dict[object, list[Request]] = {}
     for request in requests:
         groups.setdefault(request.prompt_id or request.key, []).append(request)
@@ -109,7 +109,7 @@ def deal(experiences: Sequence[Experience], workers: int, minibatches: int) -> l
 
 
 def _balanced(experiences: Sequence[Experience], workers: int) -> list[list[Experience]]:
-    """The longest first, each to whoever has the fewest tokens and may have one more."""
+    """Assigns the longest first, each to the worker with the fewest tokens among those below their count."""
     parts: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers
     room = [len(experiences[worker::workers]) for worker in range(workers)]
@@ -122,7 +122,7 @@ def _balanced(experiences: Sequence[Experience], workers: int) -> list[list[Expe
 
 
 def _woven(parts: Sequence[Sequence[Experience]]) -> list[Experience]:
-    """One list of which every so-manieth, from the i-th on, is part i. Earlier parts are never shorter."""
+    """Interleaves the parts: element i of every n belongs to part i. Earlier parts are never shorter."""
     return [part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part)]
 
 

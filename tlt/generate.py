@@ -1,4 +1,4 @@
-"""`tlt generate`: one prompt, one answer, shown as it is written."""
+"""`tlt generate`: one prompt and its completion, streamed."""
 
 import time
 
@@ -14,7 +14,7 @@ from tlt.types import Key, Message
 
 
 def generate(config: RunConfig, prompt: str, raw: bool) -> None:
-    """Streams the answer to standard output; the summary goes to standard error, so that pipes get the answer alone."""
+    """Streams the completion to stdout. The summary goes to stderr, so that pipes get the completion only."""
     policy = open_policy(config.model)
     content = prompt if raw or not policy.tokenizer.has_chat_template else (Message("user", prompt),)
     tokens = tuple(policy.tokenizer.encode_prompt(content))
@@ -39,11 +39,11 @@ def generate(config: RunConfig, prompt: str, raw: bool) -> None:
 
 
 def _of_drafts(report: SpeculationReport | None) -> str:
-    """What speculation did, if it was asked for."""
+    """A summary of speculation, if configured."""
     if report is None:
         return ""
     if not report.verifies:
-        return "; no drafts: they did not promise to pay"
+        return "; no drafts: none was expected to save time"
     return f"; {_tokens(report.accepted)} of it drafted, accept length {report.accept_length:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Opening a policy: the directory a user names, on the device and in the dtype they chose."""
+"""Opens a policy from its directory, on the configured device and in the configured dtype."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ TINY_POLICY = Path(__file__).parent / "data" / "tiny_policy"
 class Policy:
     model: Transformer
     tokenizer: Tokenizer
-    source: Path  # where it was read from
+    source: Path  # its directory
 
 
 def open_policy(settings: ModelSettings) -> Policy:
@@ -26,8 +26,8 @@ def open_policy(settings: ModelSettings) -> Policy:
     source = source_of(settings)
     device = device_of(settings.device)
     if device.type == "cpu":
-        # Numbers below 1e-38 count as zero, here and in threads that start from here: softmax and its gradients are
-        # full of them, and a CPU computes with each a hundred times slower.
+        # Flush denormals (below 1e-38) to zero, in this thread and its child threads. They are frequent in softmax and
+        # its gradients, and a CPU computes with them about a hundred times slower.
         torch.set_flush_denormal(True)
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
     return Policy(model, Tokenizer.load(source, vocab=model.config.vocab), source)
@@ -51,7 +51,7 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(settings: ModelSettings) -> torch.dtype:
-    """What the policy computes in here."""
+    """The policy's dtype on this machine."""
     return _dtype(settings.dtype, device_of(settings.device))
 
 

@@ -23,7 +23,7 @@ from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.machine import describe
 from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
-from tlt.resume import Start, checkpoints_of, resumed, starting_point, write_record
+from tlt.resume import ResumePoint, checkpoints_of, resumed, starting_point, write_record
 from tlt.signals import raise_if_terminated, sigterm_raises
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.context import refuse_long_prompts
@@ -91,7 +91,7 @@ class _Run:
         self._checkpoints, self._saver = checkpoints, _Saver(checkpoints, log)
         self._started = time.perf_counter()
 
-    def go(self, task: Task, judge: Judge, start: Start | None, open_fleet: OpenFleet) -> None:
+    def go(self, task: Task, judge: Judge, start: ResumePoint | None, open_fleet: OpenFleet) -> None:
         self._describe()
         source = source_of(self._config.model)
         context = read_config(source).max_positions
@@ -152,7 +152,7 @@ class _Run:
 
         return fill
 
-    def _restore(self, fleet: Fleet, start: Start | None) -> int:
+    def _restore(self, fleet: Fleet, start: ResumePoint | None) -> int:
         """How many steps have been taken."""
         if start is None:
             return 0

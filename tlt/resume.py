@@ -1,7 +1,7 @@
-"""From which checkpoint a run goes on.
+"""Chooses the checkpoint from which a run resumes.
 
-What always holds: a run goes on from a checkpoint only if every one of its files is what was written. A damaged one is
-passed over for the newest older one that is whole, which is an event; a named one is never replaced by another.
+Always holds: a run resumes from a checkpoint only if all its files match their checksums. A damaged checkpoint is
+skipped in favour of the newest older undamaged one, which is an event. A named checkpoint is never replaced by another.
 """
 
 import json
@@ -20,19 +20,19 @@ from tlt.train.checksums import SUMS
 from tlt.watch.directory import CHECKPOINTS, TRAIN, directory_of
 from tlt.watch.events import CONFIG_FILE, CheckpointDamaged, RunResumed
 
-_RECORD = "run.json"  # in a checkpoint: what it is
+_RECORD = "run.json"  # in a checkpoint: format, number of steps, version of tlt
 _FORMAT = 1
 STATE = (f"{OPTIMIZER}.*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
-_MOST_SHOWN = 3  # problems of one checkpoint
+_MOST_SHOWN = 3  # problems listed per checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """The checkpoint that a run goes on from."""
+class ResumePoint:
+    """The checkpoint from which a run resumes."""
 
     step: int  # steps taken
     path: Path
-    passed_over: tuple[CheckpointDamaged, ...] = ()  # newer ones, newest first
+    passed_over: tuple[CheckpointDamaged, ...] = ()  # newer, damaged checkpoints, newest first
 
 
 def checkpoints_of(config: RunConfig) -> Checkpoints:
@@ -41,14 +41,14 @@ def checkpoints_of(config: RunConfig) -> Checkpoints:
     return Checkpoints(directory, kept.keep, keep_state=kept.keep_optimizer, state=STATE)
 
 
-def starting_point(checkpoints: Checkpoints, resume_from: str = "") -> Start | None:
-    """Where to go on; None where there is no checkpoint yet. `resume_from` names one, as in `step_20`."""
+def starting_point(checkpoints: Checkpoints, resume_from: str = "") -> ResumePoint | None:
+    """The checkpoint to resume from. None if there is none. `resume_from` names one, as in `step_20`."""
     if resume_from:
         return _named(checkpoints, resume_from)
     return _newest_whole(checkpoints) if checkpoints.steps() else None
 
 
-def _named(checkpoints: Checkpoints, name: str) -> Start:
+def _named(checkpoints: Checkpoints, name: str) -> ResumePoint:
     steps = {checkpoints.path(step).name: step for step in checkpoints.steps()}
     if name not in steps:
         there = ", ".join(steps) or "none"
@@ -62,7 +62,7 @@ def _named(checkpoints: Checkpoints, name: str) -> Start:
     return _start(checkpoints, step)
 
 
-def _newest_whole(checkpoints: Checkpoints) -> Start:
+def _newest_whole(checkpoints: Checkpoints) -> ResumePoint:
     found: dict[int, dict[str, str]] = {}
     for step in reversed(checkpoints.steps()):
         problems = checkpoints.problems(step)
@@ -76,7 +76,7 @@ def _newest_whole(checkpoints: Checkpoints) -> Start:
     )
 
 
-def _start(checkpoints: Checkpoints, step: int, damaged: dict[int, dict[str, str]] | None = None) -> Start:
+def _start(checkpoints: Checkpoints, step: int, damaged: dict[int, dict[str, str]] | None = None) -> ResumePoint:
     path = checkpoints.path(step)
     record = read_object(
         path / _RECORD, CheckpointError, f"{path} is no checkpoint of a run: remove it and resume again"
@@ -87,7 +87,7 @@ def _start(checkpoints: Checkpoints, step: int, damaged: dict[int, dict[str, str
         CheckpointDamaged(str(checkpoints.path(later)), _in_words(problems))
         for later, problems in (damaged or {}).items()
     )
-    return Start(step, path, tuple(passed_over))
+    return ResumePoint(step, path, tuple(passed_over))
 
 
 def _in_words(problems: dict[str, str]) -> str:
@@ -96,7 +96,7 @@ def _in_words(problems: dict[str, str]) -> str:
 
 
 def _weights_of(checkpoints: Checkpoints, found: dict[int, dict[str, str]]) -> str:
-    """What else can be done: the policy of a checkpoint may be whole where its optimizer is not."""
+    """A remedy for the error message: the policy of a checkpoint may be undamaged while its optimizer is not."""
     for step, problems in found.items():
         path = checkpoints.path(step) / POLICY
         if SUMS not in problems and not any(name.startswith(f"{POLICY}/") for name in problems):
@@ -105,20 +105,20 @@ def _weights_of(checkpoints: Checkpoints, found: dict[int, dict[str, str]]) -> s
 
 
 def write_record(config: RunConfig, taken: int, directory: Path) -> None:
-    """What a checkpoint is of."""
+    """Writes the configuration and the record of a checkpoint."""
     (directory / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
     record = {"format": _FORMAT, "steps": taken, "tlt": __version__}
     (directory / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
-def resumed(config: RunConfig, start: Start | None) -> RunResumed:
-    """The event, with the settings that are others than the checkpoint's."""
+def resumed(config: RunConfig, start: ResumePoint | None) -> RunResumed:
+    """The RunResumed event, with the settings that differ from the checkpoint's."""
     if start is None:
         return RunResumed(0, "")
     now = flat(config)
     try:
         before = flat(load_config(start.path / CONFIG_FILE))
-    except ConfigError:  # of another version, with other knobs
+    except ConfigError:  # written by another version, with other settings
         before = now
     changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now if before[key] != now[key]]
     return RunResumed(start.step, str(start.path), tuple(changed))

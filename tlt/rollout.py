@@ -1,4 +1,4 @@
-"""`tlt rollout`: a policy answers a task's prompts and is judged. One rollout of a training step, on its own.
+"""`tlt rollout`: decodes a task's prompts and judges the completions. The rollout of one training step, on its own.
 
 Writes a directory of its own, out/name-rollout: config.toml, events.jsonl and rollouts.jsonl (a line per answer).
 """
@@ -40,17 +40,17 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def rollout(config: RunConfig) -> None:
-    """Samples the prompts of step 1, answers and judges them, and says how it went."""
+    """Decodes and judges the prompts of step 1, and prints a summary."""
     console = Console(highlight=False)
     with held(config, "rollout") as directory:
         with Watched(config, "rollout", __version__, console=console) as log:
-            told = _roll_out(config, log, console, directory / ROLLOUTS)
-        _tell_all(console, config, told, directory)
+            summary = _roll_out(config, log, console, directory / ROLLOUTS)
+        _print_summary(console, config, summary, directory)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What there is to say of a rollout."""
+class _Summary:
+    """The data of the printed summary."""
 
     policy: Policy
     requests: list[Request]
@@ -59,11 +59,11 @@ class _Told:
     seconds: float
 
 
-def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) -> _Told:
+def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) -> _Summary:
     started = time.perf_counter()
     log.emit(StartupPhase("reading the prompts"))
     task = task_of(config)
-    with judge_of(task) as judge:  # first: a reward that cannot be loaded is told before a policy is
+    with judge_of(task) as judge:  # first, so that a reward that cannot be loaded fails before the policy is opened
         asked = _ask(config, task)
         log.emit(StartupPhase(f"opening the policy {config.model.path}"))
         policy = open_policy(config.model)
@@ -85,11 +85,11 @@ def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) ->
     log.emit(rollout_finished(1, rollouts, seconds))
     write_new(file, lambda place: _write(rollouts, verdicts, place))
     log.emit(RunFinished(seconds=time.perf_counter() - started))
-    return _Told(policy, requests, rollouts, failures, seconds)
+    return _Summary(policy, requests, rollouts, failures, seconds)
 
 
 def _ask(config: RunConfig, task: Task) -> list[tuple[Prompt, Request]]:
-    """Each request with its prompt. One that leaves no room for an answer is an error that names it."""
+    """Each request with its prompt. Raises TaskError if a prompt leaves no room for a completion."""
     source = source_of(config.model)
     tokenizer = Tokenizer.load(source)
     asked = ask(0, config, task, tokenizer)
@@ -101,18 +101,18 @@ def _ask(config: RunConfig, task: Task) -> list[tuple[Prompt, Request]]:
 def _answer(
     engine: EngineCore, requests: Sequence[Request], console: Console, on_alarm: Callable[[Alarm], None]
 ) -> tuple[dict[Key, Completion], float]:
-    """The answers, and the seconds they took."""
+    """The completions and their duration in seconds."""
     started = time.perf_counter()
     engine.submit(requests)
     done: dict[Key, Completion] = {}
-    heard = 0  # alarms
+    reported = 0  # alarms
     with WorkProgress("answers", len(requests), console, time.perf_counter) as shown:
         while not engine.idle:
             for completion in engine.tick():
                 done[completion.key] = completion
-            while heard < len(engine.alarms):
-                on_alarm(engine.alarms[heard])
-                heard += 1
+            while reported < len(engine.alarms):
+                on_alarm(engine.alarms[reported])
+                reported += 1
             shown.at(len(done), f"{engine.running} running")
     done.update((completion.key, completion) for completion in engine.drain())  # raises if a request failed
     return done, time.perf_counter() - started
@@ -137,21 +137,21 @@ def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path)
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-# ---- telling
+# ---- printing
 
 
-def _tell_all(console: Console, config: RunConfig, told: _Told, directory: Path) -> None:
-    _tell(console, config, told.rollouts, told.seconds)
-    for failure in told.failures:
+def _print_summary(console: Console, config: RunConfig, summary: _Summary, directory: Path) -> None:
+    _print_table(console, config, summary.rollouts, summary.seconds)
+    for failure in summary.failures:
         console.print(
             f"{failure.count} rewards failed ({failure.kind}): each counts as {config.task.failed_reward:g}.",
             style="bold red",
         )
-    _tell_identity(console, config, told)
+    _print_identity(console, config, summary)
     console.print(f"Everything is in [bold]{directory}/[/bold]: config.toml, events.jsonl, {ROLLOUTS}.", soft_wrap=True)
 
 
-def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], seconds: float) -> None:
+def _print_table(console: Console, config: RunConfig, rollouts: Sequence[Rollout], seconds: float) -> None:
     lengths = Lengths.of(lengths_of(rollouts))
     table = Table(
         title=f"Rollout of {config.model.path} on {config.task.name}", title_justify="left", show_header=False
@@ -172,19 +172,19 @@ def _tell(console: Console, config: RunConfig, rollouts: Sequence[Rollout], seco
 
 
 def _still_running(rollouts: Sequence[Rollout], width: int = 32) -> str:
-    """The long tail as a line: how many answers were still being written as the rollout went on."""
+    """The long tail as a sparkline: running requests over the course of the rollout."""
     lengths = [len(rollout.completion.tokens) for rollout in rollouts]
     longest = max(lengths)
     alive = [sum(length > longest * column / width for length in lengths) for column in range(width)]
     return "".join(_BARS[max(1, round(count / len(lengths) * (len(_BARS) - 1)))] for count in alive)
 
 
-def _tell_identity(console: Console, config: RunConfig, told: _Told) -> None:
-    """Sampling is keyed: the same requests in another batch must give the same tokens."""
-    requests, half = told.requests, _CHECKED // 2
-    some = list(dict.fromkeys([*requests[:half], *requests[-half:]]))  # each once, however few
-    before = {rollout.completion.key: rollout.completion.tokens for rollout in told.rollouts}
-    again, _ = _answer(build_engine(told.policy, config), some, console, on_alarm=lambda _: None)
+def _print_identity(console: Console, config: RunConfig, summary: _Summary) -> None:
+    """Decodes some requests again in another batch and counts equal completions: sampling is keyed."""
+    requests, half = summary.requests, _CHECKED // 2
+    some = list(dict.fromkeys([*requests[:half], *requests[-half:]]))  # without duplicates
+    before = {rollout.completion.key: rollout.completion.tokens for rollout in summary.rollouts}
+    again, _ = _answer(build_engine(summary.policy, config), some, console, on_alarm=lambda _: None)
     same = sum(completion.tokens == before[key] for key, completion in again.items())
     console.print(
         f"{same} of {len(again)} answers written again in a batch of their own came out token for token the same."

@@ -1,7 +1,7 @@
-"""Tokenizer and chat template: the only place where text becomes tokens, and tokens text.
+"""Tokenizer and chat template: the only place that converts between text and tokens.
 
-What always holds: what a tokenizer's files or a template make transformers raise, or tokenizers panic with, becomes an
-error of one line. This is the border to code and files that are not ours, so everything is caught here.
+Always holds: every exception of transformers or panic of tokenizers, caused by a tokenizer's files or a template,
+becomes a one-line error. The files and libraries are external, so every exception is caught here.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from tlt.errors import ModelError, TaskError, shown
 from tlt.strict_json import read_object
 from tlt.types import Message
 
-_PENDING = "\ufffd"  # what an unfinished multi-byte character decodes to
+_PENDING = "\ufffd"  # the decoding of an incomplete multi-byte character
 
-_SAMPLE = "1 + 2 = 3\n"  # that a tokenizer must be able to encode and decode
+_SAMPLE = "1 + 2 = 3\n"  # every tokenizer must encode and decode this
 _FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
-_OURS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised in a tokenizer's code and not by it
+_OURS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # not caused by the tokenizer
 
 
 class Tokenizer:
@@ -25,13 +25,13 @@ class Tokenizer:
 
     def __init__(self, inner: Any, eos_ids: frozenset[int], vocab: int | None = None) -> None:
         self._inner = inner
-        self._vocab = vocab  # of the policy, where it is known: no text becomes a token beyond it
-        self.eos_ids = eos_ids  # any of these ends an answer
-        self.eos_id: int = inner.eos_token_id  # what a supervised answer is taught to end with
+        self._vocab = vocab  # size of the policy's vocabulary; None: unchecked
+        self.eos_ids = eos_ids  # any of these ends a completion
+        self.eos_id: int = inner.eos_token_id  # the last token of a supervised answer
 
     @classmethod
     def load(cls, path: Path | str, *, vocab: int | None = None) -> "Tokenizer":
-        from transformers import AutoTokenizer  # slow to import: only those who need text pay
+        from transformers import AutoTokenizer  # slow to import
 
         directory = Path(path)
         if not any(isfile(directory / name) for name in _FILES[:2]):
@@ -58,7 +58,7 @@ class Tokenizer:
         return bool(self._inner.chat_template)
 
     def encode_prompt(self, content: str | tuple[Message, ...]) -> list[int]:
-        """Plain text as the tokenizer opens a text; a chat through the policy's template, ready for the answer."""
+        """Plain text with the tokenizer's special tokens, or a chat in the template with a generation prompt."""
         if isinstance(content, str):
             return self._encode(content, special=True)
         if not self.has_chat_template:
@@ -76,7 +76,7 @@ class Tokenizer:
         return self._encode(text, special=False)
 
     def encode_text(self, text: str) -> list[int]:
-        """The text alone, no special tokens around it."""
+        """The text without special tokens."""
         return self._encode(text, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -105,16 +105,16 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns a growing list of tokens into text as it comes, holding back characters that are not complete yet."""
+    """Decodes tokens incrementally. Text of incomplete characters is withheld until they are complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._context = 0  # tokens before this are settled and only cost time
-        self._shown = 0  # tokens whose text has been handed out
+        self._context = 0  # tokens before this index no longer change the decoding
+        self._shown = 0  # number of tokens whose text was returned
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens add."""
+        """The text added by these tokens."""
         self._tokens += tokens
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         after = self._tokenizer.decode(self._tokens[self._context :])
@@ -125,22 +125,22 @@ class TextStream:
 
 
 class StopWatch:
-    """Sees an answer token by token and says when one of the stop texts is complete."""
+    """Decodes a completion token by token and reports when one of the stop strings is complete."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._stream = TextStream(tokenizer)
         self._stops = stops
-        self._reach = max(len(stop) for stop in stops) - 1  # a stop text may have begun this far back
+        self._overlap = max(len(stop) for stop in stops) - 1  # characters in which a stop string may have begun
         self._tail = ""
 
     def feed(self, token: int) -> bool:
         text = self._tail + self._stream.feed([token])
-        self._tail = text[max(0, len(text) - self._reach) :]
+        self._tail = text[max(0, len(text) - self._overlap) :]
         return any(stop in text for stop in self._stops)
 
 
 def _declared_eos(directory: Path) -> set[int]:
-    """End tokens named by generation_config.json and config.json (some policies end on several)."""
+    """EOS tokens of generation_config.json and config.json. Some policies have several."""
     found: set[int] = set()
     for file in (directory / "generation_config.json", directory / "config.json"):
         declared = read_object(file, ModelError, "copy it again").get("eos_token_id") if isfile(file) else None
@@ -152,7 +152,7 @@ def _declared_eos(directory: Path) -> set[int]:
 
 
 def _unloadable(directory: Path, error: BaseException) -> ModelError:
-    """Names the file that is to blame, as far as it can be told."""
+    """An error that names the damaged file, if it can be identified."""
     for file in (directory / name for name in _FILES if isfile(directory / name)):
         if "auto_map" in read_object(file, ModelError, "copy it again"):
             return ModelError(
@@ -164,4 +164,4 @@ def _unloadable(directory: Path, error: BaseException) -> ModelError:
 def _why(error: BaseException) -> str:
     kind = type(error).__name__
     says = " ".join(str(error).split())[:300]
-    return says if kind in ("Exception", "TemplateError") else f"{kind}: {says}"  # these two say nothing
+    return says if kind in ("Exception", "TemplateError") else f"{kind}: {says}"  # these two names add nothing

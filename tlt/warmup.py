@@ -1,8 +1,8 @@
 """`tlt warmup`: supervised training of a policy on a file of prompts and answers, or on a task's own solutions.
 
-Owns the order of things: load, train while showing progress and writing events, save. What it saves is an ordinary
-Hugging Face directory with the tokenizer of the policy it started from. A place that cannot take it is refused before
-the training; if saving fails all the same, the policy is written elsewhere. Decides nothing about learning.
+Owns the sequence: load, train with progress and events, save. Saves a Hugging Face directory with the tokenizer of the
+initial policy. A target that cannot be written is refused before the training. If saving fails nevertheless, the policy
+is written to another place.
 """
 
 import time
@@ -32,8 +32,8 @@ from tlt.watch.log import EventLog
 from tlt.watch.progress import WorkProgress
 from tlt.watch.session import Watched
 
-TOKENS_PER_ROW = 32768  # bounds the activations in memory: larger batches accumulate gradients over several rows
-_TASK_PAGE = 64  # prompts asked of a task at a time
+TOKENS_PER_ROW = 32768  # limits activation memory: larger batches accumulate gradients over several rows
+_TASK_PAGE = 64  # prompts per call of a task's `sample`
 
 
 def warmup(config: RunConfig, data: str) -> None:
@@ -41,7 +41,7 @@ def warmup(config: RunConfig, data: str) -> None:
     console = Console(highlight=False)
     with held(config, "warmup") as directory:
         target = Path(config.warmup.save or directory / POLICY)
-        check_new(target, "--out", directory=True)  # what cannot be saved is not worth training
+        check_new(target, "--out", directory=True)  # before the training
         with Watched(config, "warmup", __version__, console=console) as log:
             _Warmup(config, log, target, console).go(data)
 
@@ -82,7 +82,7 @@ class _Warmup:
         self._console.print(f"{settings.steps} steps, {reached}", soft_wrap=True)
 
     def _tell(self, event: WarmupStep, policy: Policy) -> None:
-        """Where events cannot be written any more, the training ends, and what it has reached is kept."""
+        """Emits the event. If that fails, saves the policy and ends the training."""
         try:
             self._log.emit(event)
         except TltError as error:
@@ -96,7 +96,7 @@ def _save(policy: Policy, place: Path) -> None:
 
 def _examples(config: RunConfig, data: str, tokenizer: Tokenizer, longest: int) -> Iterator[Example]:
     if data in BUILT_IN:
-        # not the seed of rollouts: those prompts stay unseen
+        # another seed than that of rollouts, so that their prompts are not trained on
         pairs = _task_pairs(built_in(data, config, seed=-1 - config.run.seed))
         return (encode_pair(pair, tokenizer, longest) for pair in pairs)
     if not isfile(data):

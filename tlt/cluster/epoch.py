@@ -79,7 +79,7 @@ class Epoch:
             self._desk.hear(news.report)
             self._pass_on(news)
             for completion in news.completions:
-                if self._dispatch.answered(seat, completion):
+                if self._dispatch.completed(seat, completion):
                     self._written.append((seat, completion))
                     yield completion
         self._share()

@@ -49,7 +49,7 @@ class RayFleet:
         self._step, self._phase, self._since = 0, "start", time.monotonic()
         self._desk = Coordinator(())
         self._dispatch = Dispatch(config.engine.rows)
-        self._dispatch_before = self._dispatch.apart()  # as it was before the last rollout
+        self._dispatch_before = self._dispatch.copy()  # as it was before the last rollout
         self._reports: dict[int, RollReport] = {}
         self._rollout_s = 0.0
         self._whole, self._meetings = False, 0  # a ring of all; rings that were tried
@@ -81,7 +81,7 @@ class RayFleet:
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step = step
         self._heal("rollout")
-        self._dispatch_before = self._dispatch.apart()
+        self._dispatch_before = self._dispatch.copy()
         return self._rolled_out(requests)
 
     def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:

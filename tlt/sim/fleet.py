@@ -122,7 +122,7 @@ class SimFleet:
     def _hear(self, number: int, answered: Sequence[SimCompletion]) -> None:
         for completion in answered:
             self._seats[number].answered()
-            if not self._dispatch.answered(number, _completion(completion)):
+            if not self._dispatch.completed(number, _completion(completion)):
                 raise AssertionError(f"request {completion.key.request} was answered twice")
         if answered:
             self._dry_s[number] = self._now(number)
