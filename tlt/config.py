@@ -220,8 +220,8 @@ class SpecSettings:
 
     @property
     def learned(self) -> bool:
-        """Whether a learned drafter is used. Only then `path` has a meaning."""
-        return self.drafter in ("eagle", "both")
+        """Whether a drafter reads `path`."""
+        return not _READ_PATH.isdisjoint(self.drafters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +293,8 @@ class DraftingSettings:
     # 0: training starts after any loss; 1: a loss never starts training
     gain: float = 0.01  # fraction of accepted draft tokens to gain between two measurements, or training stops
     probe: int = 16  # steps without training after which training is tried anyway
-    share: float = 0.05  # fraction of a step's time that training may take while all other work waits
-    cold_share: float = 0.25  # the same for a drafter that started untrained, until its accept length levels off
+    forced_share: float = 0.0  # fraction of all time that training may take while other work waits, even without gain.
+    # 0: only training that is expected to save more time than it costs before the run ends
 
     def __post_init__(self) -> None:
         for name in ("buffer_mib", "tokens", "held_out", "check", "probe"):
