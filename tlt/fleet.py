@@ -257,7 +257,7 @@ class LocalFleet:
         self._before: SpeculationReport | None = None
         self._step = self._told = 0  # _told: alarms
         self._planner = _planner_of(self.worker) if self.worker.drafter else None
-        self._pays: bool | None = None  # what was said last of drafter training
+        self._verdicts: set[bool] = set()  # told so far: that drafter training pays, that it does not
         self._lengths: list[int] = []  # of the last rollout, in tokens
         self._rollout_s = 0.0
         self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
@@ -322,10 +322,10 @@ class LocalFleet:
         return next(iter(by_depth.get(self.worker.learned_name, ())), 0.0)
 
     def _tell(self, step: int, decision: Decision) -> None:
-        """Whether drafter training pays, once; and again when that has changed."""
+        """Whether drafter training pays: each of the two verdicts once."""
         found = decision.forecast
-        if found is not None and found.steps_left and found.pays != self._pays:
-            self._pays = found.pays
+        if found is not None and found.steps_left and found.pays not in self._verdicts:
+            self._verdicts.add(found.pays)
             self._emit(training_forecast(step, found))
         self.worker.keep_states(found is None or found.pays or decision.trains)
 

@@ -78,13 +78,13 @@ class Choices:
 
 
 def ticks_by_size(lengths: Sequence[int], rows: int, pad: Callable[[int], int]) -> dict[int, float]:
-    """Plain ticks at each padded number of requests; more requests than rows wait for each other."""
+    """Plain ticks at each padded number of requests, few of them; more requests than rows wait for each other."""
     ticks: dict[int, float] = {}
     before, left = 0, len(lengths)
     for length in sorted(lengths):
         if length > before:
             running = min(rows, left)
-            size = pad(running)
+            size = pad(min(rows, 1 << (running - 1).bit_length()))
             ticks[size] = ticks.get(size, 0.0) + (length - before) * left / running
             before = length
         left -= 1
@@ -158,8 +158,10 @@ def forecast(now: Situation, curve: LearningCurve) -> Forecast:
         then = curve.after(now.chance, micro_steps * now.costs.micro_tokens)
         returns_s = now.steps_left * (without_s - makespan(now.ticks, now.choices, now.accept_lengths(then)))
         gain = (returns_s - cost_s) / left_s
+        highest = max(highest, gain)
+        if cost_s > now.steps_left * without_s:
+            break  # longer ones cost more than rollouts take
         if returns_s - _MARGIN * cost_s > most:
             most = returns_s - _MARGIN * cost_s
             best = Forecast(micro_steps, cost_s, returns_s, gain, now.steps_left)
-        highest = max(highest, gain)
     return best if best.pays else Forecast(0, gain=highest if now.steps_left else 0.0, steps_left=now.steps_left)

@@ -188,7 +188,7 @@ class ShapesChosen(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrainingForecast(Event):
-    """Whether drafter training is expected to pay. Told at first, and when that changes."""
+    """Whether drafter training is expected to pay. Each of the two verdicts is told when it is first reached."""
 
     step: int
     pays: bool
