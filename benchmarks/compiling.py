@@ -43,7 +43,7 @@ from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
 from tlt.spec.backlog import ROOM, TAKEN_IN
-from tlt.spec.beta import MOST_ROWS
+from tlt.spec.candidates import MOST_ROWS
 from tlt.spec.drafter import build_drafters
 
 _TARGET = GPUTarget("cuda", 90, 32)

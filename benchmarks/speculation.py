@@ -109,7 +109,7 @@ def drafts(options: argparse.Namespace, config: RunConfig) -> None:
 
 def _accepted(setting: Setting, shape: Shape, beta: float | None) -> dict[str, Any]:
     """Of a whole rollout in one shape. `beta` None is fitted as it goes."""
-    with patch("tlt.spec.beta.BetaCalibrator", BetaCalibrator if beta is None else lambda: _Constant(beta)):
+    with patch("tlt.spec.candidates.BetaCalibrator", BetaCalibrator if beta is None else lambda: _Constant(beta)):
         (learned,) = build_drafters(setting.policy, setting.config)
     engine = build_engine(setting.policy, setting.config, Fixed(shape), [learned])
     completions = answer(engine, requests(setting, setting.cap))

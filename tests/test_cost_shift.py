@@ -13,8 +13,7 @@ import pytest
 
 from tests.test_tuner import SHAPES, best_rate
 from tests.tuning import LEARNED, MODEL_FREE, Curve, World, pad, steady, table, tick_s
-from tlt.spec.batch_state import BatchSizeState
-from tlt.spec.budget import Budget
+from tlt.spec.budget import BatchSizeState, Budget
 from tlt.spec.costs import TickCosts
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.tuner import Tuner, TunerSettings

@@ -20,10 +20,9 @@ from tlt.engine import graphs
 from tlt.engine import runner as runner_module
 from tlt.engine.build import build_engine, make_ready, shape_policy_of
 from tlt.engine.engine import EngineCore
-from tlt.engine.graphs import GraphPool, Key, buckets
+from tlt.engine.graphs import CapturePolicy, GraphPool, Key, Waste, buckets
 from tlt.engine.request import Request
 from tlt.engine.runner import Runner
-from tlt.engine.thrift import CapturePolicy, Waste
 from tlt.model.transformer import Transformer
 from tlt.policy import open_policy
 from tlt.spec import speculation as speculation_module

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tlt.spec.beta as sharpening_module
+import tlt.spec.candidates as candidates_module
 from tests.launches import Launches
 from tests.test_engine import MODEL, kv_gib, requests
 from tests.test_speculation import tokens_of
@@ -35,8 +35,7 @@ from tlt.spec import backlog
 from tlt.spec import learned as learned_module
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
-from tlt.spec.beta import Roots
-from tlt.spec.candidates import BetaCalibrator, beta_hits, candidates
+from tlt.spec.candidates import BetaCalibrator, Roots, beta_hits, candidates
 from tlt.spec.drafter import Segment, StartedTrees
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
@@ -800,7 +799,7 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_module, "Segment", noted)
-        patch.setattr(sharpening_module, "beta_hits", looked)
+        patch.setattr(candidates_module, "beta_hits", looked)
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         learned.compile(shapes)
     return ran

@@ -17,10 +17,9 @@ from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits, Survival, li
 from tlt.spec.alarm import CollapseWatch
 from tlt.spec.bandit import Bandit
 from tlt.spec.budget import Budget
-from tlt.spec.choices import candidates
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, LOOKUP, POLICY, CostTable, Measured, TickCosts, never_falling
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome, ShapePolicy
+from tlt.spec.shape_policy import Outcome, ShapePolicy, candidates
 from tlt.spec.tuner import Tuner, TunerSettings
 
 SETS = [(LEARNED,), (MODEL_FREE,), (LEARNED, MODEL_FREE)]

@@ -11,9 +11,8 @@ from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
 from tlt.spec.budget import Arrivals, Budget, FirstRuns
 from tlt.spec.costs import CAPTURE, CATCH_UP, POLICY, CostTable, Measured, TickCosts
 from tlt.spec.fixed import Fixed
-from tlt.spec.precapture import precapture_plan
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import Outcome
+from tlt.spec.shape_policy import Outcome, precapture_plan
 from tlt.spec.tuner import Tuner
 
 CAPTURED_S = 0.2  # for all graphs of a shape at a batch size

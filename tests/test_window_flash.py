@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.spec.window import Band
-from tlt.spec.window_flash import FlashBand, chained_attention
+from tlt.spec.window import Band, FlashBand, chained_attention
 
 # T packed positions, H query heads, K key heads, d head width
 

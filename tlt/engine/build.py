@@ -11,13 +11,12 @@ from tlt.engine.graphs import buckets, padding
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
-from tlt.spec.choices import candidates
 from tlt.spec.costs import CostTable, Measured, TickCosts
 from tlt.spec.drafter import Drafter, build_drafters, drafter_class
 from tlt.spec.fixed import Fixed
 from tlt.spec.record import DraftRecord
 from tlt.spec.shape import Shape
-from tlt.spec.shape_policy import ShapePolicy
+from tlt.spec.shape_policy import ShapePolicy, candidates
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 

@@ -7,7 +7,7 @@ nothing of what they do.
 
 import gc
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tlt.engine.thrift import CapturePolicy, Waste
-
 T = TypeVar("T")
+Waste = Callable[[int], float]  # seconds that a run wastes in a graph of this larger size
 Key = tuple[Hashable, int]  # role, padded size
 
+_BARE = 0.4  # of a capture: what an eager run wastes, because the host launches its kernels one by one
 _TIMED_RUNS = 3
 _CAPTURE_S = 0.03  # before there was one
 _ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
@@ -39,6 +39,46 @@ class PoolReport:
     usual_capture_s: float = 0.0  # of one graph, in the middle of the kind that takes longest
     stalls: tuple[tuple[Key, float], ...] = ()  # what took far longer, for it compiled kernels, and its seconds
     spent: Mapping[str, float] = field(default_factory=dict)  # kind of work → seconds of `capture_s`
+
+
+class CapturePolicy:
+    """Which graphs are worth capturing.
+
+    A capture takes as long as several ticks, and in a rollout's tail a batch size may last no longer. A run without a
+    graph of its own is served by a larger one of its role, idle rows included, or runs eagerly, whichever wastes less.
+    A graph is captured when what its runs have wasted exceeds the cost of a capture. What always holds: captures cost
+    no more than doing without them had wasted before.
+    """
+
+    def __init__(self) -> None:
+        self._captured: dict[Hashable, list[int]] = {}  # role → sizes, ascending
+        self._wasted: dict[tuple[Hashable, int], float] = {}
+
+    def captured(self, role: Hashable, size: int) -> None:
+        """A graph of it exists from now on."""
+        insort(self._captured.setdefault(role, []), size)
+
+    def serve(self, role: Hashable, size: int, capture_s: float, waste: Waste | None) -> int:
+        """The size of the graph that one more run gets: its own, which may have to be captured first, or a larger one
+        if `waste` is given; 0: it runs eagerly. A capture takes `capture_s`."""
+        larger = self._larger(role, size)
+        if larger == size:
+            return size
+        bare_s = _BARE * capture_s
+        more = waste(larger) if waste is not None and larger else bare_s
+        if waste is None or more > bare_s:
+            larger, more = 0, bare_s
+        wasted = self._wasted.get((role, size), 0.0) + max(0.0, more)
+        if wasted > capture_s:
+            return size
+        self._wasted[role, size] = wasted
+        return larger
+
+    def _larger(self, role: Hashable, size: int) -> int:
+        """The smallest captured one that holds it; 0: none does."""
+        sizes = self._captured.get(role, [])
+        at = bisect_left(sizes, size)
+        return sizes[at] if at < len(sizes) else 0
 
 
 class GraphPool(Generic[T]):

@@ -20,8 +20,7 @@ from tlt.kernels.draft_tree import verification as tree_kernels
 from tlt.kernels.sampling.noise import as_int64
 from tlt.spec.drafter import RowView
 from tlt.spec.shape import FAVOUR
-from tlt.spec.tree import Trees
-from tlt.spec.verify import Walk
+from tlt.spec.tree import Trees, Walk
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ from torch import Tensor
 from tlt.engine.chunks import Packed, copied_slots, idle_chunks
 from tlt.engine.exact import head_chain
 from tlt.engine.features import Features
-from tlt.engine.graphs import GraphPool, Key, PoolReport, bucket, buckets
+from tlt.engine.graphs import GraphPool, Key, PoolReport, Waste, bucket, buckets
 from tlt.engine.output import OutputBuffer, PendingOutput
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan
-from tlt.engine.thrift import Waste
 from tlt.kernels import compiling
 from tlt.kernels.attention import reference as attention_kernels
 from tlt.kernels.batch_state.reference import StatePlaces

@@ -29,8 +29,7 @@ from tlt.model.device import upload
 from tlt.model.linear import Stream, add_linear, in_gpu_rollout, in_gpu_training, linear, rms_norm, rows_of
 from tlt.model.rope import rotary_tables
 from tlt.spec.align import Aligned
-from tlt.spec.window import Band, Nodes, Ring, attend_ring
-from tlt.spec.window_flash import FlashBand
+from tlt.spec.window import Band, FlashBand, Nodes, Ring, attend_ring
 
 TAPS = 3
 _MLP_STEP = 16  # what kernels read at once

@@ -31,9 +31,7 @@ from tlt.model.linear import in_gpu_rollout, reads_quantized
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
-from tlt.spec.beta import MOST_ROWS, BetaProbe, fetch
-from tlt.spec.built_trees import BuiltTrees
-from tlt.spec.candidates import DrawKeys
+from tlt.spec.candidates import MOST_ROWS, BetaProbe, DrawKeys, fetch
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
 from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, gather_taps
@@ -41,7 +39,7 @@ from tlt.spec.eagle_files import open_drafter
 from tlt.spec.prompt_states import PromptStates, Recalled
 from tlt.spec.record import DraftRecord, read_record
 from tlt.spec.shape import MAX_REMAINING_BIAS, Draft, Shape
-from tlt.spec.tree_builder import DraftInputs, TreeBuilder
+from tlt.spec.tree_builder import BuiltTrees, DraftInputs, TreeBuilder
 from tlt.types import Key
 
 _MOST_NODES = 2048  # of a level, of all rows together: so many nobody grows

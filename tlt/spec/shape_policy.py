@@ -1,7 +1,12 @@
-"""Whoever chooses shapes, as the engine sees them: what they are asked, and how they are told how a tick went."""
+"""Shape policies: what the engine asks them, what it tells them of a tick, and which shapes they choose from.
 
-from collections.abc import Callable, Iterable, Sequence
+`candidates` lists the sensible shapes of a configuration. `precapture_plan` names those whose graphs are captured
+before the first request. Pure numbers: whether a shape pays is measured.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 from typing import Protocol
 
@@ -9,7 +14,7 @@ from tlt.spec.acceptance import AcceptResult
 from tlt.spec.alarm import Alarm
 from tlt.spec.budget import TunerReport
 from tlt.spec.costs import Measured
-from tlt.spec.shape import Shape
+from tlt.spec.shape import OFF, Shape
 
 
 def forever() -> float:
@@ -64,3 +69,60 @@ class ShapePolicy(Protocol):
 
     def report(self) -> TunerReport | None:
         """Its books; None if it keeps none."""
+
+
+_FILLED = 1.25  # a tree may have a little more room than nodes come to be
+_SHARED_WIDTH = 2
+_LEAST_SHARE, _MOST_SHARE = 0.25, 0.75  # of the nodes that a tree may have
+
+
+def candidates(
+    drafters: Iterable[Iterable[str]],
+    depths: Iterable[int],
+    widths: Iterable[int],
+    verifies: Iterable[int],
+    shares: Sequence[float] = (),
+) -> tuple[Shape, ...]:
+    """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
+
+    Where the requests of one drafter share what is verified, a tree can hold all that is grown, and on average holds
+    clearly less, but no small part; and the third guess of a token is none of the likeliest. Such trees have room for a
+    power of two, which costs nothing: what verifies them then serves all that share as much.
+    """
+    found, most = {OFF}, max(verifies := tuple(verifies), default=1)
+    sets = {tuple(sorted(names)) for names in drafters}
+    for names, depth, width in product(sets, depths, widths):
+        room = 1 + width * depth * len(names)  # a level keeps `width` nodes
+        if names and width >= 1:
+            fitting = [verify for verify in verifies if depth < verify <= _FILLED * room]
+            found.update(Shape(names, depth, width, verify) for verify in fitting)
+        padded = 1 << (room - 1).bit_length()
+        if len(names) == 1 and 1 <= width <= _SHARED_WIDTH and padded <= most:
+            sensible = [share for share in shares if _LEAST_SHARE * room <= share <= _MOST_SHARE * room]
+            found.update(Shape(names, depth, width, padded, float(share)) for share in sensible)
+    return tuple(sorted(found))
+
+
+SUPPOSED = (0.88, 0.76)  # times as many guesses that are right
+_NEAR = 0.03  # that what is named already may lose
+
+
+def precapture_plan(
+    shapes: Sequence[Shape],
+    known: Sequence[int],
+    seconds: Mapping[int, Sequence[float]],
+    lengths: Sequence[Sequence[float]],
+) -> list[tuple[Shape, int]]:
+    """Shapes and batch sizes, what is likeliest first. `known`: places of those something is known about; `seconds` of
+    a tick of each shape, by size; `lengths`: its accept lengths as they are known, then as they are supposed."""
+    named: dict[int, list[int]] = {size: [] for size in seconds}
+    found = []
+    for supposed in lengths:
+        for size, costs in seconds.items():
+            rates = {place: supposed[place] / costs[place] for place in known}
+            best = max(rates, key=rates.__getitem__)
+            near = any(rates[place] >= (1.0 - _NEAR) * rates[best] for place in named[size])
+            if not shapes[best].off and not near:
+                named[size].append(best)
+                found.append((shapes[best], size))
+    return found

@@ -1,9 +1,12 @@
-"""Draft trees as tensors: R requests with Q nodes each, node 0 the root, padding nodes at the end.
+"""Draft trees as tensors, and the walk that the policy's tokens take through them.
 
-What always holds: a node sees itself and its ancestors, nobody else; a padding node sees itself alone, hangs on nothing
-(parent −1) and is never walked to. The root's token is the request's newest one; the device fills it in.
+A tree has Q nodes: node 0 is the root, padding nodes are at the end. What always holds: a node sees itself and its
+ancestors alone; a padding node sees itself alone, has no parent (−1) and is never walked to. The root's token is the
+request's newest one; the device fills it in. For any tree, a hostile one included, the emitted tokens are those that
+plain decoding would have drawn, and after the walk the cache holds the keys and values of the accepted nodes where
+plain decoding would have put them. No draft probability enters: the policy's keyed token at each node decides.
 """
-# R requests, Q nodes of a tree, W mask words of 32 bits
+# R requests, Q nodes of a tree, W mask words of 32 bits, S steps of a walk: the depth of the deepest tree + 1
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,3 +105,12 @@ def _pack(drafts: Sequence[Draft], nodes: int) -> np.ndarray:
 def _signed(word: int) -> int:
     """The int32 with these 32 bits."""
     return word - (1 << 32) if word >> 31 else word
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    packed: Tensor  # int32 [R, 3·S + 1]: tokens, bits of both log-probabilities of each step; then the number of steps
+    moves_RS: Tensor  # int32 [R, S − 1]: slots from which accepted nodes move; −1: they lie right
+    places_RS: Tensor  # int32 [R, S − 1]: where to, the slots behind the root's
+    at_RS: Tensor  # int64, the tokens of the forward walked through, the root first; the last one repeats
+    steps_R: Tensor  # int64, nodes walked = tokens emitted: 1 + accepted

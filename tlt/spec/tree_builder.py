@@ -7,8 +7,10 @@ Nothing is read back; nothing here knows requests or graphs.
 """
 # R rows, w width, L nodes of a tree, D hidden, v draft tokens, N = R · w nodes of a level
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +20,12 @@ from tlt.kernels.draft_tree.growth import Growing
 from tlt.kernels.draft_tree.pruning import Pruned, Shared
 from tlt.kernels.linear.reference import Matrix
 from tlt.model.linear import rows_of
-from tlt.spec.built_trees import NOT_READY
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
+from tlt.spec.shape import EMPTY, Draft, Shape
 from tlt.spec.tree import Trees
 from tlt.spec.window import Ring
+from tlt.types import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,30 @@ class TreeBuilder:
         """int32 [R, 3, L], for the host: tokens, parents, bits of scores."""
         nodes = self.width * depth
         return self._packed[: rows * 3 * nodes].view(rows, 3, nodes)
+
+
+NOT_READY = -2  # first parent of a row from which nothing can be grown yet
+
+
+@dataclass(slots=True)
+class BuiltTrees:
+    shape: Shape
+    tick: int  # before which it was grown
+    row_of: Mapping[Key, int]  # when it was grown
+    packed_R3L: np.ndarray  # int32 on the host: tokens, parents, bits of scores
+    arrived: torch.cuda.Event | None
+    cleared: set[Key] = field(default_factory=set)  # who was preempted and is back at once: nothing is verified
+
+    def draft(self, key: Key) -> Draft:
+        row = self.row_of.get(key)
+        if row is None or key in self.cleared:
+            return EMPTY
+        if self.arrived is not None:
+            self.arrived.synchronize()
+            self.arrived = None
+        packed_3L = self.packed_R3L[row]
+        tokens, parents, _ = packed_3L.tolist()
+        if parents[0] == NOT_READY:
+            return EMPTY
+        chances = np.exp(packed_3L[2].view(np.float32))
+        return Draft(tuple(tokens), tuple(parents), tuple(chances.tolist()))

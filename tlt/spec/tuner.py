@@ -15,13 +15,11 @@ from operator import itemgetter
 
 from tlt.spec.acceptance import Acceptance, Drafters
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.batch_state import BatchSizeState, Pause, Tally
-from tlt.spec.batch_state import TunerSettings as TunerSettings
-from tlt.spec.budget import Arrivals, Budget, FirstRuns, Probe, TunerReport
+from tlt.spec.budget import Arrivals, BatchSizeState, Budget, FirstRuns, Pause, Probe, Tally, TunerReport
+from tlt.spec.budget import TunerSettings as TunerSettings
 from tlt.spec.costs import CAPTURE, Measured, TickCosts
-from tlt.spec.precapture import SUPPOSED, precapture_plan
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import Outcome, forever, nothing
+from tlt.spec.shape_policy import SUPPOSED, Outcome, forever, nothing, precapture_plan
 
 _UNKNOWN, _DECIDED = 4.0, 256.0  # verifies below which a drafter may be anything, above which it has had its chance
 _OFF = 0  # where plain decoding stands among the shapes
