@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt.kernels.attention import reference as attention
 from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.attention.kv_splits import list_kv_splits
-from tlt.kernels.attention.plan import Launch, plan_launch
+from tlt.kernels.attention.plan import AttentionLaunch, plan_launch
 from tlt.kernels.linear import elementwise, elementwise_triton
 
 PAGE = 16
@@ -67,9 +67,11 @@ class Batch:
     tree_mask: Tensor | None
     max_query: int
     bytes_moved: int
-    listed: dict[Launch, Tensor] = field(default_factory=dict)  # shares, by launch
+    listed: dict[AttentionLaunch, Tensor] = field(default_factory=dict)  # splits, by launch
 
-    def call(self, layer: int, *, launch: Launch | None = None, pdl: bool = False, out: Tensor | None = None) -> Tensor:
+    def call(
+        self, layer: int, *, launch: AttentionLaunch | None = None, pdl: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         launch = launch or planned(self)
         if launch not in self.listed:
             self.listed[launch] = list_kv_splits(self.context_len, launch)  # once for all layers, as an engine does it
@@ -196,7 +198,7 @@ def report(what: str, got: Tensor, expected: Tensor) -> None:
         raise SystemExit(f"{what}: relative error {error:.2e}; expected less than 1e-2")
 
 
-def planned(batch: Batch) -> Launch:
+def planned(batch: Batch) -> AttentionLaunch:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     n_kv = batch.k_caches.shape[3]
     return plan_launch(len(batch.context_len), n_kv, batch.q.shape[1] // n_kv, batch.max_query, multiprocessors)
@@ -238,7 +240,7 @@ def time_decoding(table: Table, shape: AttentionShape, *, quick: bool, pdl: bool
                 plan = planned(batch)
                 us = microseconds(lambda layer, batch=batch: batch.call(layer, pdl=pdl), len(batch.k_caches))
                 name = f"{shape.name} R={requests} L={context} q={queries}"
-                table.add(name, us, batch.bytes_moved, rows=plan.block_m, shares=plan.shares(requests))
+                table.add(name, us, batch.bytes_moved, rows=plan.block_m, splits=plan.splits(requests))
     straggler = make_batch(shape, [256] * 63 + [8192], 1, tree=False)
     us = microseconds(lambda layer: straggler.call(layer, pdl=pdl), len(straggler.k_caches))
     table.add(f"{shape.name} R=64 L=256, one of 8192", us, straggler.bytes_moved)
@@ -322,11 +324,11 @@ def tune(table: Table, *, short: bool = False) -> None:
             table.add(name, us, batch.bytes_moved, **asdict(launch))
 
 
-def time_launch(batch: Batch, launch: Launch) -> float:
+def time_launch(batch: Batch, launch: AttentionLaunch) -> float:
     return microseconds(lambda layer: batch.call(layer, launch=launch), len(batch.k_caches), replays=7)
 
 
-def changes(plan: Launch, rows: int) -> list[dict[str, Any]]:
+def changes(plan: AttentionLaunch, rows: int) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = [{"num_stages": n} for n in (2, 3, 4) if n != plan.num_stages]
     changed += [{"num_warps": n} for n in (2, 4, 8) if n != plan.num_warps and not (n == 2 and plan.block_m >= 64)]
     tiles = [(block_n, stages) for block_n in (32, 64, 128, 256) for stages in (1, 2, 3, 4) if block_n * stages < 600]

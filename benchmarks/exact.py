@@ -30,7 +30,7 @@ from tlt.config import EngineSettings, ModelSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.kernels.linear.plan import choose_exact
-from tlt.kernels.linear.reference import weigh
+from tlt.kernels.linear.reference import pre_norm
 from tlt.kernels.linear.triton import exact_linear, room_for
 from tlt.machine import describe
 from tlt.policy import Policy, open_policy
@@ -210,12 +210,12 @@ def _tiles_of(name: str, weight_NK: torch.Tensor) -> dict[str, Any]:
     norm_N = torch.rand(n, device="cuda").to(torch.bfloat16)
 
     def compute(rows: int, block: int) -> tuple[torch.Tensor, ...]:
-        x = weigh(x_MK[:rows], norm_K, 64) if name in ("qkv", "gate_up") else x_MK[:rows]
+        x = pre_norm(x_MK[:rows], norm_K, 64) if name in ("qkv", "gate_up") else x_MK[:rows]
         out = torch.zeros((rows, n), dtype=torch.float32 if name == "head" else torch.bfloat16, device="cuda")
         leave = room_for(out, norm_N, config.block_n) if name in ("o", "down") else None
         tile = replace(config, block_m=block)
         exact_linear(x, weight_NK, tile, gated=gated, out=out, leave=leave, norm_eps=1e-5, pdl=True)
-        return (out,) if leave is None else (out, leave.weighed_MD, leave.squares_MP)
+        return (out,) if leave is None else (out, leave.pre_normed_MD, leave.squares_MP)
 
     def one_row(block: int) -> Callable[[], object]:
         tile = replace(config, block_m=block)

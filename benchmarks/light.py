@@ -44,7 +44,7 @@ from linear import (
 from torch import Tensor
 
 from tlt.kernels.linear.plan import Config, choose, choose_quantized
-from tlt.kernels.linear.reference import Matrix, QuantizedMatrix, fine
+from tlt.kernels.linear.reference import Matrix, QuantizedMatrix, bf16_of
 from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import linear, skinny_linear
 
@@ -79,8 +79,8 @@ class LightBench:
         self.x = torch.randn(m, layer.k, device="cuda").bfloat16()
         self.options = extras(layer, m)
 
-    def fine(self, weight: QuantizedMatrix) -> Tensor:
-        return linear(self.x, weight.fine_NK, pdl=True, **self.options)
+    def bf16_of(self, weight: QuantizedMatrix) -> Tensor:
+        return linear(self.x, weight.bf16_NK, pdl=True, **self.options)
 
     def by(self, weight: Matrix, config: Config) -> Tensor:
         return skinny_linear(self.x, weight, config, pdl=True, **self.options)
@@ -88,10 +88,10 @@ class LightBench:
     def error(self, config: Config, quantized: bool) -> float:
         weight = self.weights[0]
         wide = {key: value.float() if isinstance(value, Tensor) else value for key, value in self.options.items()}
-        read = weight.light_NK.float() * weight.scale_N[:, None] if quantized else weight.fine_NK.float()
+        read = weight.quantized_NK.float() * weight.scale_N[:, None] if quantized else weight.bf16_NK.float()
         expected = torch_linear(self.x.float(), read, **wide)
         return float(
-            (self.by(weight if quantized else fine(weight), config).float() - expected).norm() / expected.norm()
+            (self.by(weight if quantized else bf16_of(weight), config).float() - expected).norm() / expected.norm()
         )
 
     def seconds(self, run: Any) -> float:
@@ -178,7 +178,7 @@ def search(
                 print(f"  WRONG {bench.layer.name} {brief(config)}: {error:.1e}", flush=True)
                 continue
             by = partial(bench.by, config=config)
-            timed.append((bench.seconds(by if quantized else lambda weight, by=by: by(fine(weight))), config))
+            timed.append((bench.seconds(by if quantized else lambda weight, by=by: by(bf16_of(weight))), config))
         timed.sort(key=lambda pair: pair[0])
         if not timed:
             raise SystemExit(f"no tiles for {bench.layer.name} could be run")

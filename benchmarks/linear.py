@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tlt.kernels.linear import plan
 from tlt.kernels.linear.elementwise_triton import rms_norm
 from tlt.kernels.linear.plan import BUCKETS, QUANTIZED_TILES, TILES, Config, bucket_of, choose
-from tlt.kernels.linear.reference import PreNormed
+from tlt.kernels.linear.reference import PreNormedRows
 from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import composed_linear, room_for, skinny_linear, take_rows
 from tlt.kernels.linear.workspace import shared_workspace
@@ -758,12 +758,12 @@ class Model:
         logits = torch.empty(len(normed), self.shape.vocab, device="cuda")
         return self.run(replace(self.shape.head(), norm=False), normed, self.head, route, out=logits)
 
-    def read(self, layer: Layer, stream: Tensor | PreNormed, weight: Tensor, route: str) -> Tensor:
+    def read(self, layer: Layer, stream: Tensor | PreNormedRows, weight: Tensor, route: str) -> Tensor:
         return self.run(layer, stream, weight, route, norm_weight=self.norm, norm_eps=EPS, gated=layer.gated)
 
     def add(
-        self, layer: Layer, x: Tensor, weight: Tensor, stream: Tensor | PreNormed, route: str
-    ) -> Tensor | PreNormed:
+        self, layer: Layer, x: Tensor, weight: Tensor, stream: Tensor | PreNormedRows, route: str
+    ) -> Tensor | PreNormedRows:
         hidden, config = rows_of(stream), self.config(layer, len(x))
         if route == "carried" and config is not None:
             stream = room_for(hidden, self.norm, config.block_n)
@@ -771,15 +771,15 @@ class Model:
             return stream
         return self.run(layer, x, weight, route, residual=hidden, out=hidden)
 
-    def run(self, layer: Layer, x: Tensor | PreNormed, weight: Tensor, route: str, **options: Any) -> Tensor:
+    def run(self, layer: Layer, x: Tensor | PreNormedRows, weight: Tensor, route: str, **options: Any) -> Tensor:
         config, pdl = self.config(layer, len(rows_of(x))), route in ("dependent", "carried")
         if route == "library" or config is None:
             return composed_linear(rows_of(x), weight, pdl=pdl, **options)
         return skinny_linear(x, weight, config, pdl=pdl, **options)
 
 
-def rows_of(x: Tensor | PreNormed) -> Tensor:
-    return x.x_MD if isinstance(x, PreNormed) else x
+def rows_of(x: Tensor | PreNormedRows) -> Tensor:
+    return x.x_MD if isinstance(x, PreNormedRows) else x
 
 
 def warm_up(shape: LinearShape, m: int, table: Best, route: str) -> None:

@@ -233,7 +233,7 @@ def naive_causal_window(batch: Batch, window: int) -> Tensor:
     return out
 
 
-SPLIT = attention_triton.Launch(block_m=16, block_n=16, extra=9, min_split=16, num_warps=4, num_stages=2)
+SPLIT = attention_triton.AttentionLaunch(block_m=16, block_n=16, extra=9, min_split=16, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize(("extra", "window"), [(0, 0), (1, 40), (5, 0), (40, 0), (40, 40)])
@@ -257,7 +257,7 @@ def test_shares_change_nothing_but_rounding(case: str, extra: int, window: int) 
 )
 @pytest.mark.parametrize("min_split", [16, 512])
 def test_contexts_are_divided_evenly(contexts: list[int], extra: int, min_split: int) -> None:
-    """Every key is read once, by shares of one length; a shorter one would not have been enough of them."""
+    """Every key is read once, by splits of one length; a shorter one would not have been enough of them."""
     launch = replace(SPLIT, extra=extra, min_split=min_split)
     device = WHERE[attention_triton][0]
     length, *listed = list_kv_splits(torch.tensor(contexts, dtype=torch.int32, device=device), launch).tolist()
@@ -466,10 +466,10 @@ def test_launches_fit_the_chip(n_requests: int, max_query: int) -> None:
     assert 16 <= launch.block_m <= 128
     assert launch.min_split % launch.block_n == 0
     per_share = 16 * math.ceil(max_query * 3 / launch.block_m)
-    assert launch.shares(n_requests) * per_share >= 132
+    assert launch.kv_splits(n_requests) * per_share >= 132
     if launch.extra:
         assert n_requests * per_share <= attention_triton.COUNTERS
-        assert launch.shares(n_requests) * per_share * launch.block_m * 64 * 4 <= 64 << 20  # bytes of parts
+        assert launch.kv_splits(n_requests) * per_share * launch.block_m * 64 * 4 <= 64 << 20  # bytes of parts
 
 
 def test_too_many_blocks_for_the_counters() -> None:
@@ -485,12 +485,12 @@ def test_a_captured_graph_follows_its_inputs(pdl: bool) -> None:
     device = {name: getattr(batch, name).cuda() for name in ("query_start", "context_len", "page_table", "tree_mask")}
     q, k, v = (t.to("cuda", torch.bfloat16) for t in (batch.q, batch.k_cache, batch.v_cache))
     launch = replace(SPLIT, extra=21)
-    shares = list_kv_splits(device["context_len"], launch)
+    splits = list_kv_splits(device["context_len"], launch)
 
     def call() -> Tensor:
         return attention_triton.paged_attention(
             q, k, v, device["query_start"], device["context_len"], device["page_table"], max_query=3, scale=0.125,
-            tree_mask_TW=device["tree_mask"], launch=launch, pdl=pdl, kv_splits_S=shares if pdl else None,
+            tree_mask_TW=device["tree_mask"], launch=launch, pdl=pdl, kv_splits_S=splits if pdl else None,
         )  # fmt: skip
 
     call()
@@ -499,7 +499,7 @@ def test_a_captured_graph_follows_its_inputs(pdl: bool) -> None:
         out = call()
     for contexts in ([300, 40, 129], [17, 3, 100], [250, 0, 64]):
         device["context_len"].copy_(torch.tensor(contexts))
-        shares.copy_(list_kv_splits(device["context_len"], launch))
+        splits.copy_(list_kv_splits(device["context_len"], launch))
         expected = naive(replace(batch, context_len=torch.tensor(contexts)), 0.125)
         graph.replay()
         first = out.clone()

@@ -14,7 +14,7 @@ from torch import Tensor
 from tlt.kernels.attention import window as ring_attention
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import layer as drafter
-from tlt.kernels.draft_tree.layer import Intake, New
+from tlt.kernels.draft_tree.layer import ExtendState, NewPositions
 from tlt.kernels.linear.workspace import shared_workspace
 from tlt.model.linear import rows_of
 from tlt.spec import eagle, window
@@ -22,7 +22,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 
 drafter_triton = pytest.importorskip("tlt.kernels.draft_tree.layer_triton")
 ring_attention_triton = pytest.importorskip("tlt.kernels.attention.window_triton")
-Launch = ring_attention_triton.Launch
+WindowLaunch = ring_attention_triton.WindowLaunch
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -93,8 +93,8 @@ SHAPES = [  # rows, queries, heads, key heads, width, window, nodes, newest posi
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("launch", [None, Launch(16, 16, 1), Launch(32, 16, 3), Launch(16, 32, 2)])
-def test_ring_attention_equals_loops(shape: tuple, launch: Launch | None) -> None:
+@pytest.mark.parametrize("launch", [None, WindowLaunch(16, 16, 1), WindowLaunch(32, 16, 3), WindowLaunch(16, 32, 2)])
+def test_ring_attention_equals_loops(shape: tuple, launch: WindowLaunch | None) -> None:
     rows, queries, heads, key_heads, width, window, nodes, newest = shape
     q, ring = normal(rows, queries, heads, width), ring_of(rows, key_heads, window, width, newest)
     position = torch.tensor(newest)[:, None] + 1 + torch.arange(queries) % 3
@@ -118,7 +118,7 @@ def test_ring_attention_equals_loops(shape: tuple, launch: Launch | None) -> Non
 def test_a_query_that_sees_nothing_disturbs_nobody() -> None:
     q, (k, v, held) = normal(2, 2, 4, 16), ring_of(2, 2, 20, 16, [-1, 9])
     position = torch.tensor([[0, 0], [10, 100]])
-    for launch in (Launch(16, 16, 1), Launch(16, 16, 2)):
+    for launch in (WindowLaunch(16, 16, 1), WindowLaunch(16, 16, 2)):
         out = ring_attention_triton.attend(*map(to_device, (q, k, v, held, position)), launch=launch)
         assert not out[0].any()
         assert not out[1, 1].any()
@@ -146,21 +146,21 @@ def test_tensors_may_be_views() -> None:
 @pytest.mark.parametrize(
     ("rows", "pairs", "expected"),
     [
-        (1, 3, Launch(16, 64, 8)),
-        (8, 24, Launch(32, 64, 8)),
-        (16, 3, Launch(16, 64, 4)),
-        (64, 3, Launch(16, 128, 1)),
-        (64, 192, Launch(64, 64, 1)),
+        (1, 3, WindowLaunch(16, 64, 8)),
+        (8, 24, WindowLaunch(32, 64, 8)),
+        (16, 3, WindowLaunch(16, 64, 4)),
+        (64, 3, WindowLaunch(16, 128, 1)),
+        (64, 192, WindowLaunch(64, 64, 1)),
     ],
 )
-def test_few_rings_are_cut_and_many_are_not(rows: int, pairs: int, expected: Launch) -> None:
-    assert Launch.plan(rows, 6, pairs, 512) == expected
+def test_few_rings_are_cut_and_many_are_not(rows: int, pairs: int, expected: WindowLaunch) -> None:
+    assert WindowLaunch.plan(rows, 6, pairs, 512) == expected
 
 
 @pytest.mark.parametrize(("rows", "alone", "beside"), [(1, 8, 8), (4, 8, 4), (8, 4, 2), (16, 2, 2), (24, 1, 1)])
 def test_one_more_program_beside_a_ring_is_reckoned_with(rows: int, alone: int, beside: int) -> None:
-    assert Launch.plan(rows, 16, 3, 512).splits == alone
-    assert Launch.plan(rows, 16, 3, 512, beside=True).splits == beside
+    assert WindowLaunch.plan(rows, 16, 3, 512).splits == alone
+    assert WindowLaunch.plan(rows, 16, 3, 512, beside=True).splits == beside
 
 
 @pytest.mark.parametrize(("rows", "queries", "width"), [(1, 1, 64), (3, 4, 100), (2, 5, 576)])
@@ -189,19 +189,19 @@ def test_embeddings_and_states_are_normed_side_by_side(rows: int, queries: int, 
         torch.testing.assert_close(shared[0].cpu().float(), alone[0], **CLOSE)
 
 
-def counts(new: New) -> list[tuple[int, int]]:
+def counts(new: NewPositions) -> list[tuple[int, int]]:
     return list(enumerate(new.count_R.tolist()))
 
 
-def on_device(new: New | None) -> New | None:
-    return new and New(*(part.to(DEVICE) for part in (new.row_T, new.place_T, new.first_R, new.count_R)))
+def on_device(new: NewPositions | None) -> NewPositions | None:
+    return new and NewPositions(*(part.to(DEVICE) for part in (new.row_T, new.place_T, new.first_R, new.count_R)))
 
 
-def intake_of(device: str, ready: list[bool]) -> Intake:
+def intake_of(device: str, ready: list[bool]) -> ExtendState:
     """Five rows, the last of which is idle; positions with gaps between them, as an engine's are."""
     position = torch.tensor([[8, 0], [0, 0], [62, 0], [12, 0], [3, 0]])[:, 0].to(device)
     taken = torch.tensor([5, 0, 60, 7, 2], device=device)
-    return Intake(
+    return ExtendState(
         position, torch.tensor(4, dtype=torch.int32, device=device), taken, torch.tensor(ready, device=device)
     )
 
@@ -213,7 +213,7 @@ def test_new_positions_are_spread_row_after_row(tokens: int, window: int, most: 
     first = [max(taken, at - window) for taken, at in zip((5, 0, 60, 7, 2), (8, 0, 62, 12, 3), strict=True)]
     count = [min(at - begun, most) for at, begun in zip((8, 0, 62, 12), first, strict=False)] + [0]
     places = [(row, place) for row, many in enumerate(count) for place in range(many)][:tokens]
-    for spread, device in ((drafter.spread, "cpu"), (drafter_triton.spread, DEVICE)):
+    for spread, device in ((drafter.plan_extend, "cpu"), (drafter_triton.plan_extend, DEVICE)):
         new, source = spread(intake_of(device, [False] * 5), most, tokens, window)
         assert list(zip(new.row_T.tolist(), new.place_T.tolist(), strict=True))[: len(places)] == places
         assert new.place_T[len(places) :].tolist() == [-1] * (tokens - len(places))
@@ -229,14 +229,14 @@ def test_what_was_taken_in_is_noted(width: int) -> None:
     """Rows without any keep their state; one that had more than there was room for cannot guess, nor one that waits."""
     empty = torch.zeros(1, dtype=torch.int64)
     for module, device in ((drafter, "cpu"), (drafter_triton, DEVICE)):
-        intake = intake_of(device, [False, True, True, True, True])
+        state = intake_of(device, [False, True, True, True, True])
         first = torch.tensor([5, 0, 60, 9, 2], device=device)  # one is more than a window behind
-        new = New(empty, empty, first, torch.tensor([3, 0, 2, 1, 0], device=device))
+        new = NewPositions(empty, empty, first, torch.tensor([3, 0, 2, 1, 0], device=device))
         newest, g = normal(5, width, seed=1).to(device), normal(8, width, seed=2).to(device)
         before = g.clone()
-        module.settle(intake, new, newest, g[:5])
-        assert intake.taken_R.tolist() == [8, 0, 62, 10, 2]
-        assert intake.ready_R.tolist() == [True, True, True, False, True]  # the last one is idle
+        module.finish_extend(state, new, newest, g[:5])
+        assert state.taken_R.tolist() == [8, 0, 62, 10, 2]
+        assert state.ready_R.tolist() == [True, True, True, False, True]  # the last one is idle
         had = [0, 2, 3]
         assert torch.equal(g[had], newest[had])
         assert torch.equal(g[[1, 4, 5, 6, 7]], before[[1, 4, 5, 6, 7]])

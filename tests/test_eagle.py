@@ -483,7 +483,7 @@ def test_copies_have_no_matrices_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> N
         model.qkv.mul_(3.0)
     model.quantize()
     assert model._quantized["qkv"] is quantized
-    read = quantized.light_NK.double() * quantized.scale_N[:, None]
+    read = quantized.quantized_NK.double() * quantized.scale_N[:, None]
     assert (read - model.qkv.detach()).norm() < 0.04 * model.qkv.norm()
     model.quantize(False)
     assert model._matrix("qkv") is model.qkv

@@ -29,7 +29,7 @@ from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.linear import elementwise_triton
 from tlt.kernels.linear import triton as linear_triton
 from tlt.kernels.linear.plan import TILES, Config, choose_exact
-from tlt.kernels.linear.reference import PreNormed
+from tlt.kernels.linear.reference import PreNormedRows
 from tlt.kernels.linear.workspace import Workspace
 from tlt.kernels.sampling import triton as sampling_triton
 from tlt.model import attention as model_attention
@@ -143,7 +143,7 @@ def test_the_usual_attention_would_not_pass() -> None:
     tensors += [tensor.to(DEVICE) for tensor in (batch.query_start, batch.context_len, batch.page_table)]
     outs = []
     for extra in (0, 3):
-        launch = attention_triton.Launch(16, 64, extra, 64, 4, 3)
+        launch = attention_triton.AttentionLaunch(16, 64, extra, 64, 4, 3)
         found = attention_triton.paged_attention(
             *tensors, max_query=1, scale=0.125, launch=launch, out=torch.empty_like(tensors[0])
         )
@@ -193,7 +193,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(name: str) -> None:
     norm = random(n, seed=3)
     small = Workspace.on(torch.device(DEVICE), floats=config.split_k * 2 * 3 * (2 * 16 * 64 + 16) + 64, tiles=64)
 
-    def compute(rows: slice, workspace: Workspace | None = None) -> tuple[Tensor, PreNormed]:
+    def compute(rows: slice, workspace: Workspace | None = None) -> tuple[Tensor, PreNormedRows]:
         gated = linear_triton.exact_linear(x[rows], weight, config, gated=True, workspace=workspace)
         summed = up[rows].clone()
         left = linear_triton.room_for(summed, norm, config.block_n)
@@ -210,7 +210,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(name: str) -> None:
         alone, alone_left = compute(rows)
         assert torch.equal(alone, gated[rows])
         assert torch.equal(alone_left.x_MD, left.x_MD[rows])
-        assert torch.equal(alone_left.weighed_MD, left.weighed_MD[rows])
+        assert torch.equal(alone_left.pre_normed_MD, left.pre_normed_MD[rows])
         assert torch.equal(alone_left.squares_MP, left.squares_MP[rows])
     in_pieces, pieces_left = compute(slice(None), small)
     assert torch.equal(in_pieces, gated)

@@ -13,7 +13,7 @@ from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.kernels.linear import triton as linear_triton
 from tlt.kernels.linear.plan import TILES, choose_exact
-from tlt.kernels.linear.reference import PreNormed, weigh
+from tlt.kernels.linear.reference import PreNormedRows, pre_norm
 from tlt.model.config import ModelConfig
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
@@ -174,15 +174,15 @@ def test_rows_of_the_measured_layers_do_not_depend_on_their_number(n: int, k: in
     norm_in, norm_out = random_rows(1, k, 4)[0], random_rows(1, n, 5)[0]
 
     def compute(rows: slice) -> list[Tensor]:
-        normed = weigh(x[rows].clone(), norm_in, 64)
+        normed = pre_norm(x[rows].clone(), norm_in, 64)
         found = [linear_triton.linear(normed, weight, norm_weight=norm_in, gated=gated, pdl=True, exact=True)]
         if not gated:
             summed = residual[rows].clone()
             left = linear_triton.add_linear(
                 x[rows].clone(), weight, residual=summed, next_norm=norm_out, pdl=True, exact=True
             )
-            assert isinstance(left, PreNormed)
-            found += [left.x_MD, left.weighed_MD, left.squares_MP]
+            assert isinstance(left, PreNormedRows)
+            found += [left.x_MD, left.pre_normed_MD, left.squares_MP]
         return found
 
     whole = compute(slice(None))

@@ -8,7 +8,7 @@ import torch
 from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.batch_state.reference import StatePlaces, keep_states
 from tlt.kernels.draft_tree import pruning
-from tlt.kernels.draft_tree.pruning import Pruned, Shared
+from tlt.kernels.draft_tree.pruning import Pruned, VerifyBudget
 from tlt.spec.prompt_states import PromptStates
 from tlt.spec.shape import Draft, merge, share_out
 from tlt.spec.tree import Trees, own_bits
@@ -32,7 +32,7 @@ def growth(rows: int, width: int, depth: int, seed: int) -> tuple[torch.Tensor, 
 
 
 def pruned(  # type: ignore[no-untyped-def]
-    prune, grown, ready: torch.Tensor, width: int, depth: int, nodes: int, shared: Shared | int | None = None
+    prune, grown, ready: torch.Tensor, width: int, depth: int, nodes: int, shared: VerifyBudget | int | None = None
 ) -> Trees:
     trees = Trees.empty(len(ready), nodes, DEVICE)
     trees.token_RQ[:, 0] = 77
@@ -43,8 +43,8 @@ def pruned(  # type: ignore[no-untyped-def]
     return trees
 
 
-def share(nodes: int, left: list[int], remaining_bias: float = 0.0, most: float = 99.0) -> Shared:
-    return Shared(nodes, torch.tensor(left, device=DEVICE), torch.tensor(remaining_bias, device=DEVICE), most)
+def share(nodes: int, left: list[int], remaining_bias: float = 0.0, most: float = 99.0) -> VerifyBudget:
+    return VerifyBudget(nodes, torch.tensor(left, device=DEVICE), torch.tensor(remaining_bias, device=DEVICE), most)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_the_fused_pruner_prunes_alike(
     cpu = [part.cpu() for part in grown]
     trees = Trees.empty(4, nodes, "cpu")
     here = (
-        None if shared is None else Shared(shared.nodes, shared.left_R.cpu(), shared.remaining_bias.cpu(), shared.most)
+        None
+        if shared is None
+        else VerifyBudget(shared.nodes, shared.left_R.cpu(), shared.remaining_bias.cpu(), shared.most)
     )
     pruning.prune(*cpu, ready, width, depth, Pruned(*trees.parts), here)
     assert budget is None or int(trees.size_R.sum()) <= budget

@@ -26,7 +26,7 @@ from tlt.kernels.linear.plan import (
     choose_quantized,
     ever_quantized,
 )
-from tlt.kernels.linear.reference import PreNormed, QuantizedMatrix, weigh, weighed_linear
+from tlt.kernels.linear.reference import PreNormedRows, QuantizedMatrix, pre_norm, pre_normed_linear
 from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import room_for, skinny_linear
 from tlt.kernels.linear.workspace import Workspace
@@ -140,7 +140,7 @@ def test_a_matrix_in_8_bits_is_multiplied_as_it_is(config: Config, fusion: tuple
     weight[3] *= 1000.0  # each row has a scale of its own
     light = QuantizedMatrix.of(weight)
     out = skinny_linear(x, light, config, norm_eps=EPS, **extras)
-    read = light.light_NK.double() * light.scale_N.double()[:, None]
+    read = light.quantized_NK.double() * light.scale_N.double()[:, None]
     assert error(out, fp64_linear(x, read, **extras)) < TOLERANCE
     assert error(out, fp64_linear(x, weight, **extras)) > 5e-3, "that is no matrix in 8 bits"
 
@@ -149,21 +149,21 @@ def test_8_bits_are_near_and_renewed_in_place() -> None:
     weight = tensor(24, 64)
     weight[5] = 0.0
     light = QuantizedMatrix.of(weight)
-    places = light.light_NK.data_ptr(), light.scale_N.data_ptr()
+    places = light.quantized_NK.data_ptr(), light.scale_N.data_ptr()
     for _ in range(2):
-        read = light.light_NK.float() * light.scale_N[:, None]
+        read = light.quantized_NK.float() * light.scale_N[:, None]
         assert torch.isfinite(read).all()
         assert (read - weight.float()).abs().max(1).values.le(weight.float().abs().amax(1) / 16 + 1e-30).all()
         assert error(read, weight.double()) < 0.04
         weight.copy_(1e-3 * tensor(24, 64, seed=9))
-        light.renew()
-    assert places == (light.light_NK.data_ptr(), light.scale_N.data_ptr())
+        light.requantize()
+    assert places == (light.quantized_NK.data_ptr(), light.scale_N.data_ptr())
 
 
 def test_few_rows_read_a_large_matrix_in_8_bits_and_all_others_the_fine_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, extras = layer(300, 32, 64, residual=True)
     light, residual = QuantizedMatrix.of(weight), extras["residual"]
-    read = light.light_NK.double() * light.scale_N.double()[:, None]
+    read = light.quantized_NK.double() * light.scale_N.double()[:, None]
     for rows in (3, 40, 300):
         assert torch.equal(linear_triton.linear(x[:rows], light), linear_triton.linear(x[:rows], weight)), "small"
     monkeypatch.setattr(linear_table, "LEAST_QUANTIZED", {16: 0, 32: 0})
@@ -222,12 +222,12 @@ def test_the_fused_norm_is_no_worse_than_rounding_after_the_norm() -> None:
 # The norm between two layers: its weight and squares left by the first, its scale put on by the second.
 
 
-def assert_weighed(found: PreNormed, x: Tensor, norm: Tensor, part: int) -> None:
+def assert_weighed(found: PreNormedRows, x: Tensor, norm: Tensor, part: int) -> None:
     """Of the rows as they were stored, so that only the sums' order differs."""
-    expected = weigh(x, norm, part)
+    expected = pre_norm(x, norm, part)
     assert torch.equal(found.x_MD, x)
     assert found.norm_D is norm
-    assert torch.equal(found.weighed_MD, expected.weighed_MD)
+    assert torch.equal(found.pre_normed_MD, expected.pre_normed_MD)
     torch.testing.assert_close(found.squares_MP, expected.squares_MP, rtol=1e-5, atol=1e-5)
 
 
@@ -239,7 +239,7 @@ def test_a_layer_leaves_its_result_weighed_for_the_next_norm(config: Config, m: 
     plain = skinny_linear(x, weight, config, **extras)
     out = extras["residual"]  # in place, as the model does it
     left = room_for(out, norm, config.block_n)
-    left.weighed_MD.fill_(float("nan"))
+    left.pre_normed_MD.fill_(float("nan"))
     left.squares_MP.fill_(float("nan"))
     skinny_linear(x, weight, config, out=out, leave=left, **extras)
     assert torch.equal(out, plain)
@@ -251,9 +251,9 @@ def test_a_layer_leaves_its_result_weighed_for_the_next_norm(config: Config, m: 
 def test_a_layer_that_reads_weighed_rows_scales_its_sums(config: Config, bias: bool, gated: bool, part: int) -> None:
     x, weight, extras = layer(17, 40, 200, norm=True, bias=bias, gated=gated)
     norm, without = extras["norm_weight"], {"bias": extras["bias"], "gated": gated}
-    weighed = weigh(x, norm, part)
+    weighed = pre_norm(x, norm, part)
     out = skinny_linear(weighed, weight, config, norm_weight=norm, norm_eps=EPS, **without)
-    assert error(out, weighed_linear(weighed, weight, norm_eps=EPS, **without).double()) < TOLERANCE
+    assert error(out, pre_normed_linear(weighed, weight, norm_eps=EPS, **without).double()) < TOLERANCE
     assert error(out, fp64_linear(x, weight, **extras)) < TOLERANCE
 
 
@@ -265,7 +265,7 @@ def test_two_layers_and_the_norm_between_them(bucket: int, carried: bool) -> Non
     norm, eps = after.pop("norm_weight"), {"norm_eps": EPS}
     between = fp64_linear(x, weight, **extras)
     stream = linear_triton.add_linear(x, weight, residual=extras["residual"], next_norm=norm)
-    assert isinstance(stream, PreNormed) == carried
+    assert isinstance(stream, PreNormedRows) == carried
     out = linear_triton.linear(stream, head, norm_weight=norm, **eps, **after)
     assert error(out, fp64_linear(between, head, norm_weight=norm, **after)) < 2 * TOLERANCE
     assert linear_triton.add_linear(x, weight, residual=extras["residual"], next_norm=None) is extras["residual"]
@@ -276,7 +276,7 @@ def test_rows_of_a_table_come_weighed(width: int) -> None:
     table, norm = tensor(9, width), 1 + 0.3 * tensor(width, seed=9)
     index = torch.tensor([3, 8, 0, 3, -1], device=DEVICE)
     taken = linear_triton.take_rows(table, index, norm)
-    assert isinstance(taken, PreNormed)
+    assert isinstance(taken, PreNormedRows)
     assert_weighed(taken, table[index], norm, 64)
 
 
@@ -303,7 +303,7 @@ def test_a_model_in_rollout_computes_what_it_computes_elsewhere(family: str, mon
         streams = []
         model.blocks[1].register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
         found = model(tokens, layout, taps=(0, 1, 2))
-        assert isinstance(streams[0], PreNormed)
+        assert isinstance(streams[0], PreNormedRows)
         logits = model.logits(found.hidden_TD), model.logits(expected.hidden_TD)
         for ours, theirs in (
             (found.hidden_TD, expected.hidden_TD),
@@ -332,11 +332,11 @@ def test_a_residual_can_be_kept(route: str, bias: bool, exact: bool, monkeypatch
     kept = linear_triton.add_linear(x, weight, residual=extras["residual"], keep_residual=True, **how)
     assert torch.equal(extras["residual"], before)
     over = linear_triton.add_linear(x, weight, residual=extras["residual"], **how)
-    assert isinstance(kept, PreNormed) == isinstance(over, PreNormed) == (config is not None)
+    assert isinstance(kept, PreNormedRows) == isinstance(over, PreNormedRows) == (config is not None)
     assert torch.equal(model_linear.rows_of(kept), model_linear.rows_of(over))
     assert model_linear.rows_of(over) is extras["residual"]
-    if isinstance(kept, PreNormed) and isinstance(over, PreNormed):
-        assert torch.equal(kept.weighed_MD, over.weighed_MD)
+    if isinstance(kept, PreNormedRows) and isinstance(over, PreNormedRows):
+        assert torch.equal(kept.pre_normed_MD, over.pre_normed_MD)
         assert torch.equal(kept.squares_MP, over.squares_MP)
 
 
@@ -378,8 +378,8 @@ def test_tapping_costs_no_launch_and_no_bit(library: bool, monkeypatch: pytest.M
 
 def test_rows_weighed_for_another_norm_are_refused() -> None:
     x, weight, extras = layer(2, 16, 64, norm=True)
-    with pytest.raises(ValueError, match="weighed for another norm"):
-        model_linear.linear(weigh(x, extras["norm_weight"].clone(), 64), weight, norm_weight=extras["norm_weight"])
+    with pytest.raises(ValueError, match="pre-normed for another norm"):
+        model_linear.linear(pre_norm(x, extras["norm_weight"].clone(), 64), weight, norm_weight=extras["norm_weight"])
 
 
 def test_torch_version_is_the_definition() -> None:

@@ -9,7 +9,7 @@ import torch
 from tlt.config import SpecSettings
 from tlt.engine.build import shapes_of
 from tlt.kernels.draft_tree import verification as reference
-from tlt.kernels.draft_tree.pruning import Pruned, Shared
+from tlt.kernels.draft_tree.pruning import Pruned, VerifyBudget
 from tlt.spec.shape import Draft
 from tlt.spec.tree import Trees
 
@@ -95,7 +95,7 @@ class Compiled:
 def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler takes tenths of a second, and a rollout would wait for it whenever a shape is tried."""
     pruning_triton = pytest.importorskip("tlt.kernels.draft_tree.pruning_triton")
-    names = ("_prune_kernel", "_cut_kernel", "_handicap_kernel", "_prepare_kernel", "_finish_kernel")
+    names = ("_prune_kernel", "_cut_kernel", "_penalty_kernel", "_prepare_kernel", "_finish_kernel")
     kernels = {name: Compiled() for name in names}
     for name, compiled in kernels.items():
         monkeypatch.setattr(trees_triton if hasattr(trees_triton, name) else pruning_triton, name, compiled)
@@ -105,7 +105,7 @@ def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         grown, nodes = shape.width * shape.depth, shape.verify
         trees = Trees.empty(rows, nodes, "cpu")
         node = torch.zeros((rows, grown), dtype=torch.int64)
-        everybody = Shared(shape.tokens(rows) - rows, node[:, 0], torch.zeros(()))
+        everybody = VerifyBudget(shape.tokens(rows) - rows, node[:, 0], torch.zeros(()))
         shared, ready = everybody if shape.share else None, torch.ones(rows, dtype=torch.bool)
         pruning_triton.prune(node, node, node.float(), ready, shape.width, shape.depth, Pruned(*trees.parts), shared)
         state = tuple(torch.zeros((rows, 5)) for _ in range(3))
@@ -117,5 +117,5 @@ def test_few_kernels_serve_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: len(compiled.versions) for name, compiled in kernels.items()}
     assert found["_prune_kernel"] <= 20, found
     assert found["_cut_kernel"] <= 8, found
-    assert found["_handicap_kernel"] <= 3, found
+    assert found["_penalty_kernel"] <= 3, found
     assert max(found["_prepare_kernel"], found["_finish_kernel"]) <= 5, found

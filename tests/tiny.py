@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt.kernels.draft_tree.layer import New
+from tlt.kernels.draft_tree.layer import NewPositions
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.text import Tokenizer
@@ -74,7 +74,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def new_positions(first_R: Tensor, count_R: Tensor, most: int) -> New:
+def new_positions(first_R: Tensor, count_R: Tensor, most: int) -> NewPositions:
     """Of rows for which there is room for `most` each, padding behind what they have."""
     at_T = torch.arange(len(count_R) * most, device=count_R.device)
-    return New(at_T // most, at_T % most, first_R, count_R)
+    return NewPositions(at_T // most, at_T % most, first_R, count_R)

@@ -1,8 +1,8 @@
-"""Compiling before anybody waits: with torch alone there is nothing to compile. The reference of `compiling_triton`."""
+"""Compiling kernels before requests wait for them; torch has nothing to compile. Reference of `compiling_triton`."""
 
 from collections.abc import Callable
 
 
 def compile_ahead(work: Callable[[], object]) -> None:
-    """Has everything compiled that this work would launch. Work that changes nothing which counts and reads no number
-    back: it is not run here, and in Triton without its kernels, whose results are zeros, or old."""
+    """Compiles every kernel that `work` would launch. Here `work` is not run. In Triton it runs without its kernels,
+    and their outputs are zeros or stale, so `work` must have no lasting effect and read no number back."""

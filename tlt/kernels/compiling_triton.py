@@ -1,8 +1,8 @@
 """Compiles kernels many at a time, before they run.
 
-A kernel takes a compiler a third of a second, on one core; an engine has some two hundred, which are only known when
-they are launched. So the work that launches them is gone through without launching any. What always holds: when it is
-done, all of them are compiled and loaded; no kernel of this thread ran meanwhile, and other threads' did.
+Compiling a kernel takes a third of a second on one core; an engine has some two hundred, which are only known when they
+are launched. So the work that launches them runs without launching any. Always holds: afterwards all of them are
+compiled and loaded; no kernel of this thread ran meanwhile, and those of other threads did.
 """
 
 import os
@@ -25,7 +25,7 @@ _TURN = Lock()  # what is changed in Triton meanwhile is changed for all threads
 
 
 def compile_ahead(work: Callable[[], object]) -> None:
-    """Has everything compiled that this work would launch."""
+    """Compiles every kernel that `work` would launch."""
     with _TURN, _pool() as pool:
         mode = AsyncCompileMode(pool, ignore_errors=True)  # or it would stay active; they are raised below
         with _parsing_in_turn(), _launching_nothing(), mode, _none_left_if_it_fails(pool), _Zeros():
@@ -35,7 +35,7 @@ def compile_ahead(work: Callable[[], object]) -> None:
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Of as many threads as there are cores: this one waits, mostly. All of them mean the GPU that this one does."""
+    """One thread per core, as this one mostly waits. All of them use the GPU that this one uses."""
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     chosen = driver.active.get_current_device()
     return ThreadPoolExecutor(threads, initializer=driver.active.set_current_device, initargs=(chosen,))
@@ -43,7 +43,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @contextmanager
 def _none_left_if_it_fails(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """Nobody waits for what is not needed any more."""
+    """Cancels compilations that are not needed any more."""
     failed = True
     try:
         yield
@@ -60,8 +60,8 @@ def _load(kernel: Any) -> None:
 
 @contextmanager
 def _launching_nothing() -> Iterator[None]:
-    """A launch is a "warm-up" in Triton's sense: it ends when the kernel is there, or is being compiled elsewhere. What
-    is launched again, by every layer of a model, is passed over: Triton takes longer to find that out."""
+    """A launch is a "warm-up" in Triton's sense: it ends when the kernel is there, or is being compiled elsewhere.
+    Repeated launches, one per layer of a model, are skipped here: Triton takes longer to recognise them."""
     mine, launch, seen = get_ident(), JITFunction.run, set[Any]()
 
     def compiled(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -81,7 +81,7 @@ def _launching_nothing() -> Iterator[None]:
 
 
 def _told_apart(argument: Any) -> Any:
-    """What kernels may differ by, and more: of numbers Triton looks only at some."""
+    """A key by which kernels may differ; finer than Triton's, which looks at some numbers only."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if isinstance(argument, TensorDescriptor):
@@ -107,7 +107,7 @@ def _parsing_in_turn() -> Iterator[None]:
 
 
 class _Zeros(TorchFunctionMode):
-    """What no kernel fills is zero, which is a place in any table; what happened to lie there need not be."""
+    """Empty tensors are zero-filled: zero is a valid index into any table, uninitialized memory is not."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _FILLED.get(function, function)(*args, **(kwargs or {}))

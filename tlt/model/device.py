@@ -21,7 +21,7 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory, what nobody has and what torch only keeps for later."""
+    """Bytes of a GPU's memory that are free, or that torch caches without using."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
 

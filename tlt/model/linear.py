@@ -1,9 +1,9 @@
 """Matrix products and norms of the model: the vendor's products between our kernels on a GPU, torch elsewhere.
 
 On a GPU in bfloat16 there are two ways: rollout, where no gradients flow and sums are written over the residual; and
-training, where nothing is written over and what lies between the products is fused forth and back. Both round where
-torch does elsewhere, but that rollout scales a normed layer's sums rather than its rows, which rounds once less: there
-the residual stream travels weighed for the norm that reads it next, so that no kernel is spent on a norm.
+training, where nothing is overwritten and the layers between the products are fused forward and backward. Both round
+where torch does elsewhere, with one exception: rollout scales a normed layer's sums rather than its rows, which rounds
+once less. There the residual stream is pre-normed for the norm that reads it next, and no kernel is spent on norms.
 `exact` asks GPU rollout for rows whose bits do not depend on the other rows, nor on their number.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.linear import elementwise
 from tlt.kernels.linear import reference as kernels
-from tlt.kernels.linear.reference import Matrix, PreNormed, fine
+from tlt.kernels.linear.reference import Matrix, PreNormedRows, bf16_of
 from tlt.kernels.training import reference as training
 
-Stream = Tensor | PreNormed
+Stream = Tensor | PreNormedRows
 """The residual stream: rows, or in GPU rollout rows and what their next norm needs of them."""
 
 
@@ -35,11 +35,13 @@ def linear(
 ) -> Tensor:
     """`residual + activation(norm(x) @ weightᵀ + bias)`; gated: weight holds gate rows, then up rows.
 
-    In GPU rollout the sum is written over `residual`: whoever wants to keep that must copy it before. And there alone a
-    `QuantizedMatrix` weight is read in 8 bits, where our kernels read it.
+    In GPU rollout the sum is written over `residual`: callers that keep it must copy it before. Only there our kernels
+    read a `QuantizedMatrix` in 8 bits.
     """
-    if isinstance(x, PreNormed) and x.norm_D is not norm_weight:
-        raise ValueError("x was weighed for another norm than the one given; hand that norm to whoever made x")
+    if isinstance(x, PreNormedRows) and x.norm_D is not norm_weight:
+        raise ValueError(
+            "x is pre-normed for another norm than the one given; give that norm to the layer that makes x"
+        )
     x_TK = rows_of(x)
     options: dict[str, Any] = {
         "bias": bias,
@@ -49,7 +51,7 @@ def linear(
         "gated": gated,
     }
     if in_gpu_training(x_TK):
-        return _trained_linear(x_TK, fine(weight), **options)
+        return _trained_linear(x_TK, bf16_of(weight), **options)
     in_triton = in_gpu_rollout(x_TK)
     out = residual if in_triton else None
     # pdl: each kernel may start while the one before it ends
@@ -67,7 +69,7 @@ def add_linear(
     exact: bool = False,
 ) -> Stream:
     """`residual + x @ weightᵀ + bias`, for `next_norm` to read. In GPU rollout written over `residual`, as above, but
-    where that is to be kept."""
+    unless that is kept."""
     if in_gpu_training(x_TK):
         return linear(x_TK, weight, bias=bias, residual=rows_of(residual))
     how: dict[str, Any] = {"next_norm": next_norm, "keep_residual": keep_residual, "pdl": True, "exact": exact}
@@ -82,7 +84,7 @@ def embed(table_VD: Tensor, tokens_T: Tensor, next_norm: Tensor, *, exact: bool 
 
 
 def rows_of(x: Stream) -> Tensor:
-    return x.x_MD if isinstance(x, PreNormed) else x
+    return x.x_MD if isinstance(x, PreNormedRows) else x
 
 
 def _trained_linear(
@@ -145,13 +147,13 @@ def in_gpu_rollout(x: Tensor) -> bool:
 
 
 def reads_quantized(weight: Tensor) -> bool:
-    """Whether rollout may read such a matrix in 8 bits: our kernels for that are made for Hopper."""
+    """Whether rollout may read such a matrix in 8 bits: the kernels are made for Hopper."""
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(weight.device) >= _LIGHT_SINCE
+    return torch.cuda.get_device_capability(weight.device) >= _QUANTIZED_SINCE
 
 
-_LIGHT_SINCE = (9, 0)  # compute capability
+_QUANTIZED_SINCE = (9, 0)  # compute capability
 
 
 def in_gpu_training(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Rotary angles: the cos and sin tables of every position, with the scaling a long-context policy was trained with.
 
-The tables are float32 [positions, head_dim / 2] and already hold any attention factor; whoever rotates only multiplies.
+The tables are float32 [positions, head_dim / 2] and already hold any attention factor; rotating only multiplies.
 """
 
 import math

@@ -65,8 +65,8 @@ class Block(nn.Module):
     def forward(
         self, x: Stream, layout: Layout, rotary: Rotary, next_norm: Tensor | None = None, keep_x: bool = False
     ) -> Stream:
-        """`next_norm`: the weight of the norm that reads the result, if that is known. `keep_x`: somebody else wants x
-        as it is, so the first sum is not written over it."""
+        """`next_norm`: the weight of the norm that reads the result, if that is known. `keep_x`: x is
+        used elsewhere, so the first sum is not written over it."""
         exact = layout.exact
         qkv_TN = linear(x, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps, exact=exact)
         attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm))

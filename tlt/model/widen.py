@@ -22,8 +22,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-class Place(Protocol):
-    """Source into the upper left corner of target; the rest zero, or random where nothing reads what it makes."""
+class CornerPlacement(Protocol):
+    """Copies source to the upper left corner of target; the rest is zero, or random where its outputs are not read."""
 
     def __call__(self, target: Tensor, source: Tensor, *, free: bool) -> None: ...
 
@@ -62,7 +62,7 @@ def widen(
     return wide
 
 
-def placing(generator: torch.Generator) -> Place:
+def placing(generator: torch.Generator) -> CornerPlacement:
     def place(target: Tensor, source: Tensor, *, free: bool) -> None:
         if free:
             target.normal_(0.0, 0.02, generator=generator)
@@ -80,7 +80,7 @@ def _widen_block(
     small: ModelConfig,
     config: ModelConfig,
     shrink: float,
-    place: Place,
+    place: CornerPlacement,
 ) -> None:
     """One parameter of one block; `source` is None in the layers the small model does not have."""
     if source is None:
@@ -102,7 +102,9 @@ def _widen_block(
         place(target, source, free=False)
 
 
-def place_heads(target: Tensor, source: Tensor, small: ModelConfig, config: ModelConfig, place: Place) -> None:
+def place_heads(
+    target: Tensor, source: Tensor, small: ModelConfig, config: ModelConfig, place: CornerPlacement
+) -> None:
     """Query, key and value heads each keep their index; new heads follow, multiplied by zero columns of `o`."""
     d = config.head_dim
     wide_parts = torch.split(target, [config.heads * d, config.kv_heads * d, config.kv_heads * d])

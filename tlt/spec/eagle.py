@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tlt.errors import ModelError
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import layer as layer_kernels
-from tlt.kernels.draft_tree.layer import New
+from tlt.kernels.draft_tree.layer import NewPositions
 from tlt.kernels.linear.plan import ever_quantized
 from tlt.kernels.linear.reference import Matrix, QuantizedMatrix
 from tlt.kernels.training import reference as training_kernels
@@ -164,8 +164,8 @@ class Eagle(nn.Module):
             if not ever_quantized(len(matrix) // (2 if gated else 1), matrix.shape[1], gated):
                 continue
             known = self._quantized.get(name)
-            if known is not None and known.fine_NK.data_ptr() == matrix.data_ptr():
-                known.renew()
+            if known is not None and known.bf16_NK.data_ptr() == matrix.data_ptr():
+                known.requantize()
             else:
                 self._quantized[name] = QuantizedMatrix.of(matrix)
 
@@ -300,7 +300,7 @@ class Eagle(nn.Module):
         ring: Ring,
         next_T: Tensor,
         features_TF: Tensor,
-        new: New,
+        new: NewPositions,
         embed_VD: Tensor,
     ) -> Tensor:
         """Takes in new positions of rows and writes them to their rings. g of each row's last one, [R, D].

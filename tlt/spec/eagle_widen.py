@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt.errors import ModelError
 from tlt.model.config import ModelConfig
-from tlt.model.widen import Place, place_heads, placing
+from tlt.model.widen import CornerPlacement, place_heads, placing
 from tlt.spec.eagle import TAPS, Eagle, EagleConfig, layer_source
 
 
@@ -59,7 +59,7 @@ def wide_drafter_config(small: EagleConfig, policy: ModelConfig, mlp: float = 1.
     return EagleConfig(layer, small.taps, small.window, small.draft_vocab, policy.layers)
 
 
-def _place_beside(target: Tensor, source: Tensor, parts: int, place: Place) -> None:
+def _place_beside(target: Tensor, source: Tensor, parts: int, place: CornerPlacement) -> None:
     """Columns come in `parts` vectors side by side, each of which is now followed by zeros that may be read."""
     for ours, theirs in zip(target.chunk(parts, dim=1), source.chunk(parts, dim=1), strict=True):
         place(ours, theirs, free=True)

@@ -22,8 +22,8 @@ from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import layer as layer_kernels
-from tlt.kernels.draft_tree.layer import Intake
-from tlt.kernels.draft_tree.pruning import Shared
+from tlt.kernels.draft_tree.layer import ExtendState
+from tlt.kernels.draft_tree.pruning import VerifyBudget
 from tlt.kernels.linear.plan import ever_quantized
 from tlt.kernels.linear.reference import QuantizedMatrix
 from tlt.model.device import upload_columns
@@ -136,7 +136,7 @@ class LearnedDrafting(Drafter):
         if self._head_vD is not self._policy.head_weight and self.drafter.own_head_vD is None:
             self.drafter.head_rows(self._policy.head_weight, out=self._head_vD)
         if self._quantized_head is not None:
-            self._quantized_head.renew()
+            self._quantized_head.requantize()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -294,7 +294,7 @@ class LearnedDrafting(Drafter):
             if shape.share:  # idle rows must take nothing of it
                 ready_R = ready_R & (self._row[:rows] < view.count)
                 left_R = view.end_R[:rows] - view.position_R[:rows]
-                shared = Shared(shape.tokens(rows) - rows, left_R, view.remaining_bias, MAX_REMAINING_BIAS)
+                shared = VerifyBudget(shape.tokens(rows) - rows, left_R, view.remaining_bias, MAX_REMAINING_BIAS)
             builder.prune(rows, shape.depth, ready_R, trees, shared)
             builder.pack(rows, shape.depth, self._memory.ready_R)
 
@@ -358,12 +358,12 @@ class LearnedDrafting(Drafter):
         rows: where there are more, as is possible when others have just left, the last rows have no drafts for once."""
         view, memory, inputs = self._rows, self._memory, self._inputs.first(rows)
         in_triton = in_gpu_rollout(inputs.g_RD)
-        intake = Intake(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
-        new, source_T = dispatch(layer_kernels.spread, in_triton)(intake, most, tokens, self._window)
+        state = ExtendState(view.position_R[:rows], view.count, memory.taken_R[:rows], memory.ready_R[:rows])
+        new, source_T = dispatch(layer_kernels.plan_extend, in_triton)(state, most, tokens, self._window)
         states_TF = memory.states_RWF.flatten(0, 1).index_select(0, source_T)
         next_T = memory.tokens_RW.flatten().index_select(0, source_T)
         newest_RD = self.drafter.extend(inputs.ring, next_T, states_TF, new, inputs.embed_VD)
-        dispatch(layer_kernels.settle, in_triton)(intake, new, newest_RD, inputs.g_RD, pdl=True)
+        dispatch(layer_kernels.finish_extend, in_triton)(state, new, newest_RD, inputs.g_RD, pdl=True)
 
     # ---- what it costs
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import growth, pruning
 from tlt.kernels.draft_tree.growth import Growing
-from tlt.kernels.draft_tree.pruning import Pruned, Shared
+from tlt.kernels.draft_tree.pruning import Pruned, VerifyBudget
 from tlt.kernels.linear.reference import Matrix
 from tlt.model.linear import rows_of
 from tlt.spec.candidates import DrawKeys, candidates
@@ -83,7 +83,7 @@ class TreeBuilder:
         g_RwD = rows_of(g).view(grown.state_RwD.shape)
         dispatch(growth.expand, logits_Nv.is_cuda)(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
-    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: Shared | None = None) -> None:
+    def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: VerifyBudget | None = None) -> None:
         """The likeliest nodes of the first `depth` levels as trees to verify, of all rows together where they share;
         rows that are not ready get none."""
         out = Pruned(*trees.first(rows).parts)

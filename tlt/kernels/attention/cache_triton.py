@@ -1,8 +1,8 @@
-"""Writing the paged KV cache, in Triton: `rope_and_write` and `copy_kv` of `attention`, which explains them.
+"""Writing the paged KV cache, in Triton: `rope_and_write` and `copy_kv` of `reference`, which explains them.
 
-Always holds: one launch each; a slot of -1 is neither read nor written. Knows slots as numbers, not who owns them.
+Always holds: one launch each; a slot of -1 is neither read nor written. Knows slots as numbers, not their owners.
 
-Legend: as in `attention`, and in kernels H heads of a program, h half a head's width, m moves of a request, w columns.
+Legend: as in `reference`, and in kernels H heads of a program, h half a head's width, m moves of a request, w columns.
 """
 
 import torch
@@ -98,7 +98,7 @@ def rope_and_write(
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """As `attention.rope_and_write`."""
+    """As `reference.rope_and_write`."""
     n_tokens, n_heads = qkv_TN.shape[0], n_q + 2 * n_kv
     out = qkv_TN.new_empty((n_tokens, n_q, d_h)) if out is None else out
     if qkv_TN.stride(1) != 1 or out.stride(1) != d_h or k_cache.stride() != v_cache.stride():
@@ -141,7 +141,7 @@ def _copy_kernel(
 def copy_kv(
     k_cache_all: Tensor, v_cache_all: Tensor, src_slots: Tensor, dst_slots: Tensor, *, pdl: bool = False
 ) -> None:
-    """As `attention.copy_kv`; a row holds at most MOST_MOVES slots."""
+    """As `reference.copy_kv`; a row holds at most MOST_MOVES slots."""
     layers, _, page_size, n_kv, d_head = k_cache_all.shape
     src_Rm, dst_Rm = torch.atleast_2d(src_slots).contiguous(), torch.atleast_2d(dst_slots).contiguous()
     requests, moves = src_Rm.shape

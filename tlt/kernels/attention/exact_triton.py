@@ -7,12 +7,12 @@ programs its context is spread. Because:
 - tiles and parts of a context begin at fixed positions; parts are joined in order, in registers or through memory;
 - keys a query does not see weigh exactly 0 and leave its running sums as they are;
 - nothing is contracted (`enable_fp_fusion=False`), so that copies the compiler makes of a line round as the line does.
-For that, prompts are computed in small tiles, which is slower than `attention_triton`. Trees it cannot do: their
+For that, prompts are computed in small tiles, which is slower than `triton`. Trees it cannot do: their
 ancestors lie elsewhere than plain decoding puts them.
 
-Danger: as in `attention_triton`, whose arrival counters it shares.
+Danger: as in `triton`, whose arrival counters it uses.
 
-Legend: as in `attention_triton`.
+Legend: as in `triton`.
 """
 
 import torch
@@ -39,7 +39,7 @@ MOST_BYTES = 1 << 28  # of memory for parts; where they would need more, one pro
 
 
 def programs_per_context(blocks: int, parts: int, bytes_per_part: int, multiprocessors: int) -> int:
-    """How many programs share a context: enough to fill the chip, no more than there are parts. Changes no bit."""
+    """How many programs one context is divided among: enough to fill the chip, at most one per part. Changes no bit."""
     if blocks * parts * bytes_per_part > MOST_BYTES:
         return 1
     return max(1, min(parts, -(-2 * multiprocessors // max(1, blocks))))
@@ -57,7 +57,7 @@ def _exact_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program ((its number among those that share a context, row block), key head, request)."""
+    """Program ((its number among those of the context, row block), key head, request)."""
     start(PDL)
     head, request = tl.program_id(1), tl.program_id(2)
     number = tl.program_id(0) // row_blocks
@@ -124,7 +124,7 @@ def _exact_attention_kernel(
         total_MD = total_MD / tl.where(total_sum_M == 0.0, 1.0, total_sum_M)[:, None]
         tl.store(out_ptrs, total_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
     else:
-        # all threads' stores, then one thread's release: whoever counts to the end has acquired them all
+        # all threads' stores, then one thread's release: the program that counts last has acquired them all
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
         if arrived == at_work - 1:

@@ -1,9 +1,8 @@
-"""Attention over a paged KV cache, in torch: what a CPU runs, and the reference of `attention_triton`.
+"""Attention over a paged KV cache, in torch: what a CPU runs, and the reference of `triton` and `cache_triton`.
 
 Owns reading and writing the cache of one layer. Always holds: nothing outside a request's context reaches its output,
-not even a NaN; nor does a query whose key is NaN reach those of its request that do not see it: a draft the policy can
-make nothing of fails nobody. Requests of context 0 give zeros. Knows pages and slots as numbers only: who owns them is
-the page book's matter.
+not even a NaN. A key that is NaN affects only the queries that see it, so a draft with undefined states does not fail
+its request. Requests of context 0 give zeros. Knows pages and slots as numbers only; the page allocator owns them.
 
 Legend: T query tokens of all requests, one after the other; R requests; P pages a request may have; Q queries per
 request; L context; H query heads, K key heads; d head width, h half of it; W words of 32 bits; N = (H + 2K)·d;
@@ -197,7 +196,7 @@ def _attend(
 
 
 def _without_number(k_RKLd: Tensor, context_len_R: Tensor, n_queries: int) -> Tensor | None:
-    """`[R, K, L]`: which of the queries' own keys are NaN; None if none is. Those before them everybody sees."""
+    """`[R, K, L]`: which of the queries' own keys are NaN; None if none is. All queries see the earlier keys."""
     from_end_RQ = context_len_R[:, None] - 1 - torch.arange(n_queries, device=k_RKLd.device)
     index_RKQ = from_end_RQ.clamp(min=0)[:, None].expand(-1, k_RKLd.shape[1], -1)
     own_RKQd = k_RKLd.gather(2, index_RKQ.unsqueeze(3).expand(-1, -1, -1, k_RKLd.shape[3]).long())
@@ -209,7 +208,7 @@ def _without_number(k_RKLd: Tensor, context_len_R: Tensor, n_queries: int) -> Te
 
 
 def _slots(in_context_RL: Tensor, page_table_RP: Tensor, page_size: int) -> Tensor:
-    """The slot of each position. Those past the context point at the first one: masked, and never a stranger's NaN."""
+    """The slot of each position. Positions past the context get the first one's: masked, and of the same request."""
     n_requests, longest = in_context_RL.shape
     pages_RP = page_table_RP[:, : (longest + page_size - 1) // page_size]
     offsets = torch.arange(page_size, device=pages_RP.device, dtype=pages_RP.dtype)

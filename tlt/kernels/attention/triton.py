@@ -1,10 +1,10 @@
-"""Attention over a paged KV cache, in Triton. Same functions as in `attention`, which explains them: their reference.
+"""Attention over a paged KV cache, in Triton. Same functions as in `reference`, which explains them.
 
 Always holds: launches depend on shapes alone, never on what a tensor holds, so each call can be captured in a CUDA
 graph; sums are taken in a fixed order, so a replay gives the same bits; nothing outside a request's context is used.
 Danger: two attention calls must not run at once on one device, since they share arrival counters: keep to one stream.
 
-Legend: as in `attention`, and in kernels M rows of a tile, (query, head of the group) pairs; N keys of a tile; D width.
+Legend: as in `reference`, and in kernels M rows of a tile, (query, head of the group) pairs; N keys of a tile; D width.
 """
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tlt.kernels.attention.cache_triton import copy_kv, rope_and_write, start
 from tlt.kernels.attention.kv_splits import list_kv_splits
-from tlt.kernels.attention.plan import Launch, plan_launch
+from tlt.kernels.attention.plan import AttentionLaunch, plan_launch
 
-__all__ = ["Launch", "copy_kv", "kv_splits_of", "paged_attention", "plan_launch", "rope_and_write"]
+__all__ = ["AttentionLaunch", "copy_kv", "kv_splits_of", "paged_attention", "plan_launch", "rope_and_write"]
 
 COUNTERS = 1 << 18  # (request, key head, row block) triples of one launch
 MULTIPROCESSORS_OF_NO_GPU = 2  # what the interpreter plans for
@@ -34,22 +34,22 @@ def _set_bits(word):
 
 
 @triton.jit
-def _share(share_ptr, SHARED: tl.constexpr):
-    """Whose context this program reads, which share of it, and how many tiles that is; a request of −1: nothing."""
+def _kv_split(kv_split_ptr, SPLIT: tl.constexpr):
+    """The request whose context this program reads (−1: none), the split's number in it, and the tiles of a split."""
     program = tl.program_id(2)
     request, split, tiles = program, program * 0, program * 0 + (1 << 24)
-    if SHARED:
-        listed = tl.load(share_ptr + 1 + program)
-        request, split, tiles = listed >> 8, listed & 255, tl.load(share_ptr)
+    if SPLIT:
+        listed = tl.load(kv_split_ptr + 1 + program)
+        request, split, tiles = listed >> 8, listed & 255, tl.load(kv_split_ptr)
     return request, split, tiles
 
 
 @triton.jit
 def _work(
-    query_len, context_len, first_row, share_tiles,
+    query_len, context_len, first_row, split_tiles,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Keys [low, high) a row block reads, those below `shared` seen by all rows; shares of the request at work."""
+    """Keys [low, high) a row block reads, those below `shared` seen by all rows, and how many splits have keys."""
     first_position = context_len - query_len
     first_query = first_row // GROUP
     last_query = tl.minimum(first_row + BLOCK_M - 1, query_len * GROUP - 1) // GROUP
@@ -67,7 +67,7 @@ def _work(
         low = tl.maximum(window_from, 0) // BLOCK_N * BLOCK_N
         shared = low  # the window's edge cuts through tiles: mask them all
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_N)
-    return low, high, shared, tl.maximum(tl.cdiv(tiles, share_tiles), 1)
+    return low, high, shared, tl.maximum(tl.cdiv(tiles, split_tiles), 1)
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def take_tile(
     """One tile of keys, taken into the running softmax (in base 2); and the pages of the next tile.
 
     Looked up a tile ahead, they let the loads of keys and values depend on no load of their own iteration: the compiler
-    then keeps several tiles in flight. SPARE: a key that is NaN harms only those who see it; in a tree so does a
-    value that is. Whether to may be known when this is compiled, or only when it runs.
+    then keeps several tiles in flight. SPARE, a constexpr or known at run time: a NaN key affects only the
+    queries that see it, and in a tree so does a NaN value.
     """
     key_N = first_key + tl.arange(0, BLOCK_N)
     next_page_N = pages_of(page_row_ptr, first_key + BLOCK_N, high, BLOCK_N, PAGE)
@@ -101,14 +101,14 @@ def take_tile(
     else:
         k_ND = tl.load(k_ptr + offset_ND)
         v_ND = tl.load(v_ptr + offset_ND)
-    if SPARE:  # its score is NaN to those who see it; to the others its value must not be, whatever its weight
+    if SPARE:  # the score is NaN for queries that see the key; for the others the value must not be
         if TREE_WORDS > 0:  # the key takes over the value's NaN: element by element, no thread asks another
-            spoilt_ND = v_ND != v_ND
-            k_ND = tl.where(spoilt_ND, v_ND, k_ND)
-            v_ND = tl.where(spoilt_ND, 0.0, v_ND)
+            nan_ND = v_ND != v_ND
+            k_ND = tl.where(nan_ND, v_ND, k_ND)
+            v_ND = tl.where(nan_ND, 0.0, v_ND)
         else:
-            spoilt_N = tl.max((k_ND != k_ND).to(tl.int32), 1) > 0
-            v_ND = tl.where(spoilt_N[:, None], 0.0, v_ND)
+            nan_N = tl.max((k_ND != k_ND).to(tl.int32), 1) > 0
+            v_ND = tl.where(nan_N[:, None], 0.0, v_ND)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
     if MASKED:
         if TREE_WORDS > 0:
@@ -173,20 +173,20 @@ def sum_splits(
 
 @triton.jit(do_not_specialize=["row_blocks"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, context_len_ptr, page_table_ptr, tree_ptr, share_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, context_len_ptr, page_table_ptr, tree_ptr, kv_split_ptr,
     partial_ptr, lse_ptr, counter_ptr, scale_log2, row_blocks,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_page, stride_slot, stride_head, stride_table,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    TREE_WORDS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (key head, row block, share of a context; without SHARED a request): its rows over its keys.
+    """Program (key head, row block, kv split; without SPLIT a request): its rows over its keys.
 
     Alone at work it writes the output. Otherwise it leaves its part in memory, and the last to arrive sums all parts.
     A program with nothing to do leaves before it waits, and keeps no other from its place: lengths are older than the
     kernel before this one, which lets this one come only after its own wait.
     """
-    request, split, share_tiles = _share(share_ptr, SHARED)
+    request, split, split_tiles = _kv_split(kv_split_ptr, SPLIT)
     if request < 0:
         return
     head = tl.program_id(0)
@@ -198,7 +198,7 @@ def _attention_kernel(
     if first_row >= query_len * GROUP:
         return
     low, high, shared, at_work = _work(
-        query_len, context_len, first_row, share_tiles, GROUP, BLOCK_M, BLOCK_N, TREE_WORDS, WINDOW
+        query_len, context_len, first_row, split_tiles, GROUP, BLOCK_M, BLOCK_N, TREE_WORDS, WINDOW
     )
     if split >= at_work:
         return
@@ -231,8 +231,8 @@ def _attention_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     page_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table
     k_head_ptr, v_head_ptr = k_ptr + head * stride_head, v_ptr + head * stride_head
-    begin = low + split * share_tiles * BLOCK_N
-    end = tl.minimum(begin + share_tiles * BLOCK_N, high)
+    begin = low + split * split_tiles * BLOCK_N
+    end = tl.minimum(begin + split_tiles * BLOCK_N, high)
     middle = tl.maximum(tl.minimum(shared // BLOCK_N * BLOCK_N, end), begin)
     middle = begin + (middle - begin) // BLOCK_N * BLOCK_N
     page_N = pages_of(page_row_ptr, begin, end, BLOCK_N, PAGE)
@@ -254,7 +254,7 @@ def _attention_kernel(
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
     out_ptrs = out_ptr + (token_M * stride_ot + head_M * stride_oh)[:, None] + column_D[None, :]
-    if not SHARED:  # noqa: SIM114, known when it is compiled: without shares there is nothing else
+    if not SPLIT:  # noqa: SIM114, known when it is compiled: without splits there is nothing else
         tl.store(out_ptrs, out_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
     elif at_work == 1:
         tl.store(out_ptrs, out_MD.to(out_ptr.dtype.element_ty), mask=row_ok_MD)
@@ -264,7 +264,7 @@ def _attention_kernel(
         part_row_M = base + split * BLOCK_M + row_M
         tl.store(partial_ptr + part_row_M[:, None] * BLOCK_D + column_D[None, :], out_MD)
         tl.store(lse_ptr + part_row_M, tl.where(sum_M == 0.0, -float("inf"), peak_M + tl.log2(sum_M)))
-        # all threads' stores, then one thread's release: whoever counts to the end has acquired them all
+        # all threads' stores, then one thread's release: the program that counts last has acquired them all
         tl.debug_barrier()
         block = request * tl.num_programs(0) * row_blocks + column
         arrived = tl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
@@ -289,7 +289,7 @@ def paged_attention(
     sliding_window: int = 0,
     pdl: bool = False,
     kv_splits_S: Tensor | None = None,
-    launch: Launch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`, except that tokens no request owns are left as they are in `out`.
 
@@ -305,7 +305,7 @@ def paged_attention(
     row_blocks = triton.cdiv(max_query * group, launch.block_m)
     if launch.extra and kv_splits_S is None:
         kv_splits_S, pdl = list_kv_splits(context_len_R, launch), False
-    programs = launch.shares(n_requests)
+    programs = launch.kv_splits(n_requests)
     parts = programs * n_kv * row_blocks if launch.extra else 0
     block_d = max(16, triton.next_power_of_2(d_head))  # what the matrix units take at least
     out = torch.empty_like(q_THd) if out is None else out
@@ -321,19 +321,19 @@ def paged_attention(
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table_RP.stride(0),
         GROUP=group, D=d_head, BLOCK_D=block_d, PAGE=page_size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         CHUNK=in_flight(launch.block_m * block_d), TREE_WORDS=0 if tree_mask_TW is None else tree_mask_TW.shape[1],
-        WINDOW=sliding_window, SHARED=parts > 0, PDL=pdl, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        WINDOW=sliding_window, SPLIT=parts > 0, PDL=pdl, num_warps=launch.num_warps, num_stages=launch.num_stages,
         launch_pdl=pdl, maxnreg=most_registers(launch, block_d * q_THd.element_size(), tree_mask_TW is not None),
     )  # fmt: skip
     return out
 
 
 def kv_splits_of(context_len_R: Tensor, n_kv: int, group: int, max_query: int) -> Tensor | None:
-    """Who reads what in the attention of all layers of one forward; None where no context is divided."""
+    """As `reference.kv_splits_of`; None where no context is divided."""
     launch = plan_launch(len(context_len_R), n_kv, group, max_query, multiprocessors_of(context_len_R.device))
     return list_kv_splits(context_len_R, launch) if launch.extra else None
 
 
-def most_registers(launch: Launch, row_bytes: int, trees: bool) -> int | None:
+def most_registers(launch: AttentionLaunch, row_bytes: int, trees: bool) -> int | None:
     """Of a thread; None: the compiler's own choice. Over trees with rows of 128 bytes that lets fewer programs on the
     chip, 159 with 2 warps and 147 with 8, though nothing spills at 128 (read off its code for an H200).
     """
@@ -368,7 +368,7 @@ def arrival_counters(device: torch.device, blocks: int) -> Tensor:
     if blocks > COUNTERS:
         raise ValueError(
             f"{blocks} (request, key head, row block) triples share contexts in one attention call; expected at most "
-            f"{COUNTERS}: cut the batch, or launch without extra shares"
+            f"{COUNTERS}: cut the batch, or launch without extra splits"
         )
     if device not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,7 @@
-"""The drafter's attention in rollout, in torch: what a CPU runs, and the reference of `ring_attention_triton`.
+"""The drafter's attention in rollout, in torch: what a CPU runs, and the reference of `window_triton`.
 
-Each query sees the positions of its row's ring within the window, and of the keys beside the ring (a draft tree's
-nodes) those it is told to. Knows slots and positions; knows nothing of weights, tokens or trees.
+Each query sees the positions of its row's ring within the sliding window, and the draft tree's nodes that its mask
+names. Knows slots and positions; knows nothing of weights, tokens or trees.
 """
 # R rows, Q queries of a row, W ring slots that count (one more lies behind them: padding, never read), N keys beside
 # H query heads, K key heads, d head width
@@ -9,7 +9,7 @@ nodes) those it is told to. Knows slots and positions; knows nothing of weights,
 import torch
 from torch import Tensor
 
-Beside = tuple[Tensor, Tensor, Tensor]  # k [R, K, N, d], v alike, and who sees them: bool [R, Q, N]
+Beside = tuple[Tensor, Tensor, Tensor]  # k [R, K, N, d], v alike, and which queries see them: bool [R, Q, N]
 
 
 def attend(
@@ -24,7 +24,7 @@ def attend(
 ) -> Tensor:
     """[R, Q, H, d]. `held` is the position each slot holds (−1: none), all of them no newer than the queries'.
 
-    A query that sees nothing gives something finite that nobody may use. `pdl` is a launch hint for the GPU.
+    A query that sees nothing gives finite values that must not be used. `pdl` is a launch hint for the GPU.
     """
     (R, Q, H, d), K, W = q_RQHd.shape, k_RKWd.shape[1], held_RW.shape[1] - 1
     q_RKQd = (q_RQHd * d**-0.5).view(R, Q, K, H // K, d).permute(0, 2, 3, 1, 4).reshape(R, K, -1, d)

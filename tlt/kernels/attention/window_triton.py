@@ -1,10 +1,10 @@
-"""The drafter's attention in rollout, in Triton. Same function as in `ring_attention`, which explains it.
+"""The drafter's attention in rollout, in Triton. Same function as in `window`, which explains it.
 
-Always holds: one launch whose shape depends on shapes alone; who sees what is computed from positions, never stored;
+Always holds: one launch whose shape depends on shapes alone; masks are computed from positions, never stored;
 softmax in float32; sums in a fixed order, so a replay gives the same bits; a query that sees nothing gives zeros.
 Danger: shares the arrival counters of `workspace`, so keep to one stream.
 
-Legend: as in `ring_attention`, and in kernels M rows of a tile, (query, head of the group) pairs; N keys; D width.
+Legend: as in `window`, and in kernels M rows of a tile, (query, head of the group) pairs; N keys; D width.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ MOST_ROWS = 64  # (query, head) pairs of one program
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """How one call is cut up."""
+class WindowLaunch:
+    """How one call is cut into programs."""
 
     block_m: int
     block_n: int  # keys per tile
-    splits: int  # programs that share one ring
+    splits: int  # programs that divide one ring among them
 
     @classmethod
-    def plan(cls, rows: int, key_heads: int, pairs: int, window: int, *, beside: bool = False) -> "Launch":
+    def plan(cls, rows: int, key_heads: int, pairs: int, window: int, *, beside: bool = False) -> "WindowLaunch":
         """Small batches cut each ring to fill the chip; large ones read it in long tiles, one program each. `beside`:
         one more program looks at what is beside a ring that was cut."""
         block_m = min(MOST_ROWS, max(16, triton.next_power_of_2(pairs)))
@@ -93,8 +93,8 @@ def _ring_kernel(
     NEAR: tl.constexpr, NEAR_TILES: tl.constexpr, TILES: tl.constexpr, RINGS: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (key head, (split, row block), row): its queries over its share of the ring, if it is one of the first
-    RINGS; the last of all SPLITS looks beside the ring."""
+    """Program (key head, (split, row block), row): its queries over one split of the ring, if it is one of the first
+    RINGS; the last of all SPLITS reads the nodes."""
     start(PDL)
     head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     split, row_block = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS
@@ -120,7 +120,7 @@ def _ring_kernel(
         inside_ND = (slot_N < W)[:, None] & column_ok_D[None, :]
         k_ND = tl.load(k_ptr + at_ND, mask=inside_ND, other=0.0)
         v_ND = tl.load(v_ptr + at_ND, mask=inside_ND, other=0.0)
-        # nothing where a slot holds nothing: a weight of zero would not silence a NaN that somebody left there
+        # nothing where a slot holds nothing: a weight of zero would not silence a NaN that is left there
         v_ND = tl.where((held_N >= 0)[:, None], v_ND, 0.0)
         seen_MN = (held_N >= 0)[None, :] & (held_N[None, :] > (position_M - W)[:, None])
         acc_MD, peak_M, sum_M = _take_in(q_MD, k_ND, v_ND, seen_MN, acc_MD, peak_M, sum_M, scale_log2)
@@ -148,7 +148,7 @@ def _ring_kernel(
         part_row_M = (block * SPLITS + split) * BLOCK_M + row_M
         tl.store(partial_ptr + part_row_M[:, None] * BLOCK_D + column_D[None, :], out_MD)
         tl.store(lse_ptr + part_row_M, tl.where(sum_M == 0.0, -float("inf"), peak_M + tl.log2(sum_M)))
-        # all threads' stores, then one thread's release: whoever counts to the end has acquired them all
+        # all threads' stores, then one thread's release: the program that counts last has acquired them all
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
@@ -169,19 +169,19 @@ def attend(
     beside: Beside | None = None,
     *,
     pdl: bool = False,
-    launch: Launch | None = None,
+    launch: WindowLaunch | None = None,
 ) -> Tensor:
-    """As `ring_attention.attend`. The first call on a device must not be inside a graph capture."""
+    """As `window.attend`. The first call on a device must not be inside a graph capture."""
     near_k, near_v, seen = beside or (k_RKWd, v_RKWd, held_RW)
     seen = seen.view(torch.uint8) if beside else seen
     _check(q_RQHd, (k_RKWd, v_RKWd), (near_k, near_v), held_RW, seen)
     (R, Q, H, d), K, W = q_RQHd.shape, k_RKWd.shape[1], held_RW.shape[1] - 1
     pairs, nodes = Q * (H // K), near_k.shape[2] if beside else 0
-    launch = launch or Launch.plan(R, K, pairs, W, beside=nodes > 0)
+    launch = launch or WindowLaunch.plan(R, K, pairs, W, beside=nodes > 0)
     row_blocks = triton.cdiv(pairs, launch.block_m)
     tiles = triton.cdiv(triton.cdiv(W, launch.block_n), launch.splits)
     rings = triton.cdiv(W, launch.block_n * tiles)  # no program without keys
-    splits = rings + (rings > 1 and nodes > 0)  # those who share a ring leave what is beside it to one more
+    splits = rings + (rings > 1 and nodes > 0)  # where a ring is split, one more program reads the nodes
     counters = shared_workspace(q_RQHd.device).counters
     blocks = R * K * row_blocks if splits > 1 else 0
     if blocks > len(counters):
@@ -213,4 +213,4 @@ def _check(q: Tensor, ring: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor], 
                 "expected the same layout, contiguous along a head"
             )
     if any(x.shape[-1] > 1 and x.stride(-1) != 1 for x in (q, held, seen)):
-        raise ValueError("queries, positions of the ring or who sees what have gaps in their last dimension")
+        raise ValueError("queries, positions of the ring or the mask have gaps in their last dimension")

@@ -48,7 +48,7 @@ def finish_decode(
 
 
 def move_rows(tensors: Sequence[Tensor], source_E: Tensor, target_E: Tensor) -> None:
-    """x[target] = x[source] of every tensor [R, …]. No row is both; whoever calls sees to that."""
+    """x[target] = x[source] of every tensor [R, …]. Callers ensure that no row is both."""
     for x in tensors:
         x[target_E] = x[source_E]
 
@@ -58,18 +58,18 @@ def move_rows(tensors: Sequence[Tensor], source_E: Tensor, target_E: Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of every row. Position p lies in slot p modulo the window. Graphs hold these pointers."""
+    """The drafter's memory of every row. Position p lies in slot p modulo the window. Graphs hold these pointers."""
 
     states_RWF: Tensor
     tokens_RW: Tensor  # int64, drawn from each state
     held_R: Tensor  # int64, first position whose state was kept
     taken_R: Tensor  # int64, those before are in the drafter's ring
-    ready_R: Tensor  # bool, whether the newest position is in the ring: then it can guess
+    ready_R: Tensor  # bool, whether the newest position is in the ring, so that the row can draft
     position_RW: Tensor  # int64, in each slot of the drafter's ring, which may have more of them
 
     @classmethod
     def empty(cls, position_RW: Tensor, width: int, dtype: torch.dtype) -> "Memory":
-        """Beside a drafter's ring, which has a slot more than its window."""
+        """For a drafter's ring, which has one slot more than its window."""
         (rows, slots), device = position_RW.shape, position_RW.device
         return cls(
             torch.zeros((rows, slots - 1, width), dtype=dtype, device=device),
@@ -87,16 +87,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Who comes into which row, with the states of the last positions of a prefix that several may share."""
+    """The rows of new requests, with the hidden states of the last positions of a prefix that several may share."""
 
     columns_7E: Tensor  # int64: row, first position, positions, where their tokens begin, the last token, then …
-    token_N: Tensor  # drawn from each state, prefix by prefix; a newcomer's own stands instead of a prefix's last
+    token_N: Tensor  # drawn from each state, prefix by prefix; a request's own token replaces its prefix's last
     states: Sequence[Tensor]  # [S, F] of each prefix: … which of them, and its address
     most: int  # positions of any
 
 
 def enter_rows(memory: Memory, new: NewRows) -> None:
-    """Puts the prefixes' states and tokens into the newcomers' rows; of what was there before nothing is known."""
+    """Writes the prefixes' states and tokens to the rows of new requests and forgets what the rows held before."""
     row_E, first_E, _, start_E, last_E, own_E, _ = new.columns_7E
     window = memory.tokens_RW.shape[1]
     for own, states_SF in enumerate(new.states):
@@ -119,7 +119,7 @@ def enter_rows(memory: Memory, new: NewRows) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StatePlaces:
-    """What a tick drew in each row, and from which states: one each, or those of a walk through the row's tree."""
+    """Tokens drawn in a tick and the states they were drawn from: one per row, or those of a walk through its tree."""
 
     position_T: Tensor  # int64, of every state of the forward
     slot_T: Tensor  # int32, negative in idle rows: of these nothing is kept

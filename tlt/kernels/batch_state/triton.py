@@ -128,7 +128,7 @@ def _plan(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
 
 
 def move_rows(tensors: Sequence[Tensor], source_E: Tensor, target_E: Tensor) -> None:
-    """As `moving.move_rows`."""
+    """As `reference.move_rows`."""
     for x in tensors:
         if not x.is_contiguous():
             raise ValueError(f"rows of a tensor with strides {x.stride()} cannot be moved as words; make it contiguous")
@@ -140,27 +140,27 @@ def move_rows(tensors: Sequence[Tensor], source_E: Tensor, target_E: Tensor) -> 
 # ---- rows of new requests
 
 
-@triton.jit(do_not_specialize=["newcomers"], do_not_specialize_on_alignment=["token_ptr"])  # behind the columns
+@triton.jit(do_not_specialize=["requests"], do_not_specialize_on_alignment=["token_ptr"])  # behind the columns
 def _enter_kernel(
     states_ptr, tokens_ptr, held_ptr, taken_ptr, ready_ptr, slots_ptr, columns_ptr, token_ptr,
-    newcomers, W, width, stride_row, stride_place, stride_tokens, stride_slots, slots,
+    requests, W, width, stride_row, stride_place, stride_tokens, stride_slots, slots,
     UNUSED: tl.constexpr, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Program: a block of one newcomer's positions and of their columns; the first one sees to the row itself."""
+    """Program: a block of one new request's positions and of their columns; the first program resets the row."""
     one = tl.program_id(0)
-    row, first = tl.load(columns_ptr + one), tl.load(columns_ptr + newcomers + one)
-    count = tl.load(columns_ptr + 2 * newcomers + one)
+    row, first = tl.load(columns_ptr + one), tl.load(columns_ptr + requests + one)
+    count = tl.load(columns_ptr + 2 * requests + one)
     at = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known = at < count
     place = (first + at) % W
-    address = tl.load(columns_ptr + 6 * newcomers + one)
+    address = tl.load(columns_ptr + 6 * requests + one)
     states = tl.multiple_of(address.to(tl.pointer_type(states_ptr.dtype.element_ty)), 16)  # bytes
     ok = known[:, None] & (column < width)[None, :]
     x = tl.load(states + at[:, None].to(tl.int64) * width + column[None, :], mask=ok)
     tl.store(states_ptr + row * stride_row + place[:, None] * stride_place + column[None, :], x, mask=ok)
     if tl.program_id(2) == 0:
-        start, last = tl.load(columns_ptr + 3 * newcomers + one), tl.load(columns_ptr + 4 * newcomers + one)
+        start, last = tl.load(columns_ptr + 3 * requests + one), tl.load(columns_ptr + 4 * requests + one)
         token = tl.load(token_ptr + start + at, mask=known, other=0)
         token = tl.where(at == count - 1, last, token)
         tl.store(tokens_ptr + row * stride_tokens + place, token, mask=known)
@@ -173,13 +173,13 @@ def _enter_kernel(
 
 
 def enter_rows(memory: Memory, new: NewRows) -> None:
-    """As `entering.enter_rows`."""
+    """As `reference.enter_rows`."""
     width, slots = memory.states_RWF.shape[2], memory.position_RW.shape[1]
-    newcomers, columns = new.columns_7E.shape[1], min(_COLUMNS, triton.next_power_of_2(width))
-    grid = (newcomers, max(1, triton.cdiv(new.most, _POSITIONS)), triton.cdiv(width, columns))
+    requests, columns = new.columns_7E.shape[1], min(_COLUMNS, triton.next_power_of_2(width))
+    grid = (requests, max(1, triton.cdiv(new.most, _POSITIONS)), triton.cdiv(width, columns))
     _enter_kernel[grid](
         memory.states_RWF, memory.tokens_RW, memory.held_R, memory.taken_R, memory.ready_R, memory.position_RW,
-        new.columns_7E, new.token_N, newcomers, memory.tokens_RW.shape[1], width,
+        new.columns_7E, new.token_N, requests, memory.tokens_RW.shape[1], width,
         memory.states_RWF.stride(0), memory.states_RWF.stride(1), memory.tokens_RW.stride(0),
         memory.position_RW.stride(0), slots,
         UNUSED=UNUSED, POSITIONS=_POSITIONS, COLUMNS=columns,
@@ -196,8 +196,8 @@ def _keep_kernel(
     width, stride_row, stride_place, stride_tokens, stride_low, stride_middle, stride_high,
     stride_token, stride_at, W, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program: one step of a row, one block of columns of all three taps. All is read before anything is written, so
-    that no read waits for another; what is not kept is read all the same."""
+    """Program: one step of a row, one block of columns of all three taps. All reads come before the first write, so
+    that no read waits for another; states that are not kept are read too."""
     start(PDL)
     row, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -227,7 +227,7 @@ def _keep_kernel(
 def keep_states(
     states_RWF: Tensor, tokens_RW: Tensor, taps: Sequence[Tensor], kept: StatePlaces, *, pdl: bool = False
 ) -> None:
-    """As `states.keep_states`, for three taps of one width."""
+    """As `reference.keep_states`, for three taps of one width."""
     low, middle, high = taps
     (rows, steps), width = kept.token_RS.shape, low.shape[1]
     token_RS, at_RS = _rows(kept.token_RS), None if kept.at_RS is None else _rows(kept.at_RS)

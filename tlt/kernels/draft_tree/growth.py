@@ -1,8 +1,8 @@
-"""Which nodes a draft tree grows next, in torch: what a CPU runs, and the reference of `growth_triton`.
+"""Expanding draft trees level by level, in torch: what a CPU runs, and the reference of `growth_triton`.
 
 Owns the bookkeeping between two levels: of all successors named for the newest level the likeliest paths become the
-next one. Always holds: nothing depends on what a tensor holds but values, so one graph serves every level; rows do not
-know each other. Knows scores and slots; knows nothing of drafters, vocabularies or noise.
+next level. Always holds: shapes do not depend on what a tensor holds, so one CUDA graph serves every level; rows are
+independent. Knows scores and slots; knows nothing of drafters, vocabularies or noise.
 """
 # R rows, w nodes of a level, E levels at most, L = w · E nodes of a tree, c = w · w successors of a level, D hidden
 
@@ -21,7 +21,7 @@ class Growing:
     score_RL: Tensor  # float32, log-probability of the whole path
     token_Rw: Tensor  # the newest level
     score_Rw: Tensor
-    state_RwD: Tensor  # what named each of its nodes
+    state_RwD: Tensor  # the hidden state each of its nodes was named from
     seen_RwL: Tensor  # bool: its ancestors' columns and its own
     slot_Rw: Tensor  # int64: its columns
     entry_R: Tensor  # int64: where its nodes stand: one before their tokens' positions
@@ -64,7 +64,7 @@ def start_trees(
 def expand(trees: Growing, token_Nk: Tensor, score_Nk: Tensor, state_RwD: Tensor, *, pdl: bool = False) -> None:
     """One level more: the w likeliest of the newest level's successors, w of each, named from `state`.
 
-    The kernel takes equals in the order they come. A tree that is full has its last level replaced.
+    Of equal scores the kernel takes the first. The last level of a full tree is replaced.
     """
     rows, width = trees.token_Rw.shape
     total_Rc = (trees.score_Rw[:, :, None] + score_Nk.view(rows, width, width)).flatten(1)

@@ -1,4 +1,4 @@
-"""Which nodes a draft tree grows next, in Triton: one launch between two levels.
+"""Expanding draft trees level by level, in Triton: one launch between two levels.
 
 Same functions as in `growth`, which explains them. Always holds: one program per row, which reads all it needs before
 it writes anything.

@@ -1,9 +1,9 @@
-"""What surrounds the matrix products of a drafter's layer in rollout, in Triton: one launch each.
+"""The parts of a drafter's layer in rollout around its matrix products, in Triton: one launch each.
 
-Same functions as in `drafter`, which explains them. Always holds: launches depend on shapes alone. What the ring does
-not keep is not written anywhere.
+Same functions as in `layer`, which explains them. Always holds: launches depend on shapes alone; positions that the
+ring does not keep are not written anywhere.
 """
-# As in `drafter`; in kernels H heads of a program, h half a head's width
+# As in `layer`; in kernels H heads of a program, h half a head's width
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt.kernels.attention.cache_triton import start
-from tlt.kernels.draft_tree.layer import Intake, New
+from tlt.kernels.draft_tree.layer import ExtendState, NewPositions
 
-_ROWS, _TOKENS = 256, 1024  # looked at together where positions are spread, however few there are: one kernel for all
+_ROWS, _TOKENS = 256, 1024  # read together, however few there are, so that one kernel serves all sizes
 
 
 @triton.jit
 def _due(taken_ptr, position_ptr, stride_position, live_ptr, row, rows, most, window):
-    """The first position that rows have yet to take in, and how many there are."""
+    """The first position that each row still has to ingest, and how many there are."""
     there = row < rows
     position = tl.load(position_ptr + row * stride_position, mask=there, other=0).to(tl.int64)
     first = tl.maximum(tl.load(taken_ptr + row, mask=there, other=0), position - window)
@@ -33,11 +33,11 @@ def _due(taken_ptr, position_ptr, stride_position, live_ptr, row, rows, most, wi
     do_not_specialize=["rows", "tokens", "most", "window", "stride_position"],
     do_not_specialize_on_alignment=["row_ptr", "place_ptr", "source_ptr"],  # one behind the other
 )
-def _spread_kernel(
+def _plan_extend_kernel(
     taken_ptr, position_ptr, stride_position, live_ptr, row_ptr, place_ptr, first_ptr, fitting_ptr, source_ptr,
     rows, tokens, most, window, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: some tokens of one row, or of what is left behind all rows."""
+    """Program: some tokens of one row, or of the padding behind all rows."""
     row, part = tl.program_id(0), tl.program_id(1)
     other_R = tl.arange(0, ROWS)
     _, counts_R = _due(taken_ptr, position_ptr, stride_position, live_ptr, other_R, rows, most, window)
@@ -55,24 +55,24 @@ def _spread_kernel(
     tl.store(fitting_ptr + row, fitting, mask=owned & (part == 0))
 
 
-def spread(intake: Intake, most: int, tokens: int, window: int) -> tuple[New, Tensor]:
-    """As `drafter.spread`."""
-    rows, device = len(intake.position_R), intake.position_R.device
+def plan_extend(state: ExtendState, most: int, tokens: int, window: int) -> tuple[NewPositions, Tensor]:
+    """As `layer.plan_extend`."""
+    rows, device = len(state.position_R), state.position_R.device
     row_T, place_T, source_T = torch.empty((3, tokens), dtype=torch.int64, device=device)
     first_R, fitting_R = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-    _spread_kernel[(rows + 1, triton.cdiv(tokens, _TOKENS))](
-        *_read_of(intake), row_T, place_T, first_R, fitting_R, source_T, rows, tokens, most, window,
+    _plan_extend_kernel[(rows + 1, triton.cdiv(tokens, _TOKENS))](
+        *_read_of(state), row_T, place_T, first_R, fitting_R, source_T, rows, tokens, most, window,
         ROWS=max(_ROWS, triton.next_power_of_2(rows)), BLOCK=_TOKENS, num_warps=4,
     )  # fmt: skip
-    return New(row_T, place_T, first_R, fitting_R), source_T
+    return NewPositions(row_T, place_T, first_R, fitting_R), source_T
 
 
-def _read_of(intake: Intake) -> tuple[Tensor, Tensor, int, Tensor]:
-    return intake.taken_R, intake.position_R, intake.position_R.stride(0), intake.live
+def _read_of(state: ExtendState) -> tuple[Tensor, Tensor, int, Tensor]:
+    return state.taken_R, state.position_R, state.position_R.stride(0), state.live
 
 
 @triton.jit(do_not_specialize=["stride_position"])
-def _settle_kernel(
+def _finish_extend_kernel(
     taken_ptr, position_ptr, stride_position, live_ptr, ready_ptr, first_ptr, count_ptr, newest_ptr, g_ptr,
     stride_newest, stride_g, width, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -92,12 +92,12 @@ def _settle_kernel(
     tl.store(ready_ptr + row, ready.to(tl.uint8))
 
 
-def settle(intake: Intake, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
-    """As `drafter.settle`."""
+def finish_extend(state: ExtendState, new: NewPositions, newest_RD: Tensor, g_RD: Tensor, *, pdl: bool = False) -> None:
+    """As `layer.finish_extend`."""
     rows, width = g_RD.shape
     block = triton.next_power_of_2(width)
-    _settle_kernel[(rows,)](
-        *_read_of(intake), intake.ready_R.view(torch.uint8), new.first_R, new.count_R, newest_RD, g_RD,
+    _finish_extend_kernel[(rows,)](
+        *_read_of(state), state.ready_R.view(torch.uint8), new.first_R, new.count_R, newest_RD, g_RD,
         newest_RD.stride(0), g_RD.stride(0), width,
         BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
@@ -105,9 +105,9 @@ def settle(intake: Intake, new: New, newest_RD: Tensor, g_RD: Tensor, *, pdl: bo
 
 @triton.jit
 def _normed(x, weight, eps, width):
-    fine = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(fine * fine, 0) / width + eps)
-    return ((fine * inverse).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    fp32 = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(fp32 * fp32, 0) / width + eps)
+    return ((fp32 * inverse).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["stride_tr", "stride_tq", "stride_sr", "stride_sq"])
@@ -147,11 +147,11 @@ def embed_and_norm(
     embed_norm_D: Tensor,
     state_norm_D: Tensor,
     eps: float,
-    new: New | None = None,
+    new: NewPositions | None = None,
     *,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `drafter.embed_and_norm`."""
+    """As `layer.embed_and_norm`."""
     rows, queries, width = state_RQD.shape
     if state_RQD.stride(2) != 1 or embed_VD.stride(1) != 1:
         raise ValueError("states or embeddings have gaps in their last dimension; call .contiguous() on them first")
@@ -238,7 +238,7 @@ def rope_into_nodes(
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """As `drafter.rope_into_nodes`."""
+    """As `layer.rope_into_nodes`."""
     rows, queries = position_RQ.shape
     q_RQHd = _empty_queries(qkv_TE, rows, queries, k_RKNd)
     numbers = (*position_RQ.stride(), *slot_RQ.stride(), *k_RKNd.stride()[:3], 0, len(cos_Ph) - 1)
@@ -250,7 +250,7 @@ def rope_into_nodes(
 
 def rope_into_ring(
     qkv_TE: Tensor,
-    new: New,
+    new: NewPositions,
     cos_Ph: Tensor,
     sin_Ph: Tensor,
     k_RKWd: Tensor,
@@ -259,7 +259,7 @@ def rope_into_ring(
     *,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `drafter.rope_into_ring`."""
+    """As `layer.rope_into_ring`."""
     rows = len(new.count_R)
     q_R1Hd = _empty_queries(qkv_TE, rows, 1, k_RKWd).zero_()
     last_R1 = torch.zeros((rows, 1), dtype=torch.int64, device=qkv_TE.device)

@@ -1,6 +1,9 @@
-"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices. Where rows share,
-two launches of one program each come before it and find out who is held back, and where to cut; what they find lies in
-memory, so that no rounding can differ. Few kernels are ever compiled: shapes are numbers."""
+"""`pruning.prune` in Triton: one launch, one program per row, everything by comparing small matrices.
+
+With a shared verify budget two launches of one program each come before it: they find each row's penalty and the score
+to cut at, and leave both in memory, so that no rounding can differ. Sizes are run-time numbers, so few kernels are ever
+compiled.
+"""
 # R rows, L nodes grown, Q nodes of a tree, W mask words
 
 import torch
@@ -8,48 +11,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.kernels.draft_tree.pruning import LEVEL_COST, WORD, Pruned, Shared
+from tlt.kernels.draft_tree.pruning import LEVEL_COST, WORD, Pruned, VerifyBudget
 
 _LEVEL_COST, _WORD = tl.constexpr(LEVEL_COST), tl.constexpr(WORD)
 
 
 @triton.jit
 def _score(score_ptr, at, node, there, width):
-    """As nodes are compared; of nodes that are not there, and where there is no number, the worst."""
+    """The score by which nodes are compared; −inf for NaN and outside the tree."""
     score = tl.load(score_ptr + at, mask=there, other=float("-inf")) - _LEVEL_COST * (node // width)
     return tl.where(score == score, score, float("-inf"))
 
 
 @triton.jit
-def _unlikely(score, handicap):
-    return tl.maximum(-score, 0.0) + handicap
+def _unlikely(score, penalty):
+    return tl.maximum(-score, 0.0) + penalty
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _handicap_kernel(left_ptr, ready_ptr, favour_ptr, handicap_ptr, rows, most, BLOCK: tl.constexpr):
+def _penalty_kernel(left_ptr, ready_ptr, remaining_bias_ptr, penalty_ptr, rows, most, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
     real = row < rows
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
     left = tl.maximum(tl.load(left_ptr + row, mask=ready, other=0), 0).to(tl.float32)
     longest = tl.maximum(tl.max(left, axis=0), 1.0)
-    handicap = tl.load(favour_ptr) * (1.0 - tl.div_rn(left, longest + tl.zeros_like(left)))
-    tl.store(handicap_ptr + row, tl.minimum(handicap, most), mask=real)
+    penalty = tl.load(remaining_bias_ptr) * (1.0 - tl.div_rn(left, longest + tl.zeros_like(left)))
+    tl.store(penalty_ptr + row, tl.minimum(penalty, most), mask=real)
 
 
 @triton.jit(do_not_specialize=["stride_grown", "rows", "grown", "width", "budget"])
 def _cut_kernel(
-    score_ptr, ready_ptr, handicap_ptr, cut_ptr, first_ptr, stride_grown, rows, grown, width, budget,
+    score_ptr, ready_ptr, penalty_ptr, cut_ptr, first_ptr, stride_grown, rows, grown, width, budget,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How unlikely the first node is that the budget has no room for, and which of its equals is the first such node.
-    Numbers from 0 on lie in the order of their bits, so halving what is left of the bits finds it; and of places."""
+    Floats ≥ 0 are ordered as their bits, so a binary search over bits finds the value, and one over nodes the place."""
     index = tl.arange(0, BLOCK)
     real = index < rows * grown
     row, node = index // grown, index % grown
     ready = tl.load(ready_ptr + row, mask=real, other=0).to(tl.int32) != 0
     score = _score(score_ptr, row.to(tl.int64) * stride_grown + node, node, ready, width)
-    handicap = tl.load(handicap_ptr + row, mask=real, other=0.0)
-    bits = _unlikely(score, handicap).to(tl.int32, bitcast=True)
+    penalty = tl.load(penalty_ptr + row, mask=real, other=0.0)
+    bits = _unlikely(score, penalty).to(tl.int32, bitcast=True)
     low = tl.program_id(0) * 0
     high = low + 0x7F800000  # infinity's
     for _ in tl.range(31):
@@ -72,7 +75,7 @@ def _cut_kernel(
 
 @triton.jit(do_not_specialize=["stride_grown", "stride_out", "stride_mask", "grown", "width", "kept", "nodes"])
 def _prune_kernel(
-    token_ptr, parent_ptr, score_ptr, ready_ptr, handicap_ptr, cut_ptr, first_ptr, out_token_ptr, out_parent_ptr,
+    token_ptr, parent_ptr, score_ptr, ready_ptr, penalty_ptr, cut_ptr, first_ptr, out_token_ptr, out_parent_ptr,
     out_depth_ptr, mask_ptr, size_ptr, stride_grown, stride_out, stride_mask, grown, width, kept, nodes,
     L: tl.constexpr, Q: tl.constexpr, LOG_Q: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +90,7 @@ def _prune_kernel(
     before = (theirs > mine) | ((theirs == mine) & (node[None, :] < node[:, None]))
     stays = real & (tl.sum(before.to(tl.int32), axis=1) < kept)
     if cut_ptr is not None:
-        unlikely, cut = _unlikely(score, tl.load(handicap_ptr + row)), tl.load(cut_ptr)
+        unlikely, cut = _unlikely(score, tl.load(penalty_ptr + row)), tl.load(cut_ptr)
         equals = (unlikely == cut) & (row * grown + node < tl.load(first_ptr)) & (unlikely < float("inf"))
         stays = stays & ((unlikely < cut) | equals)
     place = tl.cumsum(stays.to(tl.int32), axis=0)  # in the tree; the root is 0
@@ -126,7 +129,7 @@ def prune(
     width: int,
     depth: int,
     out: Pruned,
-    shared: Shared | None = None,
+    shared: VerifyBudget | None = None,
 ) -> None:
     """As `pruning.prune`."""
     grown, (rows, nodes) = width * depth, out.token_RQ.shape
@@ -141,18 +144,20 @@ def prune(
     )  # fmt: skip
 
 
-def _cut(score_RL: Tensor, ready_R: Tensor, width: int, grown: int, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
-    """What holds each row back, where to cut, and from which place on equals go."""
+def _cut(
+    score_RL: Tensor, ready_R: Tensor, width: int, grown: int, shared: VerifyBudget
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's penalty, the score to cut at, and the place from which on equal scores are dropped."""
     rows, device = len(ready_R), score_RL.device
-    handicap_R, cut = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 1))
+    penalty_R, cut = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 1))
     first = torch.empty(1, dtype=torch.int32, device=device)
-    _handicap_kernel[(1,)](
-        shared.left_R, ready_R, shared.remaining_bias, handicap_R, rows, shared.most,
+    _penalty_kernel[(1,)](
+        shared.left_R, ready_R, shared.remaining_bias, penalty_R, rows, shared.most,
         BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
     block = max(32, triton.next_power_of_2(rows * grown))
     _cut_kernel[(1,)](
-        score_RL, ready_R, handicap_R, cut, first, score_RL.stride(0), rows, grown, width, shared.nodes,
+        score_RL, ready_R, penalty_R, cut, first, score_RL.stride(0), rows, grown, width, shared.nodes,
         BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return handicap_R, cut, first
+    return penalty_R, cut, first

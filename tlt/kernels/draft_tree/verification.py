@@ -1,9 +1,9 @@
-"""What surrounds a verification tick, in torch: row state and trees → inputs, drawn tokens → walk → row state.
+"""Around a verification tick, in torch: row state and trees → inputs, drawn tokens → walk → row state.
 
-A node of a tree stands as many positions behind its root as it is deep, and lies as many slots behind it as its number.
-The rows' nodes stand one row behind the other in what the policy computes: row r's from `start_R1[r]` up to the next
-row's start, all Q of them or as many first ones as fit; tokens behind the last row are nobody's. Rows past `count` are
-idle: their slots are −1, their context 0, and nothing of them changes.
+A node's position is its root's plus its depth, and its slot is its root's plus its number in the tree. The forward
+holds the rows' nodes one row after the other: row r's from `start_R1[r]` up to the next row's start, all Q of them or
+the first ones that fit; tokens behind the last row are padding. Rows past `count` are idle: their slots are −1, their
+context is 0, and nothing of them changes.
 """
 # R rows, Q nodes of a tree, T tokens of the forward, S steps of a walk, P pages of a row, W mask words
 
@@ -14,7 +14,7 @@ from torch import Tensor
 def starts(size_R: Tensor, count: Tensor, tokens: int) -> Tensor:
     """int32 [R + 1]: where each row's nodes start if its tree has `size_R` nodes behind the root.
 
-    All roots fit into the tokens. Where the rest does not, the last rows' trees are cut: their first nodes are trees.
+    All roots fit into the tokens. Where the other nodes do not, the last rows' trees are cut to their first nodes.
     """
     rows = len(size_R)
     row_R = torch.arange(rows, device=size_R.device)
@@ -56,7 +56,7 @@ def prepare(
 
 
 def _places(start_R1: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and node of each token, and whether it is somebody's: the others pass for the last row's root."""
+    """Row and node of each token, and whether it is no padding: padding counts as the last row's root."""
     token_T, rows = torch.arange(tokens, device=start_R1.device), len(start_R1) - 1
     owned_T = token_T < start_R1[-1]
     row_T = (torch.searchsorted(start_R1, token_T, right=True) - 1).clamp(max=rows - 1)

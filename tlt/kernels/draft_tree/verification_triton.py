@@ -1,6 +1,6 @@
-"""The small kernels around a verification tick on a GPU: row state and trees → inputs, drawn tokens → walk.
+"""Around a verification tick, in Triton: row state and trees → inputs, drawn tokens → walk → row state.
 
-They do what `tlt.kernels.draft_tree.verification` does with torch operations, in one launch each instead of a hundred.
+Same functions as in `verification`, which explains them, in one launch each instead of a hundred.
 """
 # R rows, Q nodes of a tree, T tokens of the forward, S steps of a walk, P pages of a row, W mask words
 
@@ -25,7 +25,7 @@ def _prepare_kernel(
     int64s_ptr, slot_ptr, context_ptr, float32s_ptr, seen_ptr, rows, tokens, Q, pages_stride,
     PAGE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: a row; or some of the tokens behind the last row, which pass for its root, in no place."""
+    """Program: a row, or some of the padding behind the last row, which counts as its root without a slot."""
     program = tl.program_id(0)
     row = tl.minimum(program, rows - 1)
     owned = program < rows
@@ -109,7 +109,7 @@ def _finish_kernel(
 
 
 def starts(size_R: Tensor, count: Tensor, tokens: int) -> Tensor:
-    """As `trees.starts`."""
+    """As `verification.starts`."""
     rows = len(size_R)
     start_R1 = torch.empty(rows + 1, dtype=torch.int32, device=size_R.device)
     block = triton.next_power_of_2(rows)
@@ -124,7 +124,7 @@ def prepare(
     tokens: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `trees.prepare`."""
+    """As `verification.prepare`."""
     (ints_R5, floats_R2, pages_RP, count), (token_RQ, depth_RQ, mask_RQW) = state, trees
     (rows, nodes, words), device = mask_RQW.shape, ints_R5.device
     int64s = torch.empty((6, tokens), dtype=torch.int64, device=device)
@@ -149,7 +149,7 @@ def finish(
     drawn: tuple[Tensor, Tensor, Tensor, Tensor],
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `trees.finish`."""
+    """As `verification.finish`."""
     rows, nodes = tree[0].shape
     device = ints_R5.device
     packed = torch.empty((rows, 3 * steps + 1), dtype=torch.int32, device=device)

@@ -15,9 +15,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, pdl: bool = False) -
     """x / sqrt(mean(x²) + eps) · weight, over the last dimension."""
     if x_TD.dtype in (torch.float32, torch.float64):
         return functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
-    fine_TD = x_TD.float()
-    inverse_T1 = torch.rsqrt(fine_TD.square().mean(-1, keepdim=True) + eps)
-    return (fine_TD * inverse_T1).to(x_TD.dtype) * weight_D
+    fp32_TD = x_TD.float()
+    inverse_T1 = torch.rsqrt(fp32_TD.square().mean(-1, keepdim=True) + eps)
+    return (fp32_TD * inverse_T1).to(x_TD.dtype) * weight_D
 
 
 def add_rms_norm(

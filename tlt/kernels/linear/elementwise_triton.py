@@ -23,7 +23,7 @@ def _rms_norm_kernel(
     ok = column < width
     weight = tl.load(weight_ptr + column, mask=ok, other=0.0).to(tl.float32)
     if PDL:  # the weights were there long before; x comes from the kernel this one may have overtaken
-        gdc_launch_dependents()  # whoever comes next waits for us in turn, and may fetch its weights meanwhile
+        gdc_launch_dependents()  # the next kernel waits for this one in turn, and may fetch its weights meanwhile
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * stride_x + column, mask=ok, other=0.0)
@@ -31,9 +31,9 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptr + row * stride_residual + column, mask=ok, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * width + column, x, mask=ok)
-    fine = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(fine * fine, 0) / width + eps)
-    normed = (fine * inverse).to(x.dtype).to(tl.float32) * weight
+    fp32 = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(fp32 * fp32, 0) / width + eps)
+    normed = (fp32 * inverse).to(x.dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * width + column, normed.to(x.dtype), mask=ok)
 
 
@@ -75,15 +75,15 @@ def _launch_norm(
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        gdc_launch_dependents()  # whoever comes next waits for us in turn, and may fetch its weights meanwhile
+        gdc_launch_dependents()  # the next kernel waits for this one in turn, and may fetch its weights meanwhile
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < width
     gate = tl.load(gate_up_ptr + row * stride + column, mask=ok, other=0.0)
     up = tl.load(gate_up_ptr + row * stride + width + column, mask=ok, other=0.0)
-    fine = gate.to(tl.float32)
-    silu = (fine / (1.0 + tl.exp(-fine))).to(gate.dtype)
+    fp32 = gate.to(tl.float32)
+    silu = (fp32 / (1.0 + tl.exp(-fp32))).to(gate.dtype)
     tl.store(out_ptr + row * width + column, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=ok)
 
 

@@ -40,7 +40,7 @@ class Config:
     late: bool = False
     """Let the next kernel start when this one's weights are read, rather than at once."""
     apart: bool = False
-    """Run the norm as a kernel of its own before this one, where x does not come weighed for it."""
+    """Run the norm as a kernel of its own before this one, where x is not pre-normed for it."""
     wide: bool = False
     """All of K at once, in slices of block_k side by side: no loop, no split. For layers where latency rules."""
 
@@ -77,7 +77,7 @@ def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
 def _chosen(
     table: Table, guess: Callable[[int, int, int, bool], Config | None], m: int, n: int, k: int, gated: bool
 ) -> Config | None:
-    """What was measured of the bucket, else a guess."""
+    """The measured entry of the bucket, else a guess."""
     bucket = bucket_of(m)
     if bucket is None:
         return None
@@ -101,7 +101,7 @@ def ever_quantized(n: int, k: int, gated: bool) -> bool:
 
 
 def _guess_quantized(bucket: int, n: int, k: int, gated: bool) -> Config | None:
-    """For a shape nobody has measured: programs that fill a Hopper once, as the best of those that were do."""
+    """For an unmeasured shape: programs that fill a Hopper once, as the best measured tiles do."""
     if bucket not in LEAST_QUANTIZED or n * k <= LEAST_QUANTIZED[bucket]:
         return None
     if bucket == 16:
@@ -133,7 +133,7 @@ Kernels that multiply by x·Wᵀ keep theirs: there a tile's rows choose the ins
 
 
 def _guess(bucket: int, n: int, k: int, gated: bool) -> Config | None:
-    """For a shape nobody has measured: what was never far from the best in those that were, else the library."""
+    """For an unmeasured shape: tiles that were never far from the best of measured shapes, else the library."""
     if bucket > 64 or (bucket == 64 and n > 4 * k and not gated):  # wider than a layer that carries a norm: a head
         return None
     if n * k <= 4_000_000:

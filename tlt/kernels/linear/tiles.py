@@ -1,4 +1,4 @@
-"""The kernels of `linear_triton`: tiles of a linear layer, from the weight stream to the stored result.
+"""The kernels that `triton` launches: tiles of a linear layer, from the weight stream to the stored result.
 
 What always holds
 - One element of `out` is written by exactly one program, which is also the only one to read that element of `residual`:
@@ -6,10 +6,11 @@ What always holds
 - The result is a function of the inputs and the configuration: split-K partial sums are added in a fixed order by
   whichever program arrives last, so runs agree bit for bit, and a row does not depend on the other rows.
 - The counters of a workspace are all zero between kernels.
-- A matrix in 8 bits (`light`: a scale for each of its rows) is multiplied as it is, and the sums are scaled at the end.
+- A quantized matrix (`scale`: one for each of its rows) is multiplied as it is, and the sums are scaled at the end.
 - A norm's scale is one number per row, so it commutes with the product: what is multiplied is x · norm weight, and the
-  sums are scaled at the end. Either this kernel weighs x as it reads it and adds up its squares; or x comes weighed,
-  its squares in parts (`carried`), from the kernel that wrote it, which leaves the loop to the matrix units alone.
+  sums are scaled at the end. Either this kernel multiplies x by the norm weight as it reads it and sums its squares;
+  or x comes pre-normed, its squares in parts (`input_squares`), from the kernel that wrote it, which leaves the loop to
+  the matrix units alone.
 
 Programmatic dependent launch (`pdl=True`). The kernel may start while its predecessor on the stream still runs. Then
 everything a predecessor could have written, and every buffer it could still be reading (x, residual, bias, norm weight,
@@ -24,7 +25,7 @@ successor can only occupy what is free once all programs of this kernel are resi
 gap with their own prefetch. With `ahead` the loop goes on asking, so that memory is kept busy from L2's distance and a
 shallow pipeline is enough; a program that needs little shared memory leaves room for its successor to wait beside it.
 
-Knows tiles, pipelines and memory order; knows nothing of models or of which configuration is best (`linear_table`).
+Knows tiles, pipelines and memory order; knows nothing of models or of which configuration is best (`plan`).
 """
 
 # M rows (tokens), N outputs after gating, K inputs, P parts of a sum. On tiles M, N, K, P stand for BLOCK_M and so on.
@@ -116,21 +117,21 @@ def _product(acc, y_MK, w_NK, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _carried_squares(carried_ptr, m_M, M, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+def _carried_squares(input_squares_ptr, m_M, M, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
     p_P = tl.arange(0, BLOCK_P)
-    at_MP = carried_ptr + m_M[:, None] * PARTS + p_P[None, :]
+    at_MP = input_squares_ptr + m_M[:, None] * PARTS + p_P[None, :]
     return tl.load(at_MP, mask=(m_M < M)[:, None] & (p_P < PARTS)[None, :], other=0.0)
 
 
 @triton.jit
-def _finish(acc_MN, up_MN, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
-            next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+def _finish(acc_MN, up_MN, squares_M, scale_ptr, bias_ptr, residual_ptr, out_ptr,
+            next_norm_ptr, pre_normed_ptr, next_squares_ptr, m_M, n_N, part, parts,
             M, N, K, residual_stride, out_stride, eps, SCALED: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Scales, bias, gate, residual, store; then what the next norm wants, of the rows as they were stored."""
-    if light_ptr is not None:
-        acc_MN *= tl.load(light_ptr + n_N, mask=n_N < N, other=0.0)[None, :]
+    """Scales, bias, gate, residual, store; then the pre-normed rows and their squares, from the values as stored."""
+    if scale_ptr is not None:
+        acc_MN *= tl.load(scale_ptr + n_N, mask=n_N < N, other=0.0)[None, :]
         if GATED:
-            up_MN *= tl.load(light_ptr + N + n_N, mask=n_N < N, other=0.0)[None, :]
+            up_MN *= tl.load(scale_ptr + N + n_N, mask=n_N < N, other=0.0)[None, :]
     if SCALED:
         scale_M = tl.rsqrt(squares_M / K + eps)
         acc_MN *= scale_M[:, None]
@@ -150,11 +151,11 @@ def _finish(acc_MN, up_MN, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr
     at_MN = out_ptr + m_M[:, None].to(tl.int64) * out_stride + n_N[None, :]
     tl.store(at_MN, out_MN, mask=inside_MN)
     if next_norm_ptr is not None:
-        fine_MN = tl.where(inside_MN, out_MN.to(tl.float32), 0.0)
+        fp32_MN = tl.where(inside_MN, out_MN.to(tl.float32), 0.0)
         norm_N = tl.load(next_norm_ptr + n_N, mask=n_N < N, other=0.0).to(tl.float32)
-        at_MN = weighed_ptr + m_M[:, None].to(tl.int64) * N + n_N[None, :]
-        tl.store(at_MN, (fine_MN * norm_N[None, :]).to(weighed_ptr.dtype.element_ty), mask=inside_MN)
-        tl.store(next_squares_ptr + m_M * parts + part, tl.sum(fine_MN * fine_MN, axis=1), mask=m_M < M)
+        at_MN = pre_normed_ptr + m_M[:, None].to(tl.int64) * N + n_N[None, :]
+        tl.store(at_MN, (fp32_MN * norm_N[None, :]).to(pre_normed_ptr.dtype.element_ty), mask=inside_MN)
+        tl.store(next_squares_ptr + m_M * parts + part, tl.sum(fp32_MN * fp32_MN, axis=1), mask=m_M < M)
 
 
 @triton.jit
@@ -189,8 +190,8 @@ def _add_slot(slot_ptr, acc_MN, up_MN, squares_M, m_M, M, HAS_NORM: tl.constexpr
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_linear_kernel(
-    x_ptr, x_desc, w_ptr, w_desc, light_ptr, norm_ptr, carried_ptr, bias_ptr, residual_ptr, out_ptr,
-    next_norm_ptr, weighed_ptr, next_squares_ptr, partial_ptr, counter_ptr,
+    x_ptr, x_desc, w_ptr, w_desc, scale_ptr, norm_ptr, input_squares_ptr, bias_ptr, residual_ptr, out_ptr,
+    next_norm_ptr, pre_normed_ptr, next_squares_ptr, partial_ptr, counter_ptr,
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -198,7 +199,7 @@ def skinny_linear_kernel(
     PDL: tl.constexpr, LATE: tl.constexpr, THREADS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     HAS_NORM: tl.constexpr = norm_ptr is not None
-    CARRIED: tl.constexpr = carried_ptr is not None
+    CARRIED: tl.constexpr = input_squares_ptr is not None
     SCALED: tl.constexpr = HAS_NORM or CARRIED
     split = tl.program_id(0) % SPLIT_K
     tile = tl.program_id(0) // SPLIT_K
@@ -228,7 +229,7 @@ def skinny_linear_kernel(
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_K // 8), tl.float32)
     if CARRIED and SPLIT_K == 1:  # asked for now, waited for at the end
-        carried_MP = _carried_squares(carried_ptr, m_M, M, PARTS, BLOCK_P)
+        carried_MP = _carried_squares(input_squares_ptr, m_M, M, PARTS, BLOCK_P)
 
     for step in range(STEPS if STEPS > 0 else steps):
         k = first_k + step * BLOCK_K
@@ -264,8 +265,8 @@ def skinny_linear_kernel(
     if SPLIT_K == 1:
         if CARRIED:
             squares_M = tl.sum(carried_MP, axis=1)
-        _finish(acc, up, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
-                next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+        _finish(acc, up, squares_M, scale_ptr, bias_ptr, residual_ptr, out_ptr,
+                next_norm_ptr, pre_normed_ptr, next_squares_ptr, m_M, n_N, part, parts,
                 M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
     else:
         SLOT: tl.constexpr = BLOCK_M * BLOCK_N * (2 if GATED else 1) + BLOCK_M
@@ -278,18 +279,20 @@ def skinny_linear_kernel(
             up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             squares_M = tl.zeros((BLOCK_M,), tl.float32)
             if CARRIED:
-                squares_M = tl.sum(_carried_squares(carried_ptr, m_M, M, PARTS, BLOCK_P), axis=1)
-            for slot in tl.static_range(SPLIT_K):  # in order, own slot included: the sum must not depend on who is last
+                squares_M = tl.sum(_carried_squares(input_squares_ptr, m_M, M, PARTS, BLOCK_P), axis=1)
+            for slot in tl.static_range(
+                SPLIT_K
+            ):  # in order, own slot included: the sum must not depend on the order of arrival
                 acc, up, squares_M = _add_slot(slots_ptr + slot * SLOT, acc, up, squares_M, m_M, M, HAS_NORM, GATED)
-            _finish(acc, up, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
-                    next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+            _finish(acc, up, squares_M, scale_ptr, bias_ptr, residual_ptr, out_ptr,
+                    next_norm_ptr, pre_normed_ptr, next_squares_ptr, m_M, n_N, part, parts,
                     M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
 def wide_linear_kernel(
-    x_ptr, w_ptr, light_ptr, norm_ptr, carried_ptr, bias_ptr, residual_ptr, out_ptr,
-    next_norm_ptr, weighed_ptr, next_squares_ptr,
+    x_ptr, w_ptr, scale_ptr, norm_ptr, input_squares_ptr, bias_ptr, residual_ptr, out_ptr,
+    next_norm_ptr, pre_normed_ptr, next_squares_ptr,
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -297,7 +300,7 @@ def wide_linear_kernel(
 ):  # fmt: skip
     """All loads in flight at once. S: slices of K, one warp's work each, added up at the end within the program."""
     HAS_NORM: tl.constexpr = norm_ptr is not None
-    CARRIED: tl.constexpr = carried_ptr is not None
+    CARRIED: tl.constexpr = input_squares_ptr is not None
     SCALED: tl.constexpr = HAS_NORM or CARRIED
     tiles_m = tl.cdiv(M, BLOCK_M)
     first_m = (tl.program_id(0) % tiles_m) * BLOCK_M
@@ -321,7 +324,7 @@ def wide_linear_kernel(
     y_SMK = tl.load(x_ptr + at_SMK, mask=inside_S1K & (m_M < M)[None, :, None], other=0.0)
     squares_M = tl.zeros((BLOCK_M,), tl.float32)
     if CARRIED:
-        squares_M = tl.sum(_carried_squares(carried_ptr, m_M, M, PARTS, BLOCK_P), axis=1)
+        squares_M = tl.sum(_carried_squares(input_squares_ptr, m_M, M, PARTS, BLOCK_P), axis=1)
     if HAS_NORM:
         norm_S1K = tl.load(norm_ptr + k_S1K, mask=inside_S1K, other=0.0)
         wide_SMK = y_SMK.to(tl.float32)
@@ -336,17 +339,17 @@ def wide_linear_kernel(
         up_SKN = tl.permute(_unpacked(up_SNK, y_SMK.dtype), (0, 2, 1))
         up_MN = tl.sum(tl.dot(y_SMK, up_SKN, input_precision="ieee"), axis=0)
     part, parts = first_n // BLOCK_N, tl.cdiv(N, BLOCK_N)
-    _finish(acc_MN, up_MN, squares_M, light_ptr, bias_ptr, residual_ptr, out_ptr,
-            next_norm_ptr, weighed_ptr, next_squares_ptr, m_M, n_N, part, parts,
+    _finish(acc_MN, up_MN, squares_M, scale_ptr, bias_ptr, residual_ptr, out_ptr,
+            next_norm_ptr, pre_normed_ptr, next_squares_ptr, m_M, n_N, part, parts,
             M, N, K, residual_stride, out_stride, eps, SCALED, GATED)  # fmt: skip
 
 
 @triton.jit
 def take_rows_kernel(
-    index_ptr, table_ptr, norm_ptr, out_ptr, weighed_ptr, squares_ptr, index_stride, table_stride, rows, width,
+    index_ptr, table_ptr, norm_ptr, out_ptr, pre_normed_ptr, squares_ptr, index_stride, table_stride, rows, width,
     BLOCK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program: one row of a table, weighed for the norm that reads it; its squares in parts of PART columns."""
+    """Program: one row of a table, pre-normed for the norm that reads it; its squares in parts of PART columns."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -356,12 +359,12 @@ def take_rows_kernel(
     column = tl.arange(0, BLOCK)
     ok = column < width
     x = tl.load(table_ptr + index * table_stride + column, mask=ok, other=0.0)
-    fine = x.to(tl.float32)
+    fp32 = x.to(tl.float32)
     norm = tl.load(norm_ptr + column, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + at * width + column, x, mask=ok)
-    tl.store(weighed_ptr + at * width + column, (fine * norm).to(x.dtype), mask=ok)
+    tl.store(pre_normed_ptr + at * width + column, (fp32 * norm).to(x.dtype), mask=ok)
     part = tl.arange(0, BLOCK // PART)
-    squares = tl.sum(tl.reshape(fine * fine, (BLOCK // PART, PART)), axis=1)
+    squares = tl.sum(tl.reshape(fp32 * fp32, (BLOCK // PART, PART)), axis=1)
     tl.store(squares_ptr + at * PARTS + part, squares, mask=part < PARTS)
 
 

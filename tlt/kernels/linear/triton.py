@@ -1,12 +1,12 @@
 """Linear layers for few rows: the weight is streamed once from memory, everything else is fused around that stream.
 
 What always holds
-- Routes are chosen by shape alone, from `linear_table`: our kernels (`linear_tiles`) or the vendor's library.
+- Routes are chosen by shape alone, from `plan`: our kernels (`tiles`) or the vendor's library.
 - With `exact` there is one route for any number of rows, never the library's: a row's bits do not depend on the others.
-- The norm between two layers is the business of both: the one that writes the residual stream weighs it for the norm
-  that comes next and adds up its squares (`PreNormed`), the one that reads it scales its sums. Plain rows (the
-  library wrote them, or they are a drafter's) are normed by whoever reads them: our kernels weigh them as they read, or
-  where that was slower (`apart`) and before the library's product a kernel of its own does.
+- Two layers divide the norm between them: the layer that writes the residual stream multiplies it by the norm's weight
+  and sums its squares (`PreNormedRows`), the layer that reads it scales its sums. Plain rows (written by the library,
+  or a drafter's) are normed by the layer that reads them: as our kernels read them, or by a kernel of its own where
+  that was faster (`apart`) and before the library's product.
 
 Knows buffers and launches; knows nothing of models.
 """
@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt.kernels.linear import elementwise_triton
 from tlt.kernels.linear.plan import Config, bucket_of, choose, choose_exact, choose_quantized
-from tlt.kernels.linear.reference import Matrix, PreNormed, QuantizedMatrix, fine
+from tlt.kernels.linear.reference import Matrix, PreNormedRows, QuantizedMatrix, bf16_of
 from tlt.kernels.linear.tiles import copy_rows_kernel, skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
 from tlt.kernels.linear.workspace import Workspace, shared_workspace
 
@@ -32,7 +32,7 @@ INTERPRETED = not isinstance(skinny_linear_kernel, triton.JITFunction)
 
 
 def linear(
-    x: Tensor | PreNormed,
+    x: Tensor | PreNormedRows,
     weight: Matrix,
     *,
     bias: Tensor | None = None,
@@ -46,7 +46,7 @@ def linear(
     exact: bool = False,
 ) -> Tensor:
     """residual + act(norm(x)·Wᵀ + bias) as `reference.linear` defines it, by the measured best route."""
-    weight_NK = fine(weight)
+    weight_NK = bf16_of(weight)
     x_MK = x if isinstance(x, Tensor) else x.x_MD
     shape = (x_MK.shape[0], weight_NK.shape[0] // (2 if gated else 1), x_MK.shape[1], gated)
     fused: dict[str, Any] = {"bias": bias, "norm_weight": norm_weight, "norm_eps": norm_eps, "residual": residual}
@@ -60,12 +60,12 @@ def linear(
 
 
 def _route(weight: Matrix, shape: tuple[int, int, int, bool]) -> tuple[Matrix, Config | None]:
-    """In how many bits a matrix is read, and by which tiles; None: by the library."""
+    """The matrix to read, quantized or bf16, and the tiles that read it; None: the vendor's library reads it."""
     if isinstance(weight, QuantizedMatrix):
-        light = choose_quantized(*shape)
-        if light is not None:
-            return weight, light
-    return fine(weight), choose(*shape)
+        config = choose_quantized(*shape)
+        if config is not None:
+            return weight, config
+    return bf16_of(weight), choose(*shape)
 
 
 def add_linear(
@@ -78,19 +78,19 @@ def add_linear(
     keep_residual: bool = False,
     pdl: bool = False,
     exact: bool = False,
-) -> Tensor | PreNormed:
+) -> Tensor | PreNormedRows:
     """`residual += x·Wᵀ + bias`, in place unless it is to be kept, and made ready for the norm that reads it next where
     that costs nothing. The sum has the same bits wherever it is written."""
-    shape = (x_MK.shape[0], len(fine(weight)), x_MK.shape[1], False)
-    weight, config = (fine(weight), choose_exact(*shape)) if exact else _route(weight, shape)
+    shape = (x_MK.shape[0], len(bf16_of(weight)), x_MK.shape[1], False)
+    weight, config = (bf16_of(weight), choose_exact(*shape)) if exact else _route(weight, shape)
     if config is None:  # the library adds in place: it is given a copy to write over
         out = copy_rows(residual, pdl=pdl) if keep_residual else residual
-        return composed_linear(x_MK, fine(weight), bias=bias, residual=out, out=out, pdl=pdl)
+        return composed_linear(x_MK, bf16_of(weight), bias=bias, residual=out, out=out, pdl=pdl)
     out = torch.empty_like(residual) if keep_residual else residual
-    weighed = None if next_norm is None else room_for(out, next_norm, config.block_n)
+    prepared = None if next_norm is None else room_for(out, next_norm, config.block_n)
     run: Any = exact_linear if exact else skinny_linear
-    out = run(x_MK, weight, config, bias=bias, residual=residual, out=out, leave=weighed, pdl=pdl)
-    return weighed or out
+    out = run(x_MK, weight, config, bias=bias, residual=residual, out=out, leave=prepared, pdl=pdl)
+    return prepared or out
 
 
 def copy_rows(x_MD: Tensor, *, pdl: bool = False) -> Tensor:
@@ -111,7 +111,7 @@ _COPIED = 1024
 
 def take_rows(
     table_VD: Tensor, index_M: Tensor, next_norm: Tensor, *, pdl: bool = False, exact: bool = False
-) -> Tensor | PreNormed:
+) -> Tensor | PreNormedRows:
     """`table[index]`, made ready for the norm that reads it first where its reader can make use of that."""
     if bucket_of(len(index_M)) is None and not exact:
         return table_VD[index_M]
@@ -121,7 +121,7 @@ def take_rows(
     taken = room_for(table_VD.new_empty((len(index_M), width)), next_norm, part)
     pdl = pdl and not INTERPRETED
     take_rows_kernel[(len(index_M),)](
-        index_M, table_VD, next_norm, taken.x_MD, taken.weighed_MD, taken.squares_MP,
+        index_M, table_VD, next_norm, taken.x_MD, taken.pre_normed_MD, taken.squares_MP,
         index_M.stride(0), table_VD.stride(0), *table_VD.shape,
         BLOCK=block, PART=part, PARTS=taken.squares_MP.shape[1], PDL=pdl,
         num_warps=min(16, max(1, block // 512)), **_launch_options(pdl),
@@ -133,15 +133,15 @@ _PART = 64
 """As most entries of the table cut the residual stream, so that the first layer runs the same kernel as the others."""
 
 
-def room_for(x_MD: Tensor, norm_D: Tensor, part: int) -> PreNormed:
+def room_for(x_MD: Tensor, norm_D: Tensor, part: int) -> PreNormedRows:
     """Buffers yet to be filled, with squares in parts of `part` columns."""
     rows, width = x_MD.shape
     squares_MP = torch.empty((rows, triton.cdiv(width, part)), dtype=torch.float32, device=x_MD.device)
-    return PreNormed(x_MD, norm_D, torch.empty((rows, width), dtype=x_MD.dtype, device=x_MD.device), squares_MP)
+    return PreNormedRows(x_MD, norm_D, torch.empty((rows, width), dtype=x_MD.dtype, device=x_MD.device), squares_MP)
 
 
 def skinny_linear(
-    x: Tensor | PreNormed,
+    x: Tensor | PreNormedRows,
     weight: Matrix,
     config: Config,
     *,
@@ -151,19 +151,21 @@ def skinny_linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    leave: PreNormed | None = None,
+    leave: PreNormedRows | None = None,
     pdl: bool = False,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """One fused kernel with the given configuration (two where the norm is `apart` and x not weighed for it before).
+    """One fused kernel with the given configuration (two where the norm is `apart` and x is not pre-normed).
 
     `leave`: buffers to fill with the result as the next norm wants it; its x is `out`.
     """
     pdl = pdl and not INTERPRETED
-    weight_NK, scale_N = (weight.light_NK, weight.scale_N) if isinstance(weight, QuantizedMatrix) else (weight, None)
+    weight_NK, scale_N = (
+        (weight.quantized_NK, weight.scale_N) if isinstance(weight, QuantizedMatrix) else (weight, None)
+    )
     carried = None
-    if isinstance(x, PreNormed):
-        x_MK, carried, norm_weight = x.weighed_MD, x.squares_MP, None
+    if isinstance(x, PreNormedRows):
+        x_MK, carried, norm_weight = x.pre_normed_MD, x.squares_MP, None
     elif config.apart and norm_weight is not None:
         x_MK, norm_weight = elementwise_triton.rms_norm(x, norm_weight, norm_eps, pdl=pdl), None
     else:
@@ -174,7 +176,7 @@ def skinny_linear(
     if out is None:
         out = torch.empty((m, n), dtype=x_MK.dtype, device=x_MK.device)
     parts = 1 if carried is None else carried.shape[1]
-    leaving = (None, None, None) if leave is None else (leave.norm_D, leave.weighed_MD, leave.squares_MP)
+    leaving = (None, None, None) if leave is None else (leave.norm_D, leave.pre_normed_MD, leave.squares_MP)
     around = (scale_N, norm_weight, carried, bias, residual, out, *leaving)
     strides = (x_MK.stride(0), weight_NK.stride(0), 0 if residual is None else residual.stride(0), out.stride(0))
     options: dict[str, Any] = {
@@ -199,15 +201,20 @@ def skinny_linear(
     return out
 
 
+def weight_of(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+    """What a kernel streams, and the scale of each of its rows if it is quantized."""
+    return (weight.quantized_NK, weight.scale_N) if isinstance(weight, QuantizedMatrix) else (weight, None)
+
+
 def exact_linear(
-    x: Tensor | PreNormed,
+    x: Tensor | PreNormedRows,
     weight_NK: Tensor,
     config: Config,
     *,
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    leave: PreNormed | None = None,
+    leave: PreNormedRows | None = None,
     workspace: Workspace | None = None,
     **fused: Any,
 ) -> Tensor:
@@ -237,8 +244,8 @@ def exact_linear(
     return out
 
 
-def _part(x: PreNormed, rows: slice) -> PreNormed:
-    return PreNormed(x.x_MD[rows], x.norm_D, x.weighed_MD[rows], x.squares_MP[rows])
+def _part(x: PreNormedRows, rows: slice) -> PreNormedRows:
+    return PreNormedRows(x.x_MD[rows], x.norm_D, x.pre_normed_MD[rows], x.squares_MP[rows])
 
 
 def _launch_options(pdl: bool) -> dict[str, bool]:
@@ -303,7 +310,7 @@ def _descriptor(rows: Tensor, block: list[int]) -> TensorDescriptor | None:
 
 
 def _check(
-    x_MK: Tensor, weight_NK: Tensor, residual: Tensor | None, out: Tensor | None, leave: PreNormed | None, n: int
+    x_MK: Tensor, weight_NK: Tensor, residual: Tensor | None, out: Tensor | None, leave: PreNormedRows | None, n: int
 ) -> None:
     if x_MK.shape[1] != weight_NK.shape[1]:
         raise ValueError(f"x has {x_MK.shape[1]} columns and the weight {weight_NK.shape[1]}; they must be equal")

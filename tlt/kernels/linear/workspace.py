@@ -1,6 +1,6 @@
 """Scratch where the programs that share one output tile of a linear layer leave their partial sums.
 
-What always holds: the counters are all zero between kernels (`linear_triton` puts them back).
+What always holds: the counters are all zero between kernels (the kernels reset them).
 Knows sizes; knows nothing of how a kernel uses them.
 """
 

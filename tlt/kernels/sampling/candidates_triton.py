@@ -137,7 +137,7 @@ def _name_kernel(
             k0, k1 = tl.where(k0 == best, _NO_KEY, k0), tl.where(k1 == best, _NO_KEY, k1)
             k2, k3 = tl.where(k2 == best, _NO_KEY, k2), tl.where(k3 == best, _NO_KEY, k3)
 
-    # all threads' stores, then one thread's release: whoever counts to the end has acquired them all
+    # all threads' stores, then one thread's release: the program that counts last has acquired them all
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
     if arrived == splits - 1:

@@ -170,7 +170,7 @@ def _combine(
 
 # Filters. sums_ptr holds int64 [R, 2, DIGITS, 16]: for top-k (0) and top-p (1), for each digit, how much lies at or
 # above each of its 16 values among the tokens that share the digits before it. Everything else (digit, prefix,
-# threshold) is derived from these sums by whoever asks.
+# threshold) is derived from these sums where it is needed.
 
 
 @triton.jit

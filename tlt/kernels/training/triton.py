@@ -40,9 +40,9 @@ def _rms_norm_backward_kernel(
         ok = (row < rows) & inside
         x = tl.load(x_ptr + row * stride_x + column, mask=ok, other=0.0)
         grad = tl.load(grad_ptr + row * width + column, mask=ok, other=0.0).to(tl.float32)
-        fine = x.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(fine * fine, 1) / width + eps)[:, None]
-        normed = fine * inverse
+        fp32 = x.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(fp32 * fp32, 1) / width + eps)[:, None]
+        normed = fp32 * inverse
         total += grad * normed.to(x.dtype).to(tl.float32)
         pull = grad * weight
         x_grad = inverse * (pull - normed * (tl.sum(pull * normed, 1) / width)[:, None])
@@ -77,7 +77,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """As `training.rms_norm`, for rows of any leading shape."""
+    """As `reference.rms_norm`, for rows of any leading shape."""
     normed: Tensor = _RmsNorm.apply(x_TD, weight_D, eps)
     return normed
 
@@ -93,10 +93,10 @@ def _silu_mul_backward_kernel(gate_up_ptr, grad_ptr, out_ptr, stride, width, BLO
     gate = tl.load(gate_up_ptr + row * stride + column, mask=ok, other=0.0)
     up = tl.load(gate_up_ptr + row * stride + width + column, mask=ok, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * width + column, mask=ok, other=0.0).to(tl.float32)
-    fine = gate.to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-fine))
-    silu = (fine * sigmoid).to(gate.dtype).to(tl.float32)
-    gate_grad = (grad * up) * sigmoid * (1.0 + fine * (1.0 - sigmoid))
+    fp32 = gate.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-fp32))
+    silu = (fp32 * sigmoid).to(gate.dtype).to(tl.float32)
+    gate_grad = (grad * up) * sigmoid * (1.0 + fp32 * (1.0 - sigmoid))
     tl.store(out_ptr + row * 2 * width + column, gate_grad.to(gate.dtype), mask=ok)
     tl.store(out_ptr + row * 2 * width + width + column, (grad * silu).to(gate.dtype), mask=ok)
 
@@ -122,7 +122,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate_up_TN: Tensor) -> Tensor:
-    """As `training.silu_mul`."""
+    """As `reference.silu_mul`."""
     product: Tensor = _SiluMul.apply(gate_up_TN)
     return product
 
@@ -228,7 +228,7 @@ def _rotate(
 def split_and_rotate(
     qkv_TN: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_T: Tensor, query: int, kv: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `training.split_and_rotate`. The three share one tensor."""
+    """As `reference.split_and_rotate`. The three share one tensor."""
     q, k, v = _SplitAndRotate.apply(qkv_TN, cos_PR, sin_PR, position_T, query, kv, dim)
     return q, k, v
 
@@ -236,7 +236,7 @@ def split_and_rotate(
 def rotate_heads(
     q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `training.rotate_heads`. The three share one tensor."""
+    """As `reference.rotate_heads`. The three share one tensor."""
     q, k, v = _RotateHeads.apply(q_THd, k_THd, v_THd, cos_PR, sin_PR, position_T)
     return q, k, v
 
@@ -277,7 +277,7 @@ def _read_logprobs_kernel(
 
 
 def read_logprobs(logits_CV: Tensor, token_C: Tensor, sharpness: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `read_logprobs`, for logits of up to 32 bits."""
+    """As `reference.read_logprobs`, for logits of up to 32 bits."""
     count, width = logits_CV.shape
     logprob_C, entropy_C, logsum_C = (
         torch.empty(count, dtype=torch.float32, device=logits_CV.device) for _ in range(3)
@@ -307,7 +307,7 @@ def _logprobs_gradient_kernel(
 def logprobs_gradient(
     logits_CV: Tensor, token_C: Tensor, logsum_C: Tensor, slope_C: Tensor, sharpness: float, dtype: torch.dtype
 ) -> Tensor:
-    """As `logprobs_gradient`. The logits stay as they are."""
+    """As `reference.logprobs_gradient`. The logits stay as they are."""
     count, width = logits_CV.shape
     out_CV = torch.empty((count, width), dtype=dtype, device=logits_CV.device)
     if count:
@@ -370,7 +370,7 @@ def _compare_distributions_kernel(
 def compare_distributions(
     policy_Cv: Tensor, draft_SCv: Tensor, weight_SC: Tensor, variation: float
 ) -> tuple[Tensor, Tensor]:
-    """As `compare_distributions`, for logits of up to 32 bits. Writes the gradient over the drafter's logits."""
+    """As the reference, for logits of up to 32 bits. Writes the gradient over the drafter's logits."""
     (steps, tokens), width = weight_SC.shape, policy_Cv.shape[1]
     loss_SC = torch.empty((steps, tokens), dtype=torch.float32, device=draft_SCv.device)
     _compare_distributions_kernel[(steps * tokens,)](
