@@ -29,7 +29,7 @@ from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config, take_flags
 from tlt.sim.book import words_of
 from tlt.sim.measuring import measure_book
-from tlt.sim.trace import Asked, Trace
+from tlt.sim.trace import Trace, TracedPrompt
 from tlt.simulate import Foreseen, choose_next
 from tlt.tasks.toy import ToyTask
 
@@ -53,7 +53,7 @@ def trace_of(done: VariantRollout, prompts: Sequence[tuple[int, ...]], cap: int)
     lengths = [len(completion.tokens) for completion in done.completions]
     size = len(lengths) // len(prompts)
     groups = [tuple(lengths[first : first + size]) for first in range(0, len(lengths), size)]
-    return Trace(tuple(map(Asked, groups, map(len, prompts))), cap, "measured here")
+    return Trace(tuple(map(TracedPrompt, groups, map(len, prompts))), cap, "measured here")
 
 
 def compare(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import tlt.fleet
 from tests.tiny import letters, policy
 from tlt.cluster.host import MAIL, Host
 from tlt.cluster.messages import RollReport
-from tlt.cluster.placement import Lane
+from tlt.cluster.placement import WorkerSlot
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.sessions import Sessions
 from tlt.config import (
@@ -99,7 +99,7 @@ class TinyHost(Host):
         self._pieces_alone = False  # nothing follows on them
         self._page = Condition()
 
-    def open(self, config: RunConfig, rank: int, lane: Lane, nccl: bool) -> None:
+    def open(self, config: RunConfig, rank: int, lane: WorkerSlot, nccl: bool) -> None:
         use_the_tiny_policy()
         self._sessions.reach = self._reach
         super().open(config, rank, lane, nccl)

@@ -24,7 +24,7 @@ from tlt.cluster.actors import ActorGroup
 from tlt.cluster.lifeline import Lifeline
 from tlt.cluster.messages import News, RollReport
 from tlt.cluster.ray_fleet import RayFleet
-from tlt.cluster.timeline import Span
+from tlt.cluster.timeline import TimelineSpan
 from tlt.config import RunConfig
 from tlt.dispatch import Dispatch
 from tlt.engine.request import Request
@@ -402,7 +402,7 @@ def test_reports_of_all_workers_become_one() -> None:
         RolloutReport(30, 12, 5.0, ((4, "off", 3),), (("eagle", (0.8, 0.5)),), switches=2, one_off_s=0.25),
         RolloutReport(10, 4, 2.0, ((4, "off", 4),), (("eagle", (0.4,)),), switches=1, one_off_s=0.5),
     ]
-    spans = [(Span("rolling", 0.0, 3.0), Span("idle", 3.0, 6.0)), (Span("rolling", 0.0, 9.0),)]
+    spans = [(TimelineSpan("rolling", 0.0, 3.0), TimelineSpan("idle", 3.0, 6.0)), (TimelineSpan("rolling", 0.0, 9.0),)]
     fleet = RayFleet.__new__(RayFleet)
     fleet._reports = {seat: RollReport(spans[seat], own[seat], (), 0, 0.0, 0.0, 0) for seat in (0, 1)}
     told = fleet.report()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tlt.cli import main
 from tlt.cluster import transfer
-from tlt.cluster.ring import MeetingPlace, Ring, RingBroken
-from tlt.cluster.timeline import Span, seconds_of
+from tlt.cluster.ring import MeetingPlace, RingBroken, WorkerRing
+from tlt.cluster.timeline import TimelineSpan, seconds_of
 from tlt.cluster.together import GradientDesk, Mean, Parted, Together
 from tlt.cluster.transfer import fingerprint, on_host, read_files, write_files
 from tlt.dispatch import Dispatch, deal
@@ -129,9 +129,9 @@ def on_threads(functions: list[Callable[[], object]]) -> list[object]:
         return [future.result(timeout=DEAD_S) for future in [pool.submit(function) for function in functions]]
 
 
-def joined(size: int) -> list[Ring]:
+def joined(size: int) -> list[WorkerRing]:
     place = MeetingPlace("127.0.0.1")
-    rings = [Ring(DEAD_S) for _ in range(size)]
+    rings = [WorkerRing(DEAD_S) for _ in range(size)]
     meeting = place.meeting("a")
     on_threads([lambda r=r: rings[r].join(meeting, r, size, "127.0.0.1") for r in range(size)])
     return rings
@@ -157,7 +157,7 @@ def test_a_ring_breaks_when_a_member_goes() -> None:
 
 
 def test_a_ring_of_one_is_no_ring() -> None:
-    ring = Ring(1.0)
+    ring = WorkerRing(1.0)
     ring.join(MeetingPlace("127.0.0.1").meeting("x"), 0, 1, "127.0.0.1")
     tensor = torch.ones(3)
     ring.add_up([tensor])
@@ -181,14 +181,14 @@ def member(desk: GradientDesk, number: int, session: int, together: Together) ->
 
 def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
     desk, present = GradientDesk(0), [1, 2]
-    wishes = [threading.Thread(target=desk.wish, args=(number, DEAD_S)) for number in present]
-    for wish in wishes:
-        wish.start()
+    requests = [threading.Thread(target=desk.request_join, args=(number, DEAD_S)) for number in present]
+    for request_join in requests:
+        request_join.start()
     while desk.wishers(present) != (1, 2):
         pass
     session = desk.open(present, {"some": "state"})
-    for wish in wishes:
-        wish.join()
+    for request_join in requests:
+        request_join.join()
     steps = 5
     gradients = torch.randn(3, steps, 7)
     asked = iter([False] * (steps - 1) + [True])
@@ -230,7 +230,7 @@ def test_the_leader_waits_for_nobody_who_is_gone() -> None:
 def test_who_asks_again_has_left_the_session() -> None:
     desk = GradientDesk(0)
     desk.open([1], None)
-    again = threading.Thread(target=desk.wish, args=(1, DEAD_S))
+    again = threading.Thread(target=desk.request_join, args=(1, DEAD_S))
     again.start()
     mean = desk.mean(np.full(1, 3.0), lambda: [1], lambda: True)
     assert mean.vector.tolist() == [3.0]
@@ -239,7 +239,7 @@ def test_who_asks_again_has_left_the_session() -> None:
 
 
 def test_nobody_is_admitted_in_vain() -> None:
-    assert GradientDesk(0).wish(1, 0.01) is None
+    assert GradientDesk(0).request_join(1, 0.01) is None
 
 
 def test_alone_nothing_is_averaged() -> None:
@@ -312,7 +312,12 @@ def test_what_is_written_shows_even_where_the_size_is_known_beforehand(tmp_path:
 
 
 def test_seconds_by_name() -> None:
-    assert seconds_of([Span("idle", 0.0, 1.0), Span("drafting", 1.0, 2.0), Span("idle", 3.0, 0.5)], "idle") == 1.5
+    assert (
+        seconds_of(
+            [TimelineSpan("idle", 0.0, 1.0), TimelineSpan("drafting", 1.0, 2.0), TimelineSpan("idle", 3.0, 0.5)], "idle"
+        )
+        == 1.5
+    )
 
 
 def test_without_ray_the_command_says_what_to_install(

@@ -13,7 +13,16 @@ from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
 
 from tests.processes import Child, descendants, listening
 from tlt.cluster import placement
-from tlt.cluster.placement import Environment, Lane, Share, check_room, check_versions, connect, cores_of, share_of
+from tlt.cluster.placement import (
+    Environment,
+    Share,
+    WorkerSlot,
+    check_room,
+    check_versions,
+    connect,
+    cores_of,
+    share_of,
+)
 from tlt.config import ClusterSettings
 from tlt.errors import ClusterError
 
@@ -102,6 +111,6 @@ def test_no_address(address: str) -> None:
 
 def test_workers_keep_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 4, 5, 6, 7})
-    assert [cores_of(Lane(n, 2), 2) for n in range(2)] == [(3, 4), (5, 6)]
-    assert cores_of(Lane(0, 3), 2) == ()  # not enough for all
-    assert cores_of(Lane(0, 2), 0.5) == ()
+    assert [cores_of(WorkerSlot(n, 2), 2) for n in range(2)] == [(3, 4), (5, 6)]
+    assert cores_of(WorkerSlot(0, 3), 2) == ()  # not enough for all
+    assert cores_of(WorkerSlot(0, 2), 0.5) == ()

@@ -41,7 +41,7 @@ from tlt.train.drafter import (
     stream_states,
     weigh,
 )
-from tlt.train.drafter_measure import DEPTH, WIDTHS, DrafterAcceptance, Drawn, accept_length
+from tlt.train.drafter_measure import DEPTH, WIDTHS, DrafterAcceptance, KeyedBatch, accept_length
 from tlt.train.packing import Example, pack
 from tlt.types import Key, SamplingParams
 
@@ -228,7 +228,7 @@ def learn(shift: int) -> DrafterAcceptance:
     for step in range(settings.steps):
         trainer.micro_step(telling_batch(policy, shift, step))
     keys = torch.zeros(3, dtype=torch.int64)
-    held = Drawn(telling_batch(policy, shift, 999), keys, keys, torch.zeros(3))
+    held = KeyedBatch(telling_batch(policy, shift, 999), keys, keys, torch.zeros(3))
     return accept_length(model, [held], policy.head_weight, policy.embed)
 
 
@@ -325,7 +325,7 @@ def test_accept_lengths_are_those_of_drafting_for_real() -> None:
     (row,) = pack(given, 100)
     batch = policy_states(POLICY, row, model.config.taps)
     requests = torch.tensor([done[member].key.request for member in row.members])
-    held = Drawn(batch, torch.full_like(requests, 7), requests, torch.ones(len(requests)))
+    held = KeyedBatch(batch, torch.full_like(requests, 7), requests, torch.ones(len(requests)))
     found = accept_length(model, [held], POLICY.head_weight, POLICY.embed)
     walked = [walks(model, batch, start, held) for start in starts_of(batch)]
     assert found.tokens == len(walked) > 15
@@ -359,7 +359,7 @@ def test_a_drafter_that_is_always_right_is_recorded_as_such(monkeypatch: pytest.
 
     monkeypatch.setattr(drafter_measure, "_ranks", right)
     keys = torch.zeros(2, dtype=torch.int64)
-    held = Drawn(batch_of([Example((1, 2, 3, 4, 5), 1), Example((5, 4, 3, 2, 1), 1)]), keys, keys, torch.ones(2))
+    held = KeyedBatch(batch_of([Example((1, 2, 3, 4, 5), 1), Example((5, 4, 3, 2, 1), 1)]), keys, keys, torch.ones(2))
     found = accept_length(drafter(), [held], POLICY.head_weight, POLICY.embed)
     assert found.ranks == ((1.0, *[0.0] * 7),) * DEPTH
     assert found.tokens == 6
@@ -372,7 +372,7 @@ def test_a_drafter_without_opinions_is_not_taken_for_a_perfect_one(logit: float)
     with torch.no_grad():
         model.norm.fill_(logit)
     keys = torch.zeros(1, dtype=torch.int64)
-    held = Drawn(batch_of([Example((7, 3, 0, 9, 0, 5, 2, 0, 4), 1)]), keys, keys, torch.ones(1))
+    held = KeyedBatch(batch_of([Example((7, 3, 0, 9, 0, 5, 2, 0, 4), 1)]), keys, keys, torch.ones(1))
     found = accept_length(model, [held], POLICY.head_weight, POLICY.embed)
     zeros, places = 3, 7  # among the tokens after the answer's first
     assert found.tokens == places
@@ -406,7 +406,7 @@ def survival(walked: list[list[int]], width: int, depth: int) -> float:
     return sum(all(rank < width for rank in walk[: depth + 1]) for walk in long_enough) / max(1, len(long_enough))
 
 
-def walks(model: Eagle, batch: DrafterBatch, entry: int, held: Drawn) -> dict[float, list[int]]:
+def walks(model: Eagle, batch: DrafterBatch, entry: int, held: KeyedBatch) -> dict[float, list[int]]:
     """For every β: at each depth, the candidates named before the policy's token; all of them if it is none."""
     aligned = batch.aligned
     sequence = int((torch.tensor(aligned.lengths).cumsum(0) <= entry).sum())

@@ -21,7 +21,7 @@ from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.sim.book import CostBook, read_book, write_book
 from tlt.sim.fleet import SimFleet, Simulated
-from tlt.sim.trace import Asked, Trace, draw_trace, trace_of
+from tlt.sim.trace import Trace, TracedPrompt, draw_trace, trace_of
 from tlt.sim.world import World, grown
 from tlt.spec.acceptance import Acceptance
 from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, Measured
@@ -57,7 +57,7 @@ def book(**changes: Any) -> CostBook:
 def long_tail(prompts: int = 6, group: int = 4, seed: int = 0) -> Trace:
     luck = random.Random(seed)
     drawn = [[min(60, 1 + int(luck.lognormvariate(2.3, 0.9))) for _ in range(group)] for _ in range(prompts)]
-    return Trace(tuple(Asked(tuple(lengths), 5 + number) for number, lengths in enumerate(drawn)), 60, "a test")
+    return Trace(tuple(TracedPrompt(tuple(lengths), 5 + number) for number, lengths in enumerate(drawn)), 60, "a test")
 
 
 def fleet(
@@ -95,7 +95,7 @@ def test_plain_ticks_are_the_engines(admission: str, rows: int, pages: int) -> N
     lengths = {done.key.request: len(done.tokens) for done in engine.drain()}
     report = engine.report()
     groups = [tuple(lengths[4 * number + completion] for completion in range(4)) for number in range(6)]
-    trace = Trace(tuple(Asked(group, 5 + number) for number, group in enumerate(groups)), 90, "a test")
+    trace = Trace(tuple(TracedPrompt(group, 5 + number) for number, group in enumerate(groups)), 90, "a test")
     found = fleet(
         trace, book(rows=rows, pages=report.pages.free + report.pages.cached), admission=admission, prefill_tokens=16
     ).rollout()
@@ -144,7 +144,7 @@ def test_trees_hold_the_likeliest_nodes() -> None:
 
 def test_time_is_what_the_book_says() -> None:
     """A request alone, token by token: runs, what is beside them, its prompt, and what it looks back on."""
-    trace = Trace((Asked((10,), 6),), 60, "a test")
+    trace = Trace((TracedPrompt((10,), 6),), 60, "a test")
     costs = book(context_s=1e-4, prefill_s=3e-3, plain_tick_s=2e-3, off_tick_s=1.0)
     seconds = fleet(trace, costs).rollout().seconds
     looked_back = sum(range(6, 16))
@@ -153,7 +153,7 @@ def test_time_is_what_the_book_says() -> None:
 
 def test_a_drafter_catches_up_once() -> None:
     """Its prompt, with the first draft; what is written after that is part of every tick."""
-    trace = Trace((Asked((41,), 60),), 60, "a test")
+    trace = Trace((TracedPrompt((41,), 60),), 60, "a test")
     late = tuple(Measured(cost.role, cost.size, 1e-3) if cost.role == CATCH_UP else cost for cost in book().measured)
     ranks = ((1.0,),)
     dear, free = (
@@ -196,7 +196,9 @@ def test_more_workers_are_never_slower_and_train_while_they_wait(drafts: bool) -
 
 
 def test_a_tuner_in_the_simulator_pays_where_drafts_are_good_and_costs_nothing_where_they_are_not() -> None:
-    trace = Trace(tuple(Asked((length,) * 4, 20) for length in (30, 50, 80, 120, 200, 400, 700, 1200)), 1500, "a test")
+    trace = Trace(
+        tuple(TracedPrompt((length,) * 4, 20) for length in (30, 50, 80, 120, 200, 400, 700, 1200)), 1500, "a test"
+    )
     spec = SpecSettings(drafter="eagle", path="new")
     shapes = shapes_of(spec)
     plain = fleet(trace, book()).rollout().seconds
@@ -225,7 +227,7 @@ def test_rollouts_follow_each_other_and_repeat() -> None:
 
 def test_an_answer_that_no_cache_holds_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs 193 tokens of key-value cache, the book's holds 144"):
-        fleet(Trace((Asked((60,), 5),), 60, "a test"), book(pages=10))
+        fleet(Trace((TracedPrompt((60,), 5),), 60, "a test"), book(pages=10))
 
 
 # ---- books
@@ -312,7 +314,7 @@ def test_a_file_and_a_missing_one(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     rows = [("a", 3), ("b", 5), ("a", 7)]
     file.write_text("".join(json.dumps({"prompt": name, "tokens": n, "prompt_tokens": 9}) + "\n" for name, n in rows))
-    assert trace_of(str(file), RunConfig()).asked == (Asked((3, 7), 9), Asked((5,), 9))
+    assert trace_of(str(file), RunConfig()).asked == (TracedPrompt((3, 7), 9), TracedPrompt((5,), 9))
     file.write_text('{"prompt": "a", "tokens": 4000}\n')
     assert trace_of(str(file), RunConfig()).cap == 4000, "nothing is cut, whatever answers may have here"
     with pytest.raises(ConfigError, match="is not there"):

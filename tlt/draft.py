@@ -43,7 +43,7 @@ from tlt.spec.record import DraftRecord, keep_better, read_record
 from tlt.tasks.choose import task_of
 from tlt.tasks.token_prompts import token_prompts
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
-from tlt.train.drafter_measure import DEPTH, WIDTHS, DrafterAcceptance, Drawn, Reach, accept_length
+from tlt.train.drafter_measure import DEPTH, WIDTHS, DrafterAcceptance, KeyedBatch, Reach, accept_length
 from tlt.train.kept_states import filling_s, states_for
 from tlt.train.pacing import Clock, Spent, TimeLimit
 from tlt.train.packing import pack
@@ -95,7 +95,7 @@ def draft_train(
     drafter = _new_drafter(config, policy, learned)
     check_new(Path(out), "--out", sum(weight.nbytes for weight in drafter.parameters()), directory=True)
     spent.on("answers")
-    held: list[Drawn] = []
+    held: list[KeyedBatch] = []
     every = _held(config, policy, drafter.config.taps, held_out, held)
     before = _measure(drafter, policy, spent.within(_MEASURING).fitting(every))
     measuring_s = spent.on("measuring")
@@ -328,14 +328,14 @@ def _train(
 
 
 def _held(
-    config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[Answer], held: list[Drawn]
-) -> Iterator[Drawn]:
+    config: RunConfig, policy: Policy, taps: Sequence[int], answers: Sequence[Answer], held: list[KeyedBatch]
+) -> Iterator[KeyedBatch]:
     """Batches of answers to measure on, computed one by one and put into `held`, to measure on them again."""
     examples = [answer.example for answer in answers]
     room = max(config.draft.tokens_per_batch, *(len(example.tokens) for example in examples))
     for row in pack(examples, room):
         keys = [answers[member].key for member in row.members]
-        drawn = Drawn(
+        drawn = KeyedBatch(
             policy_states(policy.model, row, taps),
             torch.tensor([as_int64(key.seed) for key in keys]),
             torch.tensor([as_int64(key.request) for key in keys]),
@@ -345,7 +345,7 @@ def _held(
         yield drawn
 
 
-def _measure(drafter: Eagle, policy: Policy, held: Iterable[Drawn]) -> DrafterAcceptance:
+def _measure(drafter: Eagle, policy: Policy, held: Iterable[KeyedBatch]) -> DrafterAcceptance:
     return accept_length(drafter, held, policy.model.head_weight, policy.model.embed)
 
 

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from tlt.cluster.host import MAIL, POST, Host
 from tlt.cluster.lifeline import Lifeline
 from tlt.cluster.messages import Beat, News
-from tlt.cluster.placement import Environment, Lane, Share, check_versions
+from tlt.cluster.placement import Environment, Share, WorkerSlot, check_versions
 from tlt.cluster.ring import RingBroken
 from tlt.config import RunConfig
 from tlt.errors import ClusterError, StateLost
@@ -42,7 +42,7 @@ class Member:
     rank: int  # of all ranks below `cluster.workers`, each is taken at most once
     actor: Any
     environment: Environment
-    lane: Lane | None
+    lane: WorkerSlot | None
     asked: float  # when it was asked for
     progress: int = -1
     moved: float = field(default_factory=time.monotonic)  # when its progress last changed
@@ -58,12 +58,12 @@ class _Applicant:
     actor: Any
     call: Any  # what is waited for
     environment: Environment | None = None
-    lane: Lane | None = None
+    lane: WorkerSlot | None = None
     asked: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What came of a question to many."""
 
     answers: Mapping[int, Any]  # by seat
@@ -210,13 +210,13 @@ class ActorGroup:
         )
         return True
 
-    def _lane(self, node: str) -> Lane:
+    def _lane(self, node: str) -> WorkerSlot:
         """The first that nobody else on that machine has."""
         everyone: list[Member | _Applicant] = [*self.members.values(), *self._applicants.values()]
         taken = {one.lane.number for one in everyone if one.lane and one.environment and one.environment.node == node}
         number = next(lane for lane in count() if lane not in taken)
         unknown = sum(one.environment is None for one in everyone)  # they may be put there, too
-        return Lane(number, max(number, *taken, 0) + 1 + unknown)
+        return WorkerSlot(number, max(number, *taken, 0) + 1 + unknown)
 
     def _actor(self, seat: int) -> Any:
         threads = 2 * self._config.cluster.workers + 4  # each member may wait at this one's desk, and others beside
@@ -230,11 +230,11 @@ class ActorGroup:
 
     # ---- asking
 
-    def ask_all(self, method: str, *arguments: Any) -> Outcome:
+    def ask_all(self, method: str, *arguments: Any) -> CallOutcome:
         calls = {seat: getattr(m.actor, method).remote(*arguments) for seat, m in self.members.items()}
         return self.ask(calls, method)
 
-    def ask(self, calls: Mapping[int, Any], what: str) -> Outcome:
+    def ask(self, calls: Mapping[int, Any], what: str) -> CallOutcome:
         """Waits for everyone's answer. Those who get on with nothing are lost; other errors than a broken ring are
         raised."""
         waiting = {call: seat for seat, call in calls.items()}
@@ -264,7 +264,7 @@ class ActorGroup:
             if waiting and seconds > told:
                 told *= 2
                 self._waits(what, [self.members[seat].rank for seat in waiting.values()], seconds)
-        return Outcome(answers, tuple(parted), tuple(lost))
+        return CallOutcome(answers, tuple(parted), tuple(lost))
 
     @staticmethod
     def _raise_unless_parted(error: RayTaskError) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tlt.cluster.actors import ActorGroup
-from tlt.cluster.messages import Handed, News, RollReport, Shared
+from tlt.cluster.messages import Handed, News, RollReport, SharedCompletions
 from tlt.dispatch import Dispatch
 from tlt.drafting.idle import Coordinator, State
 from tlt.event_builders import acceptance_collapsed
@@ -120,5 +120,5 @@ class Epoch:
             news = [completion for writer, completion in self._written[given:] if writer != seat]
             if news and now - when >= _SHARE_S:
                 ids = tuple(self._prompt_ids[completion.key] for completion in news)
-                self._actors.post(seat, [Shared(tuple(news), ids)])
+                self._actors.post(seat, [SharedCompletions(tuple(news), ids)])
                 self._shared[seat] = (len(self._written), now)

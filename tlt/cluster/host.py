@@ -29,15 +29,15 @@ from tlt.cluster.messages import (
     Offer,
     Published,
     RollReport,
-    Shared,
+    SharedCompletions,
     Stamp,
     WorkerState,
 )
-from tlt.cluster.placement import Environment, Lane, cores_of, pin
-from tlt.cluster.ring import Meeting, MeetingPlace, Ring, RingBroken, breaking
+from tlt.cluster.placement import Environment, WorkerSlot, cores_of, pin
+from tlt.cluster.ring import Meeting, MeetingPlace, RingBroken, WorkerRing, breaking
 from tlt.cluster.sessions import Sessions
-from tlt.cluster.timeline import Span, Timeline
-from tlt.cluster.together import Admission, Mean, Vector
+from tlt.cluster.timeline import Timeline, TimelineSpan
+from tlt.cluster.together import Mean, SessionOpened, Vector
 from tlt.cluster.transfer import Files, extent, fingerprint, on_host, pieces_of, write_files
 from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
@@ -56,7 +56,7 @@ _PATIENCE_S = 60.0  # that a call from one worker waits at another's desk; it is
 
 MAIL = "mail"  # concurrency group of everything that must not wait for the work
 POST = "post"  # and of what must also stay in order
-Message = Order | Handed | Shared | Offer
+Message = Order | Handed | SharedCompletions | Offer
 MakeTrainer = Callable[[Transformer, Transformer | None], PolicyTrainer]
 
 
@@ -66,14 +66,14 @@ class RemoteDesk:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def wish(self, member: int) -> "Answer":
-        return Answer(self._actor.wish.remote(member))
+    def request_join(self, member: int) -> "RemoteReply":
+        return RemoteReply(self._actor.request_join.remote(member))
 
-    def give(self, session: int, step: int, member: int, vector: Vector) -> "Answer":
-        return Answer(self._actor.give.remote(session, step, member, vector))
+    def give(self, session: int, step: int, member: int, vector: Vector) -> "RemoteReply":
+        return RemoteReply(self._actor.give.remote(session, step, member, vector))
 
 
-class Answer:
+class RemoteReply:
     def __init__(self, call: Any) -> None:
         self._call = call
 
@@ -108,14 +108,14 @@ class Host:
         self._write: Callable[[Path], None] = lambda directory: None
         self._writes_to: Path | None = None
 
-    def open(self, config: RunConfig, rank: int, lane: Lane, nccl: bool) -> None:
+    def open(self, config: RunConfig, rank: int, lane: WorkerSlot, nccl: bool) -> None:
         config = replace(config, drafting=without_rest(config.drafting))
         on_cpu = config.model.device == "cpu"
         cores = cores_of(lane, config.cluster.cpus_per_worker) if config.cluster.pin and on_cpu else ()
         pin(cores)
         torch.set_num_threads(max(1, len(cores) or int(config.cluster.cpus_per_worker)))
         self._config, self._rank = config, rank
-        self._ring = Ring(config.cluster.hang_s, nccl=nccl)
+        self._ring = WorkerRing(config.cluster.hang_s, nccl=nccl)
         self._copies = config.train.minibatches * config.train.epochs > 1 and not config.cluster.shard
         if not config.cluster.shard:  # shards are cut when it is known how many there are
             self._open_worker()
@@ -151,8 +151,8 @@ class Host:
         return 0 if worker is None else worker.trainer.passes
 
     @ray.method(concurrency_group=MAIL)
-    def wish(self, member: int) -> Admission | None:
-        return self._sessions.desk.wish(member, _PATIENCE_S)
+    def request_join(self, member: int) -> SessionOpened | None:
+        return self._sessions.desk.request_join(member, _PATIENCE_S)
 
     @ray.method(concurrency_group=MAIL)
     def give(self, session: int, step: int, member: int, vector: Vector) -> Mean | None:
@@ -170,7 +170,7 @@ class Host:
                 case Handed(hand_out, requests):
                     if self._seat.take(hand_out):
                         self._worker.submit(requests)
-                case Shared(completions, ids):
+                case SharedCompletions(completions, ids):
                     if self._worker.drafter:
                         self._worker.drafter.learn_from(completions, self._worker.engine.version, ids)
                         self._sessions.rested = False
@@ -332,7 +332,7 @@ class Host:
         self._timeline.end()
         return Published(found, swapped, time.perf_counter() - started)
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[TimelineSpan, ...]:
         return self._timeline.take()
 
     # ---- state

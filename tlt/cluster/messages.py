@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.cluster.timeline import Span
+from tlt.cluster.timeline import TimelineSpan
 from tlt.drafting.idle import HandOut, Report
 from tlt.drafting.trainer import DraftingResult
 from tlt.engine.request import Request
@@ -24,7 +24,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedCompletions:
     """To a worker that drafts: what others have written, to learn from."""
 
     completions: tuple[Completion, ...]
@@ -69,7 +69,7 @@ class Beat:
 class RollReport:
     """From a worker, when a rollout is over."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
     rollout: RolloutReport  # its own
     drafted: tuple[DraftingResult, ...]  # the sessions that this worker led
     joins: int  # sessions that this worker joined

@@ -33,7 +33,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class WorkerSlot:
     """A worker's place among those on its machine."""
 
     number: int
@@ -177,7 +177,7 @@ def check_versions(driver: Environment, workers: Sequence[Environment]) -> None:
                 )
 
 
-def cores_of(lane: Lane, cpus: float) -> tuple[int, ...]:
+def cores_of(lane: WorkerSlot, cpus: float) -> tuple[int, ...]:
     """The cores of this machine that a worker keeps to; none if there are not enough for all to have their own."""
     each = int(cpus)
     cores = sorted(os.sched_getaffinity(0))

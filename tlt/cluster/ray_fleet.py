@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from tlt.cluster.actors import ActorGroup, Outcome, wait_while_it_moves
+from tlt.cluster.actors import ActorGroup, CallOutcome, wait_while_it_moves
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.interference import InterferenceRuns, TimedRollout
@@ -169,7 +169,7 @@ class RayFleet:
                 self._align(outcome)
                 return _merged(list(outcome.answers.values()))
 
-    def _align(self, outcome: Outcome) -> None:
+    def _align(self, outcome: CallOutcome) -> None:
         """Those who were left alone in the last moment take over what those who were done have."""
         self._copy_state(next(iter(outcome.answers)), outcome.parted)
 

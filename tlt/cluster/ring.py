@@ -64,7 +64,7 @@ class MeetingPlace:
         return Meeting(self._host, self._store.port, name)
 
 
-class Ring:
+class WorkerRing:
     """Alone until it joins. `add_up` is what a trainer is given."""
 
     def __init__(self, timeout_s: float, *, nccl: bool = False) -> None:

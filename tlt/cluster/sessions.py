@@ -28,7 +28,7 @@ class Reply(Protocol):
 class FarDesk(Protocol):
     """The desk of another worker: what it answers comes later."""
 
-    def wish(self, member: int) -> Reply: ...
+    def request_join(self, member: int) -> Reply: ...
 
     def give(self, session: int, step: int, member: int, vector: Vector) -> Reply: ...
 
@@ -133,7 +133,7 @@ class Sessions:
     def _follow(self, drafter: OnlineDrafter, leader: int) -> DraftingResult | None:
         self._timeline.enter("idle")
         asked, desk = time.perf_counter(), self._desks[leader]
-        admission = self._answer(desk.wish(self._seat.worker), lambda: self._follows(leader))
+        admission = self._answer(desk.request_join(self._seat.worker), lambda: self._follows(leader))
         if admission is None:
             return None
         self._timeline.enter("drafting")

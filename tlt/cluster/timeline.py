@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A stretch of a worker's time."""
 
     name: str  # rolling, idle, drafting, updating, publishing
@@ -18,7 +18,7 @@ class Timeline:
     """What a worker did when."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[TimelineSpan] = []
         self._name = ""
         self._since = 0.0
 
@@ -29,13 +29,13 @@ class Timeline:
 
     def end(self) -> None:
         if self._name:
-            self._spans.append(Span(self._name, self._since, time.time() - self._since))
+            self._spans.append(TimelineSpan(self._name, self._since, time.time() - self._since))
         self._name = ""
 
-    def take(self) -> tuple[Span, ...]:
+    def take(self) -> tuple[TimelineSpan, ...]:
         spans, self._spans = tuple(self._spans), []
         return spans
 
 
-def seconds_of(spans: Iterable[Span], name: str) -> float:
+def seconds_of(spans: Iterable[TimelineSpan], name: str) -> float:
     return sum(span.seconds for span in spans if span.name == name)

@@ -31,7 +31,7 @@ class Parted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class SessionOpened:
     """The leader to a newcomer: the session opens with these members, from this state of the drafter."""
 
     session: int
@@ -48,13 +48,13 @@ class Mean:
 
 
 class GradientDesk:
-    """The leader's. `wish` and `give` are called by other threads, on behalf of members, and wait for the leader."""
+    """The leader's side of a session. Other threads call `request_join` and `give` for members and wait for it."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._changed = threading.Condition()
         self._wishes: dict[int, int] = {}  # member → how often it has asked: the last time counts
-        self._admitted: dict[int, Admission] = {}
+        self._admitted: dict[int, SessionOpened] = {}
         self._session = 0
         self._members: frozenset[int] = frozenset()
         self._rounds = Rounds()
@@ -63,7 +63,7 @@ class GradientDesk:
 
     # ---- on behalf of members
 
-    def wish(self, member: int, patience_s: float) -> Admission | None:
+    def request_join(self, member: int, patience_s: float) -> SessionOpened | None:
         """Waits until a session opens with this member; None if none did in time."""
         with self._changed:
             asked = self._wishes[member] = self._wishes.get(member, 0) + 1
@@ -105,7 +105,7 @@ class GradientDesk:
             self._rounds.advance()
             for member in members:
                 self._wishes.pop(member, None)
-                self._admitted[member] = Admission(self._session, tuple(sorted(self._members)), state)
+                self._admitted[member] = SessionOpened(self._session, tuple(sorted(self._members)), state)
             self._changed.notify_all()
             return self._session
 

@@ -24,7 +24,7 @@ _SAME_PROMPT = 0.5  # of the variance of drawn log lengths, what a prompt's answ
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TracedPrompt:
     """A prompt, and the answers it got."""
 
     lengths: tuple[int, ...]  # tokens of each
@@ -35,7 +35,7 @@ class Asked:
 class Trace:
     """One step."""
 
-    asked: tuple[Asked, ...]
+    asked: tuple[TracedPrompt, ...]
     cap: int  # tokens that an answer might have had
     source: str  # in words
     rollout_s: float | None = None  # that it took, where it was measured …
@@ -92,7 +92,7 @@ def _of_training(path: Path) -> Trace:
     groups = _grouped(told.lengths, run.config.task.group if told.n == len(told.lengths) else 1)
     some = "" if told.n == len(told.lengths) else f" ({len(told.lengths)} of its {told.n} answers)"
     return Trace(
-        asked=tuple(Asked(group) for group in groups),
+        asked=tuple(TracedPrompt(group) for group in groups),
         cap=run.config.sampling.max_tokens,
         source=f"{path}, step {last.step}{some}",
         rollout_s=last.rollout_s if not some else None,
@@ -130,12 +130,12 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _by_prompt(rows: Sequence[dict[str, Any]]) -> tuple[Asked, ...]:
+def _by_prompt(rows: Sequence[dict[str, Any]]) -> tuple[TracedPrompt, ...]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(json.dumps(row["prompt"]), []).append(row)
     return tuple(
-        Asked(tuple(row["tokens"] for row in group), group[0].get("prompt_tokens", _PROMPT_TOKENS))
+        TracedPrompt(tuple(row["tokens"] for row in group), group[0].get("prompt_tokens", _PROMPT_TOKENS))
         for group in groups.values()
     )
 
@@ -154,7 +154,7 @@ def draw_trace(wanted: str, config: RunConfig) -> Trace:
         shared = luck.gauss(0.0, sigma * sqrt(_SAME_PROMPT))
         own = (luck.gauss(0.0, sigma * sqrt(1 - _SAME_PROMPT)) for _ in range(config.task.group))
         lengths = (round(exp(log(median) + shared + each)) for each in own)
-        asked.append(Asked(tuple(max(1, min(cap, length)) for length in lengths), prompt_tokens))
+        asked.append(TracedPrompt(tuple(max(1, min(cap, length)) for length in lengths), prompt_tokens))
     return Trace(tuple(asked), cap, f"drawn: {wanted}")
 
 

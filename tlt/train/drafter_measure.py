@@ -25,7 +25,7 @@ WIDTHS = (1, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class KeyedBatch:
     """A batch of completions and their sampling keys. Sequences start at position 0."""
 
     batch: DrafterBatch
@@ -82,7 +82,7 @@ class _Followed:
 
 @torch.no_grad()
 def accept_length(
-    model: Eagle, held: Iterable[Drawn], head_VD: Tensor, embed_VD: Tensor, depth: int = DEPTH
+    model: Eagle, held: Iterable[KeyedBatch], head_VD: Tensor, embed_VD: Tensor, depth: int = DEPTH
 ) -> DrafterAcceptance:
     """Pooled over all batches. A position counts at a depth if the completion is long enough."""
     head_vD = model.head_rows(head_VD).detach()
@@ -113,7 +113,7 @@ def accept_length(
     )
 
 
-def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_VD: Tensor) -> Tensor:
+def _ranks(model: Eagle, drawn: KeyedBatch, targets: Targets, head_vD: Tensor, embed_VD: Tensor) -> Tensor:
     """[B, S, N] on the host: rank of the policy's token among the drafter's candidates; −1 where there is no target."""
     aligned, device = drawn.batch.aligned, drawn.batch.features_TF.device
     depth, count = targets.entry_SN.shape
@@ -139,7 +139,7 @@ def _ranks(model: Eagle, drawn: Drawn, targets: Targets, head_vD: Tensor, embed_
     return rank_BSN.cpu().masked_fill(~targets.reached_SN, -1)
 
 
-def _keys(drawn: Drawn, state_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _keys(drawn: KeyedBatch, state_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Seed, request, position and temperature of each target token, on the host."""
     aligned = drawn.batch.aligned
     sequence_T = torch.repeat_interleave(torch.arange(len(aligned.lengths)), torch.tensor(aligned.lengths))

@@ -153,7 +153,7 @@ class PolicyTrainer:
 
     # ---- one update
 
-    def _learn(self, part: "_Part", rate: float, *, first: bool) -> UpdateReport:
+    def _learn(self, part: "_Minibatch", rate: float, *, first: bool) -> UpdateReport:
         sums = Sums(self._model.embed.device)
         for row in self._rows(part):
             hidden_ND = self._hidden(self._model, row)
@@ -195,7 +195,7 @@ class PolicyTrainer:
 
     # ---- rows
 
-    def _prepare(self, experiences: Sequence[Experience]) -> "_Part":
+    def _prepare(self, experiences: Sequence[Experience]) -> "_Minibatch":
         counted = [e for e in experiences if grpo.counts(e.rollout.completion, self._grpo)]
         for experience in counted:
             _check_experience(experience)
@@ -208,9 +208,9 @@ class PolicyTrainer:
         # a completion longer than a row gets a longer row, rather than an error in the middle of a run
         longest = max((_length(e.rollout.completion) for e in learned), default=1)
         rows = pack([_example(e) for e in learned], max(self._train.row_tokens, longest))
-        return _Part(rows, self._passes(len(rows)), learned, totals, something_to_learn=all_learned > 0)
+        return _Minibatch(rows, self._passes(len(rows)), learned, totals, something_to_learn=all_learned > 0)
 
-    def _rows(self, part: "_Part") -> Iterator["_Row"]:
+    def _rows(self, part: "_Minibatch") -> Iterator["_Row"]:
         """Makes rows on demand: the host lays out the next row while the device computes the current one."""
         for index in range(part.passes):
             if index == len(part.rows):
@@ -290,7 +290,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Minibatch:
     """The data of one update."""
 
     packed: list[PackedRow]
@@ -335,7 +335,7 @@ class _RowLoss:
         return loss_C * row.weight_N[chunk]
 
 
-def _result(reports: Sequence[UpdateReport], parts: Sequence[_Part], rate: float) -> UpdateResult:
+def _result(reports: Sequence[UpdateReport], parts: Sequence[_Minibatch], rate: float) -> UpdateResult:
     def mean(name: str) -> float:
         return math.fsum(getattr(report, name) for report in reports) / max(1, len(reports))
 
