@@ -8,7 +8,6 @@ of a device-to-device copy measured in the same run, bytes read plus bytes writt
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tlt.bench.record import new_record, write_record
 from tlt.kernels.attention import reference as attention
 from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.attention.kv_splits import list_kv_splits
@@ -367,15 +366,9 @@ def main() -> None:
         time_prefill(table, SHAPES[0])
     print(f"{time.perf_counter() - began:.0f} s in all")
     if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "commit": options.commit,
-            "command": " ".join(sys.argv),
-            "copy_gigabytes_per_second": table.copy_speed,
-        }
-        options.json.write_text(json.dumps(about | {"rows": table.rows}, indent=1) + "\n")
+        speed = table.copy_speed
+        record = new_record("cuda", options.commit, copy_gigabytes_per_second=speed, rows=table.rows)
+        write_record(options.json, record)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ by part; and every kernel of a few ticks. Random drafts are seldom right, which 
 """
 
 import argparse
-import json
 import os
 import time
 from collections import defaultdict
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear import SHAPES, versions
+from linear import SHAPES
 from tick import busy, engine_of, kernels, policy_of, tick_ms, tree_of
 
 import tlt.engine.graphs as graphs
+from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.spec.fixed import Fixed
@@ -110,8 +110,7 @@ def main() -> None:
     wanted = [(int(requests), tree_of(tree)) for requests, tree in asked]
     watch.watch_pool()
     engine, shape_policy = built(options.shape, options.vocabulary, [tree for _, tree in wanted])
-    record: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions()}
-    record |= {"commit": options.commit, "options": {"shape": options.shape, "at": options.at}}
+    record = new_record("cuda", options.commit, options={"shape": options.shape, "at": options.at})
     engine.measure()
     record["building"] = told("building", watch.take())
     for requests, tree in wanted:
@@ -124,7 +123,7 @@ def main() -> None:
             shown(f"{requests} requests, {choice}", found[str(choice)])
         found["events"] = told(f"{requests} requests, {tree}", watch.take())
         record[f"{requests}:{tree}"] = found
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.out, record)
 
 
 def shown(what: str, found: dict[str, Any]) -> None:

@@ -12,20 +12,17 @@ hardly does, and the mean over all that were made is told beside it. The clock's
 
 import argparse
 import gc
-import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
+from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings, SpecSettings
 from tlt.engine.build import shape_policy_of, shapes_of
-from tlt.machine import describe
 from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.costs import CAPTURE, DRAFT, EXTEND, LOOKUP, POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Shape
@@ -250,11 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     kept = {name: value for name, value in vars(options).items() if name not in ("json", "commit")}
-    record: dict[str, Any] = {
-        "machine": asdict(describe(torch.device("cpu"), options.commit)),
-        "options": kept,
-        "results": {},
-    }
+    record = new_record("cpu", options.commit, options=kept, results={})
     for drafter in options.drafters:
         gc.collect()
         shapes = len(shapes_of(SpecSettings(drafter=drafter, path="new")))
@@ -262,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record["results"][drafter] = _short(found)
         tell(drafter, found)
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_record(options.json, record)
 
 
 if __name__ == "__main__":

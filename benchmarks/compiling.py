@@ -11,14 +11,13 @@ for. Prints and writes seconds, and how often each kernel was compiled.
 
 import argparse
 import gc
-import json
 import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,13 +31,13 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tlt.bench.record import new_record, write_record
 from tlt.config import NEW, RunConfig
 from tlt.engine import build, runner
 from tlt.engine.chunks import Chunk
 from tlt.engine.graphs import buckets
 from tlt.kernels.attention import triton as attention_triton
 from tlt.kernels.compiling_triton import compile_ahead
-from tlt.machine import describe
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
@@ -214,15 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = "{threads} threads: {kernels} kernels in {seconds:.1f} s, none left in {none_left_s:.1f} s"
         print(words.format(**found[-1]) + f"; rollouts wait for {found[-1]['left'] or 'none'}", flush=True)
     if options.json:
-        machine = asdict(describe(torch.device("cpu"), options.commit))
-        record = {
-            "machine": machine,
-            "target": str(_TARGET),
-            "shape": options.shape,
-            "rows": options.rows,
-            "runs": found,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        about = {"target": str(_TARGET), "shape": options.shape, "rows": options.rows}
+        write_record(options.json, new_record("cpu", options.commit, **about, runs=found))
     return 0
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt.bench.record import new_record, write_record
 from tlt.kernels.attention import window as ring_attention
 from tlt.kernels.attention import window_triton as ring_attention_triton
 from tlt.kernels.dispatch import dispatch
@@ -250,14 +251,12 @@ def main() -> None:
         print(f"{case[0]:>5} {case[1]:>3} {case[2]:>2}  {columns}", flush=True)
     print(f"all of it in {time.perf_counter() - started:.0f} s")
     if arguments.out:
-        report = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+        about = {
             "vocab": VOCAB,
             "window": WINDOW,
             "timings": [asdict(timing) for timing in timings],
         }
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_record(arguments.out, new_record("cuda", **about))
 
 
 PARTS = ("embed + norms", "rope + write", "attention", "candidates", "growth", "level")

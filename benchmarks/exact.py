@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt.bench.lab import check_shape, widened
+from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings, ModelSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.kernels.linear.plan import choose_exact
 from tlt.kernels.linear.reference import pre_norm
 from tlt.kernels.linear.triton import exact_linear, room_for
-from tlt.machine import describe
 from tlt.policy import Policy, open_policy
 from tlt.replay import common_start
 from tlt.spec.shape import OFF, Draft, Shape
@@ -243,8 +243,8 @@ def main() -> None:
     started = time.perf_counter()
     policy = open_policy(ModelSettings(path=arguments.policy, device="cuda", dtype="bfloat16"))
     bench = ExactBench(replace(policy, model=widened(policy.model, arguments.shape)), arguments)
-    machine = asdict(describe(torch.device("cuda"), None))
-    results: dict[str, Any] = {"policy": Path(arguments.policy).name, "shape": arguments.shape, "machine": machine}
+    sizes = {"requests": arguments.requests, "alone": arguments.alone, "tokens": arguments.tokens}
+    results = new_record("cuda", policy=Path(arguments.policy).name, shape=arguments.shape, sizes=sizes)
     for mode, exact in (("usual", False), ("exact", True)):
         results[mode] = {"divergence": bench.divergence(exact), **bench.speed(exact)}
         print(mode, json.dumps(results[mode], indent=2), flush=True)
@@ -252,7 +252,7 @@ def main() -> None:
     print(json.dumps(results["tiles"], indent=2))
     results["seconds"] = time.perf_counter() - started
     if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        write_record(arguments.out, results)
 
 
 if __name__ == "__main__":

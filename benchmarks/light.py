@@ -10,7 +10,6 @@ more memory than the second-level cache holds; every way is checked against the 
 import argparse
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import os
 import time
@@ -39,10 +38,10 @@ from linear import (
     neighbours,
     read_bandwidth,
     table_text,
-    versions,
 )
 from torch import Tensor
 
+from tlt.bench.record import new_record, write_record
 from tlt.kernels.linear.plan import Config, choose, choose_quantized
 from tlt.kernels.linear.reference import Matrix, QuantizedMatrix, bf16_of
 from tlt.kernels.linear.reference import linear as torch_linear
@@ -245,14 +244,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = read_bandwidth(torch.randn(200_000_000, device="cuda", dtype=torch.bfloat16))
-    record: dict[str, Any] = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "commit": options.commit,
-        "read_bandwidth": bandwidth,
-        "rows": [],
-    }
-    print(f"{record['hardware']}: reads {bandwidth / 1e12:.2f} TB/s, Triton {triton.__version__}", flush=True)
+    record = new_record("cuda", options.commit, read_bandwidth=bandwidth, rows=[])
+    print(f"{record['machine']['device']}: reads {bandwidth / 1e12:.2f} TB/s, Triton {triton.__version__}", flush=True)
     hiddens = [SHAPES[name].hidden for name in options.shapes]
     cases = itertools.product(hiddens, options.vocabularies)
     record["levels"] = [row for hidden, vocabulary in cases for row in levels(hidden, vocabulary)]
@@ -266,9 +259,9 @@ def main() -> None:
                     row, config = tune(layer, bucket, workers)
                     record["rows"].append(row)
                     best[layer.n, layer.k, layer.gated, bucket] = config
-                    options.out.write_text(json.dumps(record, indent=1) + "\n")
+                    write_record(options.out, record)
     print(table_text(best))
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.out, record)
     print(f"{time.monotonic() - START:.0f} s in all; wrote {options.out}")
 
 

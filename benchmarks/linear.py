@@ -37,6 +37,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tlt.bench.record import new_record, write_record
 from tlt.kernels.linear import plan
 from tlt.kernels.linear.elementwise_triton import rms_norm
 from tlt.kernels.linear.plan import BUCKETS, QUANTIZED_TILES, TILES, Config, bucket_of, choose
@@ -902,7 +903,8 @@ def measure(options: argparse.Namespace) -> None:
     pool = torch.randn(800_000_000, device="cuda", dtype=torch.bfloat16).mul_(0.02)
     shared_workspace(pool.device)
     bandwidth = read_bandwidth(pool)
-    record = {"hardware": torch.cuda.get_device_name(), "versions": versions(), "read_bandwidth": bandwidth}
+    about = {"hardware": torch.cuda.get_device_name(), "versions": versions(), "read_bandwidth": bandwidth}
+    record = new_record("cuda", options.commit, **about)
     print(f"{record['hardware']}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     table: Best = {}
     with torch.no_grad(), workers:
@@ -911,7 +913,7 @@ def measure(options: argparse.Namespace) -> None:
 
             def save(rows: list[dict[str, Any]]) -> None:
                 record["rows"] = rows
-                options.out.write_text(json.dumps(record | {"chain": []}, indent=1))
+                write_record(options.out, record | {"chain": []})
 
             table = stream(shapes, options.buckets, pool, bandwidth, workers, deadline, save)
         elif options.settle:
@@ -920,12 +922,12 @@ def measure(options: argparse.Namespace) -> None:
             known = known_best(options.known) if options.known else {}
             deadline = START + options.seconds
             table, record["rows"] = tune(shapes, options.buckets, pool, bandwidth, workers, deadline, known)
-            options.out.write_text(json.dumps(record | {"chain": []}, indent=1))
+            write_record(options.out, record | {"chain": []})
         del pool
         warm_up_all(workers, [(s, m, table, route) for s in shapes for m in options.rows for route in options.routes])
         models = (Model(shape, table) for shape in shapes)  # one at a time
         rows = [chain(model, m, options.routes, bandwidth) for model in models for m in options.rows]
-    options.out.write_text(json.dumps(record | {"chain": rows}, indent=1))
+    write_record(options.out, record | {"chain": rows})
     print(f"{time.monotonic() - START:.0f} s in all; wrote {options.out}")
 
 

@@ -6,20 +6,17 @@ Prints, per family, the largest |difference| over the largest |logit|: of rows c
 """
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.test_model import FAMILIES, LENGTHS, make, our_logits, relative
+from tlt.bench.record import new_record, write_record
 from tlt.model.transformer import Transformer
 from tlt.model.weights import load_policy
 
@@ -69,16 +66,8 @@ def main() -> None:
     for name, values in figures.items():
         print(f"{name:24} single {values['single']:.1e}  packed {values['packed']:.1e}")
     if options.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        record = {
-            "benchmark": "parity with transformers, float32, largest difference over largest logit",
-            "hardware": f"{platform.machine()} CPU",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "commit": commit.stdout.strip(),
-            "figures": figures,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        benchmark = "parity with transformers, float32, largest difference over largest logit"
+        write_record(options.json, new_record("cpu", benchmark=benchmark, figures=figures))
 
 
 if __name__ == "__main__":

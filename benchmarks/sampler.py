@@ -9,9 +9,7 @@ softmax, exponential noise, argmax; no log-probabilities, no keys, no filters.
 
 import argparse
 import itertools
-import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt.bench.record import new_record, write_record
 from tlt.engine import sampler
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.kernels.sampling import triton as sampling_triton
@@ -176,13 +175,6 @@ def line(t: SamplerTiming) -> str:
     return f"{t.setting:<13} {t.rows:>4} {t.vocab_size:>7} {t.dtype:<9} {times}"
 
 
-def commit_hash(given: str | None) -> str:
-    if given:
-        return given
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the table here as well")
@@ -204,17 +196,9 @@ def main() -> None:
         timings.append(timing)
         print(line(timing), flush=True)
     if arguments.json:
-        record = {
-            "benchmark": "sampler",
-            "hardware": hardware,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "commit": commit_hash(arguments.commit),
-            "tokens_equal_cpu": True,
-            "timings": [asdict(timing) for timing in timings],
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        rows = [asdict(timing) for timing in timings]
+        record = new_record("cuda", arguments.commit, benchmark="sampler", tokens_equal_cpu=True, timings=rows)
+        write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import staging
 import workloads
 
 from tlt.bench.options import RolloutScale
+from tlt.bench.record import write_record
 from tlt.bench.variants import PLAIN, WARM, Variant, VariantRollout, VariantRunner
 from tlt.config import RunConfig
 from tlt.errors import TltError
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     print(json.dumps(found["compared"], indent=1))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_record(options.json, found)
     return 0
 
 

@@ -17,6 +17,7 @@ from recording import Recording
 from workloads import WORKLOADS, Workload
 
 from tlt.bench.options import RolloutScale
+from tlt.bench.record import write_record
 from tlt.bench.variants import PLAIN, Variant, VariantRollout
 from tlt.config import RunConfig
 from tlt.engine.engine import EngineCore
@@ -92,8 +93,7 @@ class Results:
     def add(self, name: str, value: Any, *, show: bool = True) -> None:
         self._content[name] = value
         self._content["seconds"] = round(time.perf_counter() - self._started, 1)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(_plain(self._content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_record(self.file, _plain(self._content))
         if show:
             print(f"{name}: {json.dumps(_plain(value, digits=4), ensure_ascii=False)}", flush=True)
 

@@ -33,6 +33,7 @@ import preparing
 import torch
 from speculation import tell
 
+from tlt.bench.record import write_record
 from tlt.config import NEW, ModelSettings, RunConfig
 from tlt.drafting import buffer, deadline, trainer
 from tlt.engine import build, graphs, request, runner
@@ -230,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell(rows[-1:])
         if options.json:
             content = {"machine": machine, "options": vars(options), "scale": asdict(scale), "rows": rows}
-            options.json.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+            write_record(options.json, content)
     print(f"{time.perf_counter() - started:.1f} s in all")
     sys.setswitchinterval(interval_s)
     return 0

@@ -8,7 +8,6 @@ which changes no kernel: all are padded to what the shape may accept.
 """
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear import SHAPES, versions
+from linear import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
+from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
@@ -151,13 +151,8 @@ def main() -> None:
     settings = EngineSettings(rows=options.requests, kv_gib=8)
     plain = EngineCore(model, Tokenizer.load(TINY_POLICY), settings)
     busy(plain, options.requests)
-    record: dict[str, Any] = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "commit": options.commit,
-        "options": {"shape": options.shape, "requests": options.requests, "tree": options.tree},
-        "plain_tick_ms": tick_ms(plain),
-    }
+    asked = {"shape": options.shape, "requests": options.requests, "tree": options.tree}
+    record = new_record("cuda", options.commit, options=asked, plain_tick_ms=tick_ms(plain))
     print(f"plain {record['plain_tick_ms']:.3f} ms", flush=True)
     for quantized in options.quantized:
         engine, learned = engine_of(
@@ -172,7 +167,7 @@ def main() -> None:
         print("  " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if "graph" in name), flush=True)
         for row in found["kernels"][:32]:
             print(f"  {row['us']:8.1f} us  {row['launches']:6.1f} x  {row['name']}", flush=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.out, record)
         del engine, learned
 
 

@@ -17,7 +17,6 @@ Results are printed and, with --out or in the directory $OUT, written as JSON wi
 
 import argparse
 import gc
-import json
 import os
 import random
 import sys
@@ -38,6 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tlt.bench.lab import check_shape, widened
+from tlt.bench.record import write_record
 from tlt.config import DraftingSettings, DraftSettings, GrpoSettings, ModelSettings, TrainSettings, WarmupSettings
 from tlt.drafting.saving import DrafterSaver, contents_of, write_contents
 from tlt.drafting.trainer import OnlineDrafter
@@ -429,9 +429,8 @@ def main() -> None:
             records.append(record)
             tell(record, records)
             if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
                 content = {"machine": asdict(machine), "model": named, "scale": asdict(scale)}
-                out.write_text(json.dumps({**content, "records": [asdict(r) for r in records]}, indent=1) + "\n")
+                write_record(out, {**content, "records": [asdict(r) for r in records]})
 
 
 def tell(record: Record | Saved, records: Sequence[Record | Saved]) -> None:

@@ -423,7 +423,7 @@ def test_lengths_of_a_padded_batch() -> None:
 
 
 def report(file: Path, machine: Machine = MACHINE, peer: PeerFile | None = None) -> BenchReport:
-    subject = Subject("tiny", "as it is", "built in", 3.0, 0)
+    subject = Subject("tiny", "as it is", "built in", 3.0, 0, 1.0)
     return BenchReport(machine, subject, policy().config, SMALL, file, peer=peer)
 
 

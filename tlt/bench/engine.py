@@ -48,6 +48,7 @@ def bench_engine(config: RunConfig, options: BenchOptions) -> None:
         prompts=options.prompts.name if options.prompts else "built in",
         prompt_tokens_mean=sum(map(len, prompts)) / len(prompts),
         seed=config.run.seed,
+        temperature=config.sampling.temperature,
     )
     lab = Lab(model, policy.tokenizer, prompts, config, scale, machine, peer)
     report = BenchReport(machine, subject, model.config, scale, options.json, peer=peer)

@@ -115,6 +115,7 @@ def bench_fleet(config: RunConfig, options: FleetOptions, open_fleet: OpenWorker
             prompts=config.task.path or config.task.name,
             prompt_tokens_mean=round(fmean(len(policy.tokenizer.encode_prompt(p.content)) for p in prompts), 1),
             seed=config.run.seed,
+            temperature=config.sampling.temperature,
         )
         report = BenchReport(describe(device, options.commit), subject, policy.model.config, scale, options.json)
         del policy

@@ -1,6 +1,5 @@
 """Results: a table per section while it goes, and one JSON file that holds every record as soon as it is there."""
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from tlt.bench.options import EngineScale, RolloutScale, TrainScale
 from tlt.bench.peer_file import PeerFile
+from tlt.bench.record import write_record
 from tlt.errors import TltError
 from tlt.machine import Machine
 from tlt.model.config import ModelConfig
@@ -29,6 +29,7 @@ class Subject:
     prompts: str
     prompt_tokens_mean: float
     seed: int
+    temperature: float
 
 
 class Clock:
@@ -109,14 +110,7 @@ class BenchReport:
 
     def _write(self) -> None:
         if self._file:
-            text = json.dumps(self._content, indent=1, ensure_ascii=False, default=str)
-            aside = self._file.with_name(f".{self._file.name}.part")
-            try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                aside.write_text(text + "\n", encoding="utf-8")
-                aside.replace(self._file)  # a full disk leaves what was written before
-            except OSError as error:
-                raise TltError(f"--json {self._file} cannot be written ({error.strerror}); make room") from error
+            write_record(self._file, self._content)
 
 
 def _table(name: str, records: list[Any]) -> Table:

@@ -150,6 +150,7 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
         prompts=options.prompts.name if options.prompts else "built in",
         prompt_tokens_mean=mean(map(len, prompts)),
         seed=config.run.seed,
+        temperature=config.sampling.temperature,
     )
     report = BenchReport(machine, subject, policy.model.config, scale, options.json)
     stage = VariantRunner(policy, config, prompts, scale)

@@ -122,6 +122,7 @@ def bench_train(config: RunConfig, options: TrainOptions) -> None:
             prompts=config.task.path or config.task.name,
             prompt_tokens_mean=round(fmean(lengths), 1),
             seed=config.run.seed,
+            temperature=config.sampling.temperature,
         )
         report = BenchReport(describe(device, options.commit), subject, policy.model.config, scale, options.json)
         bench = _TrainBench(config, scale, policy.model, options.budget_s)
