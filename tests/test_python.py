@@ -106,8 +106,8 @@ def test_calls_draw_anew_and_a_seed_repeats_them(engine: tlt.Engine) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"drafter": "suffix", "chooser": "fixed", "depths": [3]},
-        {"spec": {"drafter": "both", "path": "new", "chooser": "fixed"}, "draft": {"window": 64}},
+        {"drafter": "suffix", "shape_policy": "fixed", "depths": [3]},
+        {"spec": {"drafter": "both", "path": "new", "shape_policy": "fixed"}, "draft": {"window": 64}},
     ],
 )
 def test_speculation_changes_no_token(engine: tlt.Engine, settings: dict[str, Any]) -> None:
