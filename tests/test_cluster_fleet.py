@@ -180,7 +180,7 @@ def test_a_replay_is_timed_as_the_rollout_is(crowd: Crowd, alone: Story, monkeyp
 
     slower(ActorGroup, "ask_all", 1000.0)
     slower(RayFleet, "_heal", 1000.0)
-    slower(Dispatch, "answered", 1.0)
+    slower(Dispatch, "completed", 1.0)
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
     monkeypatch.setattr("tlt.cluster.ray_fleet.time", clock)
     monkeypatch.setattr("tlt.loop.time", clock)
