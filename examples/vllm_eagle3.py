@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tlt.bench.prompts import token_prompts
 from torch import Tensor
 from vllm import LLM, SamplingParams
 
@@ -39,6 +38,7 @@ from tlt.config import DraftSettings, ModelSettings
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import load_drafter
+from tlt.tasks.token_prompts import token_prompts
 from tlt.train.drafter import policy_states
 from tlt.train.packing import Example, pack
 
