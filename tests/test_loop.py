@@ -335,6 +335,8 @@ def test_no_drafter_is_trained_where_that_cannot_pay(tmp_path: Path) -> None:
     assert fleet.worker.drafter is not None
     assert fleet.worker.drafter.steps_taken == 0
     assert fleet.worker._keeper.bytes == 0
+    fleet.snapshot()(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "drafter").exists(), "there is nothing to save"
 
 
 def test_what_training_takes_is_charged_and_what_is_left_is_all_that_the_next_one_may_take(

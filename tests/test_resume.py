@@ -437,7 +437,8 @@ def test_a_drafter_may_be_left_out_and_begun_again(undisturbed: RunConfig, copie
     config = small(Path(copied.run.out), "--run.steps=3", "--checkpoint.every=1")
     tlt.train(config, resume=True)
     assert not (checkpoint(config, 3) / "drafter").exists()
-    run = tlt.train(small(Path(copied.run.out), *FLAGS, "--checkpoint.every=1"), resume=True)
+    kept = ["--checkpoint.every=1", "--checkpoint.buffer=true"]  # with its answers, even if it has learned nothing yet
+    run = tlt.train(small(Path(copied.run.out), *FLAGS, *kept), resume=True)
     assert (checkpoint(config, 4) / "drafter").exists()
     assert numbers(run) == numbers(read_run(Path(undisturbed.run.out) / undisturbed.run.name))
 

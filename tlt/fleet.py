@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tlt.config import RunConfig
+from tlt.config import NEW, RunConfig
 from tlt.drafting.budget import Cost
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
@@ -202,10 +202,11 @@ class Worker:
     # ---- going on later
 
     def snapshot(self) -> Callable[[Path], None]:
-        """A copy on the host of policy, optimizer and drafter, to be written whenever there is time."""
+        """A copy on the host of policy, optimizer and drafter, to be written whenever there is time. A drafter that has
+        learned nothing yet is left out: a resumed run begins with the same one."""
         model, source = self.policy.model, self.policy.source
         live: dict[str, Any] = {POLICY: hf_tensors(model), OPTIMIZER: self.trainer.state()}
-        if self.drafter:
+        if self.drafter and (self.drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer):
             origin = Origin(self.config.model.path, tuple(model.config.source.get("architectures") or ()))
             live[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
         copied = self._host.take(live)
@@ -302,7 +303,7 @@ class LocalFleet:
             return
         drafter.take_in()  # whether or not it trains now: what has arrived has no bounds
         status = drafter.status(self._survival())
-        decision = planner.decide(step, status)
+        decision = self._charge(Cost.MEASURING, partial(planner.decide, step, status))
         self._tell(step, decision)
         if not decision.trains and (not planner.account.affords(decision.worst_s) or _soon(until)):
             return
