@@ -63,6 +63,7 @@ PLAIN = {
     *FLOORS["words"],
     "tlt.engine.admission",
     "tlt.engine.chunks",
+    "tlt.engine.clock",
     "tlt.engine.request",
     "tlt.engine.scheduler",
     "tlt.engine.waiting",

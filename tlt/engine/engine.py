@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
+from tlt.engine.clock import TickClock
 from tlt.engine.exact import check_policy
 from tlt.engine.features import Features
 from tlt.engine.graphs import PoolReport
@@ -28,7 +29,7 @@ from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import CAPTURE, POLICY, Measured
-from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.speculation import Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
@@ -91,15 +92,13 @@ class EngineCore:
         )
         self._speculation.state_sink.attach(self._runner)
         self._speculation.attach(lambda: self._scheduler.to_come, lambda: self._scheduler.written)
-        self._ahead = model.embed.is_cuda  # launch the next tick before reading this one …
-        self._hands_out = on_features is not None  # … unless somebody must be told where its tokens stand
+        self._clock = TickClock(lambda: self._runner.capture_s)
+        self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
+        self._hands_out = on_features is not None
         self._unread_tick: InFlightTick | None = None
-        self._read_s: float | None = None  # when the last tick was read …
-        self._read_capture_s = 0.0  # … and what captures had taken by then
-        self._captured = False  # something, or run without a graph, in the last verification's tick
         self._following: Shape | None = None  # chosen, and drafted for, behind the last verification
-        self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # without them and below its limit, an answer goes on …
-        self._watches: dict[Key, StopWatch] = {}  # … unless it has stop texts
+        self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # tokens at which a completion may end
+        self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, RequestState] = {}
         self._failures: list[str] = []
         self._torn = False  # a tick was begun and not ended
@@ -145,101 +144,106 @@ class EngineCore:
                 "an exception cut an earlier tick short, rows and pages may disagree: build a new engine"
             )
         self._torn = True
-        shape = self._next_shape()
-        completions = self._plain_tick() if shape.off else self._verify_tick(shape)
+        shape, completions = self._next_shape()
+        plan = self._plan(shape)
+        drafts = self._draft(plan, shape)
+        launched = self._forward(plan, drafts, shape)
+        completions += self._accept(launched, shape)
         if self.idle:
             self._settle()
         self._torn = False
         return completions
 
-    def _next_shape(self) -> Shape:
+    def _next_shape(self) -> tuple[Shape, list[Completion]]:
+        """The shape of this tick, and the completions of the tick in flight where that had to be read first."""
         running = self._scheduler.running
         shape, self._following = self._following, None
         if shape is None or not running:
-            return self._speculation.choose(running)
-        self._speculation.chosen(running, shape)
-        return shape
+            shape = self._speculation.choose(running)
+        else:
+            self._speculation.chosen(running, shape)
+        completions = [] if self._may_stay_unread(shape) else self._land()
+        if not self._scheduler.running:  # the requests to draft for have just ended
+            shape = OFF
+            completions += [] if self._may_stay_unread(shape) else self._land()
+        return shape, completions
 
-    def _plain_tick(self) -> list[Completion]:
-        landed = self._land() if self._unread_tick and not self._unread_tick.shape.off else []
-        plan = self._scheduler.plan()
-        launched = None
+    def _may_stay_unread(self, shape: Shape) -> bool:
+        """Whether the tick in flight may be read behind the launch of a tick in this shape.
+
+        Drafts need the newest tokens, and pages the newest positions. A plain tick runs behind a plain one. A
+        verification runs behind another if its trees are drafted on the device, and if there are pages for all
+        positions that either may write.
+        """
+        tick = self._unread_tick
+        if tick is None or shape.off or tick.shape.off:
+            return tick is not None and shape.off and tick.shape.off
+        fits = tick.steps + shape.verify + self._speculation.deepest <= MOST_NODES  # trees are drafted behind both
+        return fits and self._speculation.needs_no_tokens(shape)
+
+    def _plan(self, shape: Shape) -> Plan:
+        if shape.off:
+            plan = self._scheduler.plan()
+        else:
+            self._clock.begin()
+            unread = self._unread_tick.steps if self._unread_tick else 0
+            plan = self._scheduler.plan(nodes=shape.verify, unread=unread)
         if not plan.empty:
             self._runner.prepare(plan)
-            launched = InFlightTick(plan, self._runner.launch(plan))
-        if launched is None and self._unread_tick is None and not self.idle:
+        elif self._unread_tick is None and not self.idle:
             raise AssertionError(
                 f"nothing to run, yet {len(self._in_flight)} requests wait: {self._scheduler.page_stats}"
             )
-        self._ticks += launched is not None
-        if self._ahead:
-            launched, self._unread_tick = self._unread_tick, launched
-        completions = landed + (self._observe(launched) if launched else [])
-        if launched:
-            seconds = self._since_last_read(None)
-            if seconds is not None and not launched.plan.chunks:  # with prefill in it, it says nothing
-                self._speculation.decoded(len(launched.plan.reqs), seconds)
-        else:
-            self._read_s = None
-        return completions
+        return plan
 
-    def _since_last_read(self, begun_s: float | None) -> float | None:
-        """Seconds of a tick that was just read, from the reading of the one before or from when it was begun, without
-        captures, whoever needed them. None if it was the first and nobody knows when it was begun."""
-        now, captured = time.perf_counter(), self._runner.capture_s
-        since = self._read_s if self._read_s is not None else begun_s
-        one_off_s = captured - self._read_capture_s if self._read_s is not None else 0.0
-        self._read_s, self._read_capture_s = now, captured
-        return None if since is None else now - since - one_off_s
+    def _draft(self, plan: Plan, shape: Shape) -> Sequence[Draft] | None:
+        """A draft per row; None: the tick is plain, or the drafts lie on the device."""
+        if shape.off:
+            return None
+        return self._speculation.propose(_keys(plan), [req.state.tokens for req in plan.reqs], shape)
 
-    def _verify_tick(self, shape: Shape) -> list[Completion]:
-        """Drafts need the newest tokens, and pages the newest positions: the tick in flight is read first. Unless the
-        trees grow on the device, and pages are there for all it may have written: then it is read afterwards.
-        What the device can draft for the tick after this one is launched before any tokens are waited for."""
-        unread = self._may_stay_unread(shape)
-        completions = [] if unread else self._land()
-        begun_s, captured_s = time.perf_counter(), self._runner.capture_s
-        if not self._scheduler.running:
-            return completions + self._plain_tick()  # those to draft for have just ended
-        if self._read_s is None:
-            self._read_s, self._read_capture_s = begun_s, self._runner.capture_s
-        plan = self._scheduler.plan(nodes=shape.verify, unread=unread.steps if unread else 0)
-        keys = [req.state.request.key for req in plan.reqs]
-        self._runner.prepare(plan)
-        drafts = self._speculation.propose(keys, [req.state.tokens for req in plan.reqs], shape)
+    def _forward(self, plan: Plan, drafts: Sequence[Draft] | None, shape: Shape) -> InFlightTick | None:
+        """Launches the tick, and behind a verification the drafting for the next tick. None: nothing runs."""
+        if plan.empty:
+            return None
+        self._ticks += 1
+        if shape.off:
+            return InFlightTick(plan, self._runner.launch(plan))
         steps = self._walk(shape)
         pending = self._runner.launch(plan, drafts, shape, steps)
-        self._ticks += 1
-        self._following = self._speculation.choose_next(len(keys))
-        self._speculation.prepare(keys, self._following)
-        late = self._ahead and not self._hands_out
-        # a capture waits for the device: what is read late would seem to take as long as the tick behind it as well,
-        # and the tick after it to take next to nothing, for the device has a start; and without a graph it takes longer
-        one_off_s = self._runner.capture_s - captured_s
-        timed = not one_off_s and not (late and (plan.chunks or self._captured))
-        self._captured = one_off_s > 0.0
-        if unread:
-            completions += self._read_trees(replace(unread, timed=unread.timed and timed))
-        launched = InFlightTick(plan, pending, shape, steps, begun_s, timed, one_off_s)
-        if not late:
-            return completions + self._read_trees(launched)
-        self._unread_tick = launched
-        return completions
+        self._following = self._speculation.choose_next(len(plan.reqs))
+        self._speculation.prepare(_keys(plan), self._following)
+        timed, one_off_s = self._clock.launched(late=self._reads_late(shape), prefill=bool(plan.chunks))
+        if self._unread_tick:
+            self._unread_tick = replace(self._unread_tick, timed=self._unread_tick.timed and timed)
+        return InFlightTick(plan, pending, shape, steps, self._clock.begun_s, timed, one_off_s)
 
-    def _may_stay_unread(self, shape: Shape) -> InFlightTick | None:
-        """The verification in flight, if one is and this shape can be verified behind it."""
-        tick = self._unread_tick
-        if tick is None or tick.shape.off:
-            return None
-        if tick.steps + shape.verify + self._speculation.deepest > MOST_NODES:  # trees grow behind both
-            return None
-        return tick if self._speculation.needs_no_tokens(shape) else None
+    def _reads_late(self, shape: Shape) -> bool:
+        """Whether a tick in this shape is read behind the launch of the next. Features name the positions of a
+        verification's tokens, so that where they are handed out it is read at once."""
+        return self._ahead and (shape.off or not self._hands_out)
+
+    def _accept(self, launched: InFlightTick | None, shape: Shape) -> list[Completion]:
+        """Reads the tick, or the one before if this one is read late."""
+        if self._reads_late(shape):
+            launched, self._unread_tick = self._unread_tick, launched
+        if launched is None:
+            if shape.off:
+                self._clock.restart()
+            return []
+        if not launched.shape.off:
+            return self._read_trees(launched)
+        completions = self._read(launched.plan, launched.pending.drawn())
+        seconds = self._clock.read()
+        if seconds is not None and not launched.plan.chunks:  # the time of a tick with prefill says nothing
+            self._speculation.decoded(len(launched.plan.reqs), seconds)
+        return completions
 
     def _read_trees(self, tick: InFlightTick) -> list[Completion]:
         plan, drawn = tick.plan, tick.pending.drawn()
         emitted = [() if req.over else tokens for req, tokens in zip(plan.reqs, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.reqs, map(len, emitted))
-        seconds = self._since_last_read(tick.begun_s)
+        seconds = self._clock.read(tick.begun_s)
         alone = tick.timed and not plan.chunks
         self._speculation.verified(tick.shape, emitted, seconds if alone else None, tick.one_off_s)
         return self._read(plan, drawn)
@@ -251,8 +255,8 @@ class EngineCore:
             return []
         if not tick.shape.off:
             return self._read_trees(tick)
-        self._read_s = None  # it was waited for at once: neither its own time nor the next one's can be told
-        return self._observe(tick)
+        self._clock.restart()  # the read waited at once: neither this tick's time nor the next one's is known
+        return self._read(tick.plan, tick.pending.drawn())
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -321,9 +325,6 @@ class EngineCore:
         )
 
     # ---- reading a tick
-
-    def _observe(self, tick: InFlightTick) -> list[Completion]:
-        return self._read(tick.plan, tick.pending.drawn())
 
     def _read(self, plan: Plan, drawn: TickOutput) -> list[Completion]:
         now = time.perf_counter()
@@ -415,7 +416,12 @@ class EngineCore:
         self._preemptions += state.preemptions
 
     def _settle(self) -> None:
-        """Idle: the tick that may still be in flight belongs to nobody, and no page may be missing."""
+        """Idle: the tick in flight has no request left, and no page may be missing."""
         self._land()
-        self._read_s = self._following = None  # the time until the next request is no tick's
+        self._clock.restart()  # the time until the next request is no tick's
+        self._following = None
         self._scheduler.check_integrity()
+
+
+def _keys(plan: Plan) -> list[Key]:
+    return [req.state.request.key for req in plan.reqs]
