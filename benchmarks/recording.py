@@ -210,7 +210,7 @@ def graph_memory(stage: Recording, policy: Policy, config: RunConfig) -> dict[st
     if not found:
         return {"none": "no graphs on this device"}
     shapes = [shape for shape in shapes_of(config.spec) if not shape.off]
-    sizes = [size for size in buckets(config.engine.rows) if size <= max(stage.answers, 1)]
+    sizes = [size for size in buckets(config.engine.rows) if size <= max(stage.completions, 1)]
     base, slope = _private_graphs(policy, config)
     tokens = [shape.tokens(size) for shape in shapes for size in sizes]
     found["every shape at every batch size, estimated"] = {
