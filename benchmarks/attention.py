@@ -239,7 +239,7 @@ def time_decoding(table: Table, shape: AttentionShape, *, quick: bool, pdl: bool
                 plan = planned(batch)
                 us = microseconds(lambda layer, batch=batch: batch.call(layer, pdl=pdl), len(batch.k_caches))
                 name = f"{shape.name} R={requests} L={context} q={queries}"
-                table.add(name, us, batch.bytes_moved, rows=plan.block_m, splits=plan.splits(requests))
+                table.add(name, us, batch.bytes_moved, rows=plan.block_m, splits=plan.kv_splits(requests))
     straggler = make_batch(shape, [256] * 63 + [8192], 1, tree=False)
     us = microseconds(lambda layer: straggler.call(layer, pdl=pdl), len(straggler.k_caches))
     table.add(f"{shape.name} R=64 L=256, one of 8192", us, straggler.bytes_moved)

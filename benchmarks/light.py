@@ -188,7 +188,7 @@ def search(
 def tune(layer: Layer, bucket: int, workers: ProcessPoolExecutor) -> tuple[dict[str, Any], Config | None]:
     m = TUNED_AT[bucket]
     bench, shape = LightBench(layer, m), (m, layer.n, layer.k, layer.gated)
-    fine_s = bench.seconds(bench.fine)
+    fine_s = bench.seconds(bench.bf16_of)
     light_s = bench.seconds(lambda weight: linear(bench.x, weight, pdl=True, **bench.options))
     tuned = search(bench, bucket, workers, choose(*shape), quantized=False)  # or tuning would seem a gain of 8 bits
     timed = search(bench, bucket, workers, choose_quantized(*shape) or choose(*shape), quantized=True)

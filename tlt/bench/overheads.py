@@ -154,7 +154,7 @@ def _host_work(lab: Lab, engine: EngineCore, ticks: int) -> dict[str, float]:
     watches = {
         "plan": _Watch(inside._scheduler, "plan"),
         "launch": _Watch(inside._runner, "launch"),
-        "observe": _Watch(inside, "_observe"),
+        "observe": _Watch(inside, "_accept"),
         "host": _Watch(inside, "tick"),
     }
     for _ in range(ticks):
