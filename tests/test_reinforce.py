@@ -60,7 +60,7 @@ def test_a_prompt_that_just_fits_is_asked() -> None:
     prompts = [Prompt("short", "1+1="), Prompt("long", "1+" * 50 + "1="), Prompt("chars", "é" * 60)]
     longest = max(len(tokenizer.encode_prompt(prompt.content)) for prompt in prompts)
     refuse_long_prompts(prompts, tokenizer, context=longest + 8, max_tokens=8)
-    with pytest.raises(TaskError, match=rf"has {longest} tokens; with sampling.max_tokens 9 .* of {longest + 8}, "):
+    with pytest.raises(TaskError, match=rf"has {longest} tokens; with sampling.max_tokens 9 .* of {longest + 8}; "):
         refuse_long_prompts(prompts, tokenizer, context=longest + 8, max_tokens=9)
 
 
