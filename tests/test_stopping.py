@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tlt.cluster.lifeline import Lifeline
 
 import tlt
 from tests.processes import Child, descendants, wait_until_gone
@@ -211,18 +215,79 @@ def test_a_fleet_whose_cluster_dies(tmp_path: Path, program: str, named: str) ->
 # ---- the lifeline
 
 
-@pytest.mark.usefixtures("_ray")
-def test_a_process_that_is_gone_is_named() -> None:
-    from tlt.cluster.lifeline import Lifeline
+class Server:
+    """Listens, and greets whoever connects, as Ray's processes do."""
 
-    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_server(("127.0.0.1", 0)) as raylet:
-        addresses = {"the head": head.getsockname(), "the raylet": raylet.getsockname()}
-        lifeline = Lifeline(addresses, {"the head": 3600.0, "the raylet": 0.0})
-        lifeline.check(at_once=True)
-        head.close()  # it may come back
-        lifeline.check(at_once=True)
-        assert not lifeline.torn
-        raylet.close()
-        with pytest.raises(ClusterError, match=r"the raylet at 127\.0\.0\.1:\d+ does not run any more.*--resume"):
-            lifeline.check(at_once=True)
-        assert lifeline.torn
+    def __init__(self, port: int = 0) -> None:
+        self._listening = socket.create_server(("127.0.0.1", port))
+        self._taken: list[socket.socket] = []
+        self.address = self._listening.getsockname()
+
+    def greet(self) -> None:
+        self._taken.append(self._listening.accept()[0])
+        self._taken[-1].sendall(b"hello")
+
+    def hang_up(self) -> None:
+        """As with whoever is silent for long."""
+        self._taken.pop().close()
+
+    def die(self) -> None:
+        for one in (self._listening, *self._taken):
+            one.close()
+
+
+@pytest.fixture
+def lifeline_of(monkeypatch: pytest.MonkeyPatch) -> "Callable[..., Lifeline]":
+    pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
+    from tlt.cluster import lifeline
+
+    monkeypatch.setattr(lifeline, "_RETRY_S", 0.0)
+    return lifeline.Lifeline
+
+
+def test_a_process_that_is_gone_is_named(lifeline_of: "Callable[..., Lifeline]") -> None:
+    head, raylet = Server(), Server()
+    lifeline = lifeline_of({"the head": head.address, "the raylet": raylet.address}, {"the head": 60, "the raylet": 0})
+    lifeline.check()
+    for server in (head, raylet):
+        server.greet()
+    lifeline.check()
+    raylet.hang_up()
+    lifeline.check()  # it is still there: somebody accepts
+    head.die()
+    lifeline.check()  # it may come back
+    head = Server(head.address[1])
+    lifeline.check()
+    assert not lifeline.torn
+    raylet.die()
+    with pytest.raises(ClusterError, match=r"the raylet at 127\.0\.0\.1:\d+ does not run any more.*--resume"):
+        lifeline.check()
+    assert lifeline.torn
+    head.die()
+
+
+def test_somebody_who_does_not_answer_is_not_dead(
+    lifeline_of: "Callable[..., Lifeline]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(address: object, timeout: float) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    lifeline_of({"the head": ("10.0.0.1", 1)}, {"the head": 0.0}).check()
+
+
+def test_a_broken_pipe_is_the_end_of_the_raylet_if_that_is_gone(
+    lifeline_of: "Callable[..., Lifeline]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raylet = Server()
+    lifeline = lifeline_of({"the raylet": raylet.address}, {"the raylet": 0.0})
+
+    def broken(call: Callable[[], None]) -> None:
+        call()
+        raise BrokenPipeError("Broken pipe")  # as Ray 2.40 does
+
+    monkeypatch.setattr("ray.get", broken)
+    with pytest.raises(BrokenPipeError):
+        lifeline.get(lambda: None)
+    with pytest.raises(ClusterError, match=r"the raylet at .* does not run any more"):
+        lifeline.get(raylet.die)

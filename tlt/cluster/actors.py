@@ -194,7 +194,7 @@ class ActorGroup:
         """One step on the way from an actor that was asked for to a member."""
         if not ray.wait([applicant.call], timeout=0)[0]:
             return False
-        reply = ray.get(applicant.call)
+        reply = self._lifeline.get(applicant.call)
         if applicant.environment is None:
             applicant.environment = reply
             check_versions(self._here, [reply])
@@ -249,7 +249,7 @@ class ActorGroup:
             for call in done:
                 seat = waiting.pop(call)
                 try:
-                    answers[seat] = ray.get(call)
+                    answers[seat] = self._lifeline.get(call)
                 except RayTaskError as error:
                     self._raise_unless_parted(error)
                     parted.append(seat)
@@ -283,6 +283,7 @@ class ActorGroup:
         return call if seat in self.ask({seat: call}, method).answers else None
 
     def post(self, seat: int, messages: Sequence[Any]) -> None:
+        self._lifeline.check()
         self.members[seat].actor.post.remote(list(messages))
 
     # ---- listening
@@ -312,7 +313,7 @@ class ActorGroup:
         member = self.members[seat]
         member.beat = None
         try:
-            beat: Beat = ray.get(call)
+            beat: Beat = self._lifeline.get(call)
         except RayError as error:
             self.drop(seat, f"died during rollout ({type(error).__name__})")
             return
@@ -342,7 +343,7 @@ class ActorGroup:
     # ---- burying
 
     def drop(self, seat: int, reason: str) -> int:
-        self._lifeline.check(at_once=True)  # whose end takes the workers along
+        self._lifeline.check()  # whose end takes the workers along
         member = self.members.pop(seat)
         self._end(member)
         self.losses += 1
@@ -357,8 +358,9 @@ class ActorGroup:
         return seat
 
     def _end(self, one: "Member | _Applicant") -> None:
-        with suppress(RayError):
-            ray.kill(one.actor)
+        if not self._lifeline.torn:
+            with suppress(RayError):
+                ray.kill(one.actor)
         if one.environment and one.environment.node == self._here.node:  # one that is stopped cannot be asked to go
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(one.environment.pid, signal.SIGKILL)
@@ -367,4 +369,5 @@ class ActorGroup:
         everyone: list[Member | _Applicant] = [*self.members.values(), *self._applicants.values()]
         for one in everyone:
             self._end(one)
-        self.members, self._applicants = {}, {}
+        if not self._lifeline.torn:  # or to drop what Ray keeps for them would end this process
+            self.members, self._applicants = {}, {}

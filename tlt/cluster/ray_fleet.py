@@ -235,7 +235,7 @@ class RayFleet:
         if hasattr(self, "_actors"):
             self._actors.dismiss()
             torn = self._lifeline.torn
-        if self._ours or torn:  # before Ray ends this process
+        if self._ours and not torn:  # of a cluster that is gone, Ray would end this process: it may when all is told
             ray.shutdown()
 
     # ---- the lost and their successors
