@@ -14,7 +14,7 @@ from tlt.watch.events import PhaseStarted, RunFailed, read_run
 from tlt.watch.history import events_of
 
 ROOT = Path(__file__).parents[1]
-LONG_S = 120.0
+LONG_S = 300.0  # after which something that is waited for will not happen any more
 
 
 @dataclass
