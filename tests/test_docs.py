@@ -219,6 +219,7 @@ def test_a_command_that_is_none_is_noticed(command: str) -> None:
 # ---- what is installed
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+KINDS = (".md", ".py", ".toml", "")
 TEXTS = [
     *PAGES,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")),
@@ -238,7 +239,7 @@ def wrong_installs(text: str) -> list[str]:
 def test_pip_is_told_the_name_of_the_distribution() -> None:
     assert PROJECT["name"] == "tlt-rl"
     assert PROJECT["scripts"] == {"tlt": "tlt.cli:main"}
-    texts = {path: path.read_text("utf-8") for path in TEXTS if path.suffix in (".md", ".py", ".toml", "")}
+    texts = {path: path.read_text("utf-8") for path in TEXTS if path.is_file() and path.suffix in KINDS}
     assert sum("tlt-rl[" in text for text in texts.values()) > 5
     assert {path: found for path, text in texts.items() if (found := wrong_installs(text))} == {}
 

@@ -1,7 +1,7 @@
 """JSON from files that anybody may have written: parsed into plain values, or refused in one sentence.
 
-What always holds: parsed text can be encoded as UTF-8, and no value is nested deeper than MAX_DEPTH, so whoever walks,
-prints or copies the result meets no error of Python's own. Knows nothing of what the values mean.
+What always holds: parsed text can be encoded as UTF-8, and no value is nested deeper than MAX_DEPTH, so walking,
+printing or copying the result raises no RecursionError or UnicodeError. Knows nothing of what the values mean.
 """
 
 import json

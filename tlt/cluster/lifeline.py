@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 class Lifeline:
-    """`patience_s`: how long each process, by name, may refuse to be talked to."""
+    """`patience_s`: seconds for which each process, by name, may refuse connections."""
 
     def __init__(self, addresses: Mapping[str, Address], patience_s: Mapping[str, float]) -> None:
         self._wires = {name: _Wire(address) for name, address in addresses.items()}
@@ -54,7 +54,7 @@ class Lifeline:
                 )
 
     def get(self, call: Any) -> Any:
-        """What a call returned. Where Ray finds the pipe to the raylet broken, that is told as what it is."""
+        """The result of a Ray call; a broken pipe to a dead raylet is raised as ClusterError."""
         self.check()
         try:
             return ray.get(call)
@@ -73,7 +73,7 @@ class _Wire:
         self._tried_at = 0.0
 
     def refused_s(self) -> float | None:
-        """For how long nobody has been there; None while somebody is, or nothing is known."""
+        """Seconds since the process first refused a connection; None while it accepts them or its state is unknown."""
         if self._open():
             self._refused_at = None
         elif time.monotonic() - self._tried_at >= _RETRY_S:
