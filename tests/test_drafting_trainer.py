@@ -39,7 +39,7 @@ from tlt.types import Completion, Key, SamplingParams, Timing
 
 NARROW = 32 / RATED_AT  # learning rates below are meant as they stand
 DRAFT = DraftSettings(window=16, unroll=3, single_steps=4, warmup_steps=2, learning_rate=1e-2 * NARROW)
-DRAFTING = DraftingSettings(tokens=400, micro_s=0.0, held_out=400, check=4)
+DRAFTING = DraftingSettings(tokens=400, micro_s=0.0, held_out=400, check=4, states="recompute")
 
 
 def eagle(policy: Transformer, draft_vocab: int = 0) -> Eagle:

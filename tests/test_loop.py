@@ -241,8 +241,8 @@ def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path, monkey
     weights = {name: (tmp_path / name / "checkpoints/step_2/policy/model.safetensors").read_bytes() for name in runs}
     assert set(weights.values()) == {weights["plain"]} != {(TINY_POLICY / "model.safetensors").read_bytes()}
     assert max(step.accept_length for step in steps_of(runs["suffix"])) > 1.2  # of one shape for ever: no clock says no
-    for name in ("learned", "kept"):
-        assert min(event.micro_steps for event in events_of(runs[name], DrafterTrained)) > 3
+    for name, least in (("learned", 1), ("kept", 4)):  # an update as small as this one has few micro-steps
+        assert min(event.micro_steps for event in events_of(runs[name], DrafterTrained)) >= least
         assert events_of(runs[name], DrafterSwapped)
     assert all(event.identical for run in runs.values() for event in events_of(run, ReplayCompared))
 
@@ -351,7 +351,7 @@ def test_what_training_takes_is_charged_and_what_is_left_is_all_that_the_next_on
     clock.passes_in(monkeypatch, Worker, "swap_drafter", 0.05)
     wanted = Forecast(micro_steps=64, cost_s=1e6, returns_s=1e9, gain=1.0, steps_left=99)
     monkeypatch.setattr(planner, "forecast", lambda now, curve: wanted)
-    flags = ["--run.steps=1000", "--drafting.check=2", "--drafting.gain=0"]
+    flags = ["--run.steps=1000", "--drafting.check=2", "--drafting.gain=0", "--drafting.states=recompute"]
     events: list[Event] = []
     fleet, task = LocalFleet(small(tmp_path, *LEARNED, *flags), events.append), ToyTask()
     assert fleet._planner is not None

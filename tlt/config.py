@@ -285,8 +285,9 @@ class DraftingSettings:
     fresh: float = 0.75  # fraction of a batch from the newest policy version; the rest are earlier, mostly long ones
     tokens: int = 8192  # tokens of a micro-step, at most; longer completions are split
     micro_s: float = 0.2  # target duration of a micro-step in seconds; its tokens adapt. 0: no adaptation
-    states: Literal["auto", "recompute", "keep"] = "recompute"  # source of the policy's hidden states for training.
-    # recompute: computed in training; keep: kept from the rollout; auto: the cheaper one, on a GPU recompute
+    states: Literal["auto", "recompute", "keep", "update"] = "update"  # source of the policy's hidden states.
+    # update: training that other work waits for runs inside the policy's update, which computes them anyway;
+    # recompute: computed in training; keep: kept from the rollout; auto: the cheaper of the two, on a GPU recompute
     held_out: int = 4096  # tokens of the newest completions for measurement; trained on later
     check: int = 16  # micro-steps between two measurements
     behind: float = 0.03  # fraction of accepted draft tokens that may be lost before training starts again.

@@ -19,7 +19,7 @@ from tlt.drafting.budget import Cost
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.states import StateKeeper, keeper_of
-from tlt.drafting.trainer import OnlineDrafter
+from tlt.drafting.trainer import DraftingResult, OnlineDrafter
 from tlt.engine.build import build_engine, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding
@@ -40,7 +40,7 @@ from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.host_copy import HostCopy
 from tlt.train.optimizer import bytes_to_come
-from tlt.train.policy import PolicyTrainer, SumOverWorkers, UpdateResult
+from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateResult
 from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped, StartupPhase
@@ -181,8 +181,8 @@ class Worker:
 
     # ---- learning
 
-    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
-        return self.trainer.update(experiences)
+    def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
+        return self.trainer.update(experiences, observer)
 
     def publish(self, version: int) -> None:
         """The tensors already hold this version of the policy: whoever has derived something from them is told."""
@@ -262,6 +262,7 @@ class LocalFleet:
         self._lengths: list[int] = []  # of the last rollout, in tokens
         self._rollout_s = 0.0
         self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
+        self._update_s = 0.0  # that the next update may take longer, for drafter training inside it
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step, self._before = step, self.worker.speculation()
@@ -305,16 +306,20 @@ class LocalFleet:
         status = drafter.status(self._survival())
         decision = self._charge(Cost.MEASURING, partial(planner.decide, step, status))
         self._tell(step, decision)
-        if not decision.trains and (not planner.account.affords(decision.worst_s) or _soon(until)):
-            return
-        if not status.warm:
+        if decision.trains and not status.warm:
             self._charge(Cost.WARM_UP, drafter.warm_up)
-        result = drafter.train(until, extra_s=decision.seconds)
+        self._update_s = decision.seconds if drafter.learns_in_updates else 0.0
+        extra_s = 0.0 if drafter.learns_in_updates else decision.seconds
+        if extra_s or (planner.account.affords(decision.worst_s) and not _soon(until)):
+            self._trained(step, drafter.train(until, extra_s=extra_s))
+
+    def _trained(self, step: int, result: DraftingResult) -> None:
         measuring_s = min(result.measuring_s, result.waited_s)
         self._spent(Cost.MEASURING, measuring_s)
         self._spent(Cost.TRAINING, result.waited_s - measuring_s)
         if result.micro_steps:
-            planner.trained(result.before.accept_length, result.tokens, result.after.accept_length)
+            if self._planner:
+                self._planner.trained(result.before.accept_length, result.tokens, result.after.accept_length)
             self._emit(drafter_trained(step, result))
 
     def _survival(self) -> float:
@@ -343,7 +348,14 @@ class LocalFleet:
             self._apart_s += seconds
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
-        return self.worker.update(experiences)
+        drafter, seconds = self.worker.drafter, self._update_s
+        if drafter is None or not seconds:
+            return self.worker.update(experiences)
+        training, self._update_s = drafter.in_update(seconds), 0.0
+        update = self.worker.update(experiences, training)
+        result = training.finish()
+        self._trained(self._step, result)
+        return replace(update, drafting_s=result.waited_s)
 
     def publish(self, step: int, version: int) -> None:
         self.worker.publish(version)

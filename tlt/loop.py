@@ -152,8 +152,8 @@ class Loop:
         times = Times(
             rollout=answered - started,
             reward=waited + rewarded - drafted,
-            drafting=drafted - answered - waited,
-            update=time.perf_counter() - update_started,
+            drafting=drafted - answered - waited + update.drafting_s,
+            update=time.perf_counter() - update_started - update.drafting_s,
             replay=update_started - rewarded,
         )
         return Step(number, judged, report, update, times)

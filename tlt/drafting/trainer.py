@@ -25,20 +25,24 @@ from tlt.config import NEW, DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
 from tlt.drafting.cadence import Cadence, Pace, Reason
 from tlt.drafting.deadline import Deadline
+from tlt.drafting.in_update import MicroBatch, batch_of, plan_update
 from tlt.drafting.planner import DrafterStatus
 from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
-from tlt.model.transformer import Transformer
+from tlt.model.device import DeviceTimer
+from tlt.model.transformer import Output, Transformer
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
 from tlt.train.drafter import Average, DrafterBatch, DrafterSpoilt, DrafterTrainer, drafter_loss
 from tlt.train.drafter_measure import Expected, expected
-from tlt.train.packing import plan_rows
+from tlt.train.packing import PackedRow, plan_rows
+from tlt.train.supervised import StepResult
 from tlt.types import Completion
 
 _HELD_SHARE = 8  # one in so many answers is held out, at most
 _PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
 _RECENT = 5  # micro-steps and measurements whose median is expected of the next one
 _WARM_UP_TOKENS = 256
+_FIRST_STEPS = 2  # micro-steps in an update, before it is known how long they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,12 @@ class _Session:
     tokens: int = 0
     published: bool = False
     measuring_s: float = 0.0
+
+    def result(self, version: int, ended: str, alarm: str, seconds: float, waited_s: float) -> DraftingResult:
+        return DraftingResult(
+            *(self.began, ended, self.micro_steps, self.tokens, self.before, self.best),
+            *(seconds, self.published, version, alarm, waited_s, self.measuring_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,7 @@ class OnlineDrafter:
         self._strayed = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
         self._micro_steps: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # seconds and tokens of the last ones
         self._looks_s: deque[float] = deque(maxlen=_RECENT)  # of the last measurements
+        self._in_updates: deque[float] = deque(maxlen=_RECENT)  # seconds of the last micro-steps inside updates
         self._warm = not policy.embed.is_cuda
         self.version = 0  # of the drafter given out; each better one counts one up
 
@@ -187,13 +198,25 @@ class OnlineDrafter:
         return DrafterStatus(
             accept_length=self._cadence.reached,
             due=self._cadence.due(survival),
-            micro_tokens=round(median(tokens for _, tokens in self._micro_steps))
-            if self._micro_steps
-            else self._pace.tokens,
-            micro_s=self._micro_s,
+            micro_tokens=self._drafting.tokens if self.learns_in_updates else self._usual_tokens,
+            micro_s=self._update_s if self.learns_in_updates else self._micro_s,
             look_s=self._look_s,
             warm=self._warm,
         )
+
+    @property
+    def learns_in_updates(self) -> bool:
+        """Whether training that other work waits for takes place inside policy updates."""
+        return self._drafting.states == "update" and self._average is None
+
+    @property
+    def _usual_tokens(self) -> int:
+        known = [tokens for _, tokens in self._micro_steps]
+        return round(median(known)) if known else self._pace.tokens
+
+    @property
+    def _update_s(self) -> float:
+        return median(self._in_updates) if self._in_updates else 0.0
 
     @property
     def _micro_s(self) -> float:
@@ -210,22 +233,26 @@ class OnlineDrafter:
         one the drafter is measured, which takes less time than a micro-step, and given out if it is not worse.
         """
         started = time.perf_counter()
-        session, alarm, deadline = _Session(), "", Deadline(until, extra_s)
+        session, deadline = _Session(), Deadline(until, extra_s)
+        ended, alarm = self._guarded(lambda: self._learn(session, deadline))
+        return session.result(self.version, ended, alarm, time.perf_counter() - started, deadline.waited_s)
+
+    def in_update(self, seconds: float) -> "UpdateTraining":
+        """Training inside the next policy update that takes about so many seconds."""
+        return UpdateTraining(self, seconds)
+
+    def _guarded(self, work: Callable[[], str]) -> tuple[str, str]:
+        """How the work ended, and what went wrong. If something did, training goes back to the last good drafter."""
         try:
-            ended = self._learn(session, deadline)
+            return work(), ""
         except DrafterSpoilt as error:
             ended, alarm = "spoilt", str(error)
         except torch.OutOfMemoryError as error:
             self._pace.too_large()
             ended, alarm = "no memory", f"micro-steps have {self._pace.tokens} tokens from now on: {error}"
-        if alarm:
-            self._return_to_good()
-            self._cadence.spoilt()
-        return DraftingResult(
-            *(session.began, ended, session.micro_steps, session.tokens, session.before, session.best),
-            *(time.perf_counter() - started, session.published, self.version, alarm),
-            *(deadline.waited_s, session.measuring_s),
-        )
+        self._return_to_good()
+        self._cadence.spoilt()
+        return ended, alarm
 
     def _learn(self, session: _Session, deadline: Deadline) -> str:
         """How it ended."""
@@ -244,10 +271,17 @@ class OnlineDrafter:
         while going_on and not deadline.over(self._ahead_s):
             self._micro_step(session, deadline)
             if session.unchecked >= self._drafting.check:
-                going_on = self._check(session)
+                going_on = self._check(session, self._looked_at(session))
         if session.unchecked:
-            going_on = self._check(session)
+            going_on = self._check(session, self._looked_at(session))
         return "stopped" if going_on else "no gain"
+
+    def _looked_at(self, session: _Session) -> Expected:
+        """What the learner reaches."""
+        started = time.perf_counter()
+        found = self._measure(self._learner, session.held)
+        self._looked(session, time.perf_counter() - started)
+        return found
 
     def _looked(self, session: _Session, seconds: float) -> None:
         session.measuring_s += seconds
@@ -273,11 +307,8 @@ class OnlineDrafter:
         self._micro_steps.append((seconds, tokens))
         self._pace.took(sum(piece.end for piece in this.pieces), seconds)
 
-    def _check(self, session: _Session) -> bool:
-        """Measures, gives the drafter out if it is not worse, and says whether to go on."""
-        started = time.perf_counter()
-        found = self._measure(self._learner, session.held)
-        self._looked(session, time.perf_counter() - started)
+    def _check(self, session: _Session, found: Expected) -> bool:
+        """Gives the learner out if it is not worse than the last one, and says whether to go on."""
         micro_steps, session.unchecked = session.unchecked, 0
         first = self._cold and self.version == 0
         if first or found.accept_length >= session.best.accept_length:
@@ -388,6 +419,82 @@ class OnlineDrafter:
             self._buffer.restore(state["buffer"])
             samples = samples_of(state["arrived"])
             self._held, self._arrived = samples[: state["held"]], samples[state["held"] :]
+
+
+class UpdateTraining:
+    """One session of drafter training inside a policy update (`tlt.train.policy.RowObserver`): hand it to the update,
+    then `finish`. A drafter that fails does not fail the update."""
+
+    def __init__(self, drafter: OnlineDrafter, seconds: float) -> None:
+        self.taps: tuple[int, ...] = drafter.drafter.config.taps
+        self._drafter, self._seconds = drafter, seconds
+        self._session = _Session()
+        self._batches: dict[int, list[MicroBatch]] = {}  # by row
+        self._held: MicroBatch | None = None
+        self._row = 0  # number of the next row
+        self._ended, self._alarm = "no answers", ""
+        self._looks, self._steps = list[DeviceTimer](), list[DeviceTimer]()
+        self._pending: list[Callable[[], StepResult]] = []  # micro-steps that were launched
+
+    def begin(self, rows: Sequence[PackedRow]) -> None:
+        drafter = self._drafter
+        if not len(drafter._buffer):
+            return
+        settings, trainer = drafter._drafting, drafter._trainer
+        affordable = (self._seconds - 2 * drafter._look_s) / drafter._update_s if drafter._update_s else _FIRST_STEPS
+        seed = f"update/{drafter._seed}/{trainer.steps_taken}"
+        plan = plan_update(rows, settings.tokens, settings.held_out, int(affordable), seed)
+        for batch in plan.learned:
+            self._batches.setdefault(batch.row, []).append(batch)
+        if plan.held is not None:
+            self._held, self._ended = plan.held, "stopped"
+
+    def see(self, row: PackedRow, states: Output) -> None:
+        number, self._row = self._row, self._row + 1
+        if self._ended == "stopped":
+            self._ended, self._alarm = self._drafter._guarded(lambda: self._learn(number, row, states))
+
+    def _learn(self, number: int, row: PackedRow, states: Output) -> str:
+        drafter, session = self._drafter, self._session
+        if number == 0 and self._held is not None:
+            session.held = [batch_of(self._held, row, states)]
+            session.before = session.best = self._looked_at(drafter._good)
+            session.began = drafter._cadence.begin(session.before.accept_length)
+            if session.began == "rested":
+                return "rested"
+            if drafter._cold and not drafter._trainer.steps_taken:
+                drafter._choose_vocabulary()
+        for batch in self._batches.get(number, ()):
+            with DeviceTimer(states.hidden_TD.device) as timer:
+                self._pending.append(drafter._trainer.launch(batch_of(batch, row, states)))
+            self._steps.append(timer)
+        return "stopped"
+
+    def _looked_at(self, model: Eagle) -> Expected:
+        drafter = self._drafter
+        with DeviceTimer(drafter.policy.embed.device) as timer:
+            found = drafter._measure(model, self._session.held)
+        self._looks.append(timer)
+        return found
+
+    def finish(self) -> DraftingResult:
+        """Measures the drafter and gives it out if it is not worse."""
+        drafter, session = self._drafter, self._session
+        if self._pending and not self._alarm:
+            self._ended, self._alarm = drafter._guarded(self._check)
+        looks_s, steps_s = ([timer.seconds for timer in timers] for timers in (self._looks, self._steps))
+        drafter._looks_s.extend(looks_s)
+        drafter._in_updates.extend(steps_s)
+        session.measuring_s = sum(looks_s)
+        seconds = session.measuring_s + sum(steps_s)
+        return session.result(drafter.version, self._ended, self._alarm, seconds, seconds)
+
+    def _check(self) -> str:
+        drafter, session = self._drafter, self._session
+        session.tokens = sum(result().tokens for result in self._pending)
+        session.micro_steps = session.unchecked = len(self._pending)
+        drafter._strayed += len(self._pending)
+        return "stopped" if drafter._check(session, self._looked_at(drafter._learner)) else "no gain"
 
 
 def hold_out(samples: Sequence[Sample], tokens: int) -> list[Sample]:

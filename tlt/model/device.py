@@ -4,8 +4,9 @@ What always holds: sending queues behind nothing but what was launched before it
 waits for what computed the numbers, not for what was launched after. Knows tensors; knows nothing of what they mean.
 """
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -63,3 +64,35 @@ class Reading:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()
+
+
+class DeviceTimer:
+    """Seconds that a piece of work takes on the device, or on the host where that computes. Entering and leaving it
+    never waits; asking for the seconds does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._mark()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(event)
+
+    @property
+    def seconds(self) -> float:
+        begun, ended = self._marks
+        if isinstance(ended, float):
+            return float(ended - begun)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3

@@ -25,6 +25,10 @@ class Output:
     hidden_TD: Tensor  # after the final norm: what the LM head reads
     taps: tuple[Tensor, ...]  # the residual stream after each layer asked for
 
+    def detached(self) -> "Output":
+        """Without gradients."""
+        return Output(self.hidden_TD.detach(), tuple(tap.detach() for tap in self.taps))
+
 
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each normed before and added after."""

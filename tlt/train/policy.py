@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from tlt.config import GrpoSettings, TrainSettings
 from tlt.errors import ConfigError, TltError
 from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
-from tlt.model.transformer import Transformer
+from tlt.model.transformer import Output, Transformer
 from tlt.train import grpo
 from tlt.train.logprobs import token_logprobs, token_loss
 from tlt.train.lora import Lora
@@ -56,6 +56,18 @@ _ROUND_OFF = {
 }  # nats, far above observed; the engine reports float32
 
 SumOverWorkers = Callable[[Sequence[Tensor]], None]
+
+
+class RowObserver(Protocol):
+    """Receives the hidden states that an update computes anyway, row by row. It must not change the policy."""
+
+    taps: tuple[int, ...]  # layers whose residual stream it receives
+
+    def begin(self, rows: Sequence[PackedRow]) -> None:
+        """The rows that will come, in this order, before the first of them."""
+
+    def see(self, row: PackedRow, states: Output) -> None:
+        """States of one row, after its backward pass and before the weights change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class UpdateResult:
     mismatch_mean: float  # |trainer's − engine's| log-probability, over the first update, before the weights moved
     mismatch_max: float  # likewise, of this worker
     weight_mean: float  # of the truncated importance weights; 1 without them
+    drafting_s: float = 0.0  # of the step's seconds, those of drafter training inside it
 
 
 class PolicyTrainer:
@@ -116,8 +129,10 @@ class PolicyTrainer:
         """Bytes that training allocates at the first update and keeps. With LoRA, of the adapters only."""
         return self._optimizer.bytes_to_come
 
-    def update(self, experiences: Sequence[Experience]) -> UpdateResult:
-        """One step: `train.minibatches` × `train.epochs` updates of the weights, in place."""
+    def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
+        """One step: `train.minibatches` × `train.epochs` updates of the weights, in place.
+
+        `observer` sees the rows of the first update."""
         rate = learning_rate(self.steps_taken, self._schedule)
         parts = [self._prepare(experiences[i :: self._train.minibatches]) for i in range(self._train.minibatches)]
         if self._grpo.importance_cap or self._round_off:
@@ -127,7 +142,7 @@ class PolicyTrainer:
         reports: list[UpdateReport] = []
         for part in parts * self._train.epochs:
             if part.something_to_learn:
-                reports.append(self._learn(part, rate, first=not reports))
+                reports.append(self._learn(part, rate, first=not reports, observer=None if reports else observer))
         self.steps_taken += 1
         return _result(reports, parts, rate)
 
@@ -153,10 +168,15 @@ class PolicyTrainer:
 
     # ---- one update
 
-    def _learn(self, part: "_Minibatch", rate: float, *, first: bool) -> UpdateReport:
+    def _learn(
+        self, part: "_Minibatch", rate: float, *, first: bool, observer: RowObserver | None = None
+    ) -> UpdateReport:
         sums = Sums(self._model.embed.device)
-        for row in self._rows(part):
-            hidden_ND = self._hidden(self._model, row)
+        if observer is not None:
+            observer.begin(part.packed)
+        for index, row in enumerate(self._rows(part)):
+            states = self._states(self._model, row, observer.taps if observer else ())
+            hidden_ND = states.hidden_TD.index_select(0, row.before_N)
             loss_of = _RowLoss(row, self._grpo, sums, self._round_off)
             loss, _, entropy_N = token_loss(
                 hidden_ND, self._model.head_weight, row.token_N, loss_of, temperature=self._temperature
@@ -164,6 +184,8 @@ class PolicyTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.gather()
             sums.add(loss=loss.detach(), entropy=entropy_N.sum())
+            if observer is not None and index < len(part.packed):
+                observer.see(part.packed[index], states.detached())
         try:
             totals = sums.totals()
             self._sum_over_workers([*self._optimizer.gradients(), totals])
@@ -269,9 +291,12 @@ class PolicyTrainer:
         return token_logprobs(hidden_ND, model.head_weight, row.token_N, temperature=self._temperature)
 
     def _hidden(self, model: Transformer, row: "_Row") -> Tensor:
-        hidden_TD: Tensor = model(row.tokens_T, row.layout).hidden_TD
+        return self._states(model, row).hidden_TD.index_select(0, row.before_N)
+
+    def _states(self, model: Transformer, row: "_Row", taps: Sequence[int] = ()) -> Output:
+        states: Output = model(row.tokens_T, row.layout, taps)
         self.passes += 1
-        return hidden_TD.index_select(0, row.before_N)
+        return states
 
 
 @dataclass(frozen=True, slots=True)
