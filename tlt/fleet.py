@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tlt.config import NEW, RunConfig
-from tlt.drafting.budget import Cost
+from tlt.drafting.budget import Cost, RunBudget
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.states import StateKeeper, keeper_of
@@ -263,6 +263,16 @@ class LocalFleet:
         self._rollout_s = 0.0
         self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
         self._update_s = 0.0  # that the next update may take longer, for drafter training inside it
+
+    @property
+    def account(self) -> RunBudget | None:
+        """Seconds that speculation cost and saved so far; None where no drafter is trained. To be read only."""
+        return self._planner.account if self._planner else None
+
+    def leave_out(self, seconds: float) -> None:
+        """The run stood still for so long, between two steps: that is no part of a step."""
+        if self._since:
+            self._apart_s += seconds
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step, self._before = step, self.worker.speculation()
