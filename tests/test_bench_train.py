@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.training import small
-from tlt.bench import train
+from tlt.bench import train, training
 from tlt.bench.options import FULL_TRAIN, QUICK_TRAIN, TrainOptions, TrainScale, read_fleet_options, read_train_options
-from tlt.bench.train import ADAPTIVE, FROZEN, PLAIN, SUFFIX, bench_train
+from tlt.bench.train import ADAPTIVE, FROZEN, SUFFIX, bench_train
+from tlt.bench.training import PLAIN
 from tlt.errors import ConfigError
 from tlt.loop import Loop, Step
 
@@ -31,8 +32,9 @@ def words(**given: Any) -> Namespace:
         "groups",
         "group_size",
         "variants",
+        "recipe",
     )
-    switches = dict.fromkeys(("raw", "quick", "full", "peers", "no_peers"), False)
+    switches = dict.fromkeys(("raw", "quick", "full", "peers", "no_peers", "snapshot"), False)
     return Namespace(**{"what": "train", "repeats": None, "steps": None, **dict.fromkeys(absent), **switches, **given})
 
 
@@ -49,6 +51,9 @@ def test_the_scale_follows_the_device_unless_told() -> None:
         ({"repeats": "2"}, "--repeats is not for tlt bench train"),
         ({"prompts": "x.jsonl"}, "--prompts is not for"),
         ({"steps": "none"}, "--steps is 'none'"),
+        ({"snapshot": True}, "--snapshot is not for tlt bench train without a recipe"),
+        ({"recipe": "r.toml", "variants": "plain"}, "--variants is not for tlt bench train with a recipe"),
+        ({"recipe": "r.toml", "full": True}, "--full is not for tlt bench train with a recipe"),
     ],
 )
 def test_what_it_does_not_know_is_refused(given: dict[str, Any], expected: str) -> None:
@@ -114,7 +119,8 @@ def test_a_spent_budget_begins_no_step_and_totals_compare_the_same_ones(
         return step_of(self, number)
 
     monkeypatch.setattr(Loop, "step", step)
-    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: now))
+    for module in (train, training):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     file = tmp_path / "train.json"
     options = TrainOptions(json=file, variants=(PLAIN, SUFFIX), budget_s=45.0, steps=9, groups=2, group_size=2, cap=8)
     bench_train(small(tmp_path, "--spec.drafter=suffix"), options)

@@ -95,7 +95,7 @@ def _parser() -> ArgumentParser:
         for argument, help_ in verb.arguments:
             if argument in _SWITCHES:
                 child.add_argument(argument, help=help_, action="store_true")
-            elif argument in _OPTIONAL:
+            elif argument in _OPTIONAL or (name, argument) in _OPTIONAL_OF:
                 child.add_argument(argument, help=help_, metavar=argument.upper(), nargs="?")
             else:
                 child.add_argument(argument, help=help_, metavar=argument.strip("-").upper())
@@ -106,6 +106,8 @@ def _config(options: Namespace, flags: list[str]) -> RunConfig:
     """The recipe if one is named, then what the verb's own arguments set, then the flags."""
     own = [("model", "model.path"), ("out", "warmup.save")] if options.verb != "draft" else [("source", "model.path")]
     given = [f"--{key}={getattr(options, name)}" for name, key in own if getattr(options, name, None) is not None]
+    if getattr(options, "task", None):
+        given += ["--task.name=files", f"--task.path={options.task}"]
     return load_config(getattr(options, "recipe", None), [*given, *flags])
 
 
@@ -136,6 +138,8 @@ def _bench(options: Namespace, flags: list[str]) -> None:
     for name in ("new", "tolerance"):
         if getattr(options, name) is not None:
             raise ConfigError(f"{shown(getattr(options, name))} is only for tlt bench compare; leave it out")
+    if options.model is None and not (options.what == "train" and options.recipe):
+        raise ConfigError(f"tlt bench {options.what} needs a MODEL; see tlt bench --help")
     config = _config(options, flags)
     if options.what == "rollout":
         return _bench_rollout(config, options)
@@ -173,9 +177,13 @@ def _bench_train(config: RunConfig, options: Namespace) -> None:
     from tlt.bench.options import read_train_options
 
     wanted = read_train_options(options)
+    if options.recipe:
+        from tlt.bench.turns import bench_turns
+
+        return bench_turns(config, wanted)
     from tlt.bench.train import bench_train
 
-    bench_train(config, wanted)
+    return bench_train(config, wanted)
 
 
 def _bench_fleet(config: RunConfig, options: Namespace) -> None:
@@ -265,8 +273,9 @@ def _show_config(options: Namespace, flags: list[str]) -> None:
 
 _RECIPE = ("recipe", "a TOML file of knobs")
 _MODEL = ("model", 'a Hugging Face model directory, or "tiny" for the one shipped with tlt')
-_SWITCHES = {"--raw", "--resume", "--quick", "--full", "--peers", "--no-peers"}  # options without a value
+_SWITCHES = {"--raw", "--resume", "--quick", "--full", "--peers", "--no-peers", "--snapshot"}  # options without a value
 _OPTIONAL = {"target", "new"}  # positions that may stay empty
+_OPTIONAL_OF = {("bench", "model")}  # the same, of one verb
 _OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from")
 
 VERBS: dict[str, Verb] = {
@@ -308,7 +317,7 @@ VERBS: dict[str, Verb] = {
                 "`engine`; `rollout`: one long-tail rollout; `train`: steps; `fleet`: steps on several workers; "
                 "`compare`: two records",
             ),
-            ("model", "a model directory, or `tiny`; compare: the older record"),
+            ("model", "a model directory, or `tiny`; compare: the older record; train: may be the recipe's"),
             ("new", "compare: the newer record"),
             ("--tolerance", "compare: percent of change that is not shown; 3 by default"),
             ("--json", "write the results to this file"),
@@ -322,16 +331,21 @@ VERBS: dict[str, Verb] = {
             ("--group-size", "rollout, train: answers to each prompt"),
             ("--steps", "train, fleet: steps of reinforcement learning"),
             ("--seeds", "fleet: seeds that take these steps, one after the other"),
+            ("--task", "train: a file of prompts, as task.path"),
             ("--variants", "train: some of plain,adaptive,frozen,suffix"),
+            ("--snapshot", "train with a recipe: time the copy of a first checkpoint, after the last step"),
             ("--repeats", "rollout: times every variant is run; fleet: rollouts beside workers that train"),
-            ("--budget", "seconds for each peer, and for the context sweep; train: after which no step is begun"),
+            (
+                "--budget",
+                "seconds for each peer, and for the context sweep; train: after which no step is begun, or no pair",
+            ),
             ("--commit", "the commit that is measured, where git cannot tell"),
             ("--peer", "engine: set figures of another engine beside ours, from a file like those in benchmarks/peers"),
             ("--peers", "measure transformers too, even if --sections leaves it out"),
             ("--no-peers", "leave transformers out"),
             ("--quick", "a size for a CPU (the default there)"),
             ("--full", "the size for a GPU (the default there)"),
-            _OPTIONAL_RECIPE,
+            ("--recipe", "a TOML file of knobs to start from; train: its steps plainly and as it is, in turns"),
         ),
         _bench,
     ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from os.path import isfile
 from pathlib import Path
 
+from tlt.config import RunConfig
 from tlt.errors import ConfigError, shown
 from tlt.outputs import check_new
 
@@ -157,6 +158,7 @@ class TrainScale:
     cap: int  # tokens of an answer, at most
 
 
+_TRAIN_ONLY = ("task", "snapshot")
 VARIANTS = ("plain", "adaptive", "frozen", "suffix")  # of training, the most important first
 FULL_TRAIN = TrainScale(steps=20, prompts=32, group=8, cap=1024)
 QUICK_TRAIN = TrainScale(steps=4, prompts=8, group=4, cap=256)
@@ -174,9 +176,19 @@ class TrainOptions:
     groups: int = 0
     group_size: int = 0
     cap: int = 0
+    snapshot: bool = False  # with a recipe: time the copy of a first checkpoint, after the last step
 
     def scale(self, on_gpu: bool) -> TrainScale:
         return _train_scale(self, QUICK_TRAIN, on_gpu)
+
+    def recipe_scale(self, config: RunConfig) -> TrainScale:
+        """That of a recipe. `run.steps` is for how many a run plans; fewer may be taken."""
+        if self.steps > config.run.steps:
+            raise ConfigError(
+                f"--steps is {self.steps}, and the run ends after run.steps, {config.run.steps}: raise it"
+            )
+        own = TrainScale(config.run.steps, config.task.prompts, config.task.group, config.sampling.max_tokens)
+        return replace(own, **_sizes(self))
 
 
 QUICK_FLEET = TrainScale(steps=8, prompts=32, group=4, cap=256)
@@ -199,8 +211,12 @@ class FleetOptions:
 
 
 def _train_scale(options: TrainOptions | FleetOptions, quick: TrainScale, on_gpu: bool) -> TrainScale:
+    return replace(quick if _quick(options.quick, on_gpu) else FULL_TRAIN, **_sizes(options))
+
+
+def _sizes(options: TrainOptions | FleetOptions) -> dict[str, int]:
     sizes = {"steps": options.steps, "prompts": options.groups, "group": options.group_size, "cap": options.cap}
-    return replace(quick if _quick(options.quick, on_gpu) else FULL_TRAIN, **_told(sizes))
+    return _told(sizes)
 
 
 def _quick(asked: bool | None, on_gpu: bool) -> bool:
@@ -219,7 +235,7 @@ def read_options(given: Namespace) -> BenchOptions:
         raise ConfigError(
             f"nothing called {given.what!r} to measure; expected tlt bench engine, rollout, train or fleet, and a MODEL"
         )
-    _refuse(given, ("groups", "group_size", "repeats", "steps", "variants", "seeds"))
+    _refuse(given, ("groups", "group_size", "repeats", "steps", "variants", "seeds", *_TRAIN_ONLY))
     return BenchOptions(
         sections=_sections(given),
         shape=given.shape,
@@ -238,6 +254,7 @@ def read_options(given: Namespace) -> BenchOptions:
 def read_rollout_options(given: Namespace) -> RolloutOptions:
     """From the command line's words."""
     _refuse(given, ("sections", "batches", "budget", "peer", "peers", "no_peers", "steps", "variants", "seeds"))
+    _refuse(given, _TRAIN_ONLY)
     sizes = {name: getattr(given, name) for name in ("groups", "group_size", "cap", "repeats")}
     return RolloutOptions(
         shape=given.shape,
@@ -253,6 +270,10 @@ def read_rollout_options(given: Namespace) -> RolloutOptions:
 def read_train_options(given: Namespace) -> TrainOptions:
     """From the command line's words."""
     _refuse(given, ("sections", "batches", "peer", "peers", "no_peers", "repeats", "prompts", "raw", "seeds"))
+    if given.recipe:
+        _refuse(given, ("variants", "quick", "full"), " with a recipe")
+    else:
+        _refuse(given, ("snapshot",), " without a recipe")
     sizes = {name: getattr(given, name) for name in ("steps", "groups", "group_size", "cap")}
     return TrainOptions(
         shape=given.shape,
@@ -261,6 +282,7 @@ def read_train_options(given: Namespace) -> TrainOptions:
         quick=_either(given.quick, given.full, "--quick", "--full"),
         variants=train_variants(given.variants) if given.variants else VARIANTS,
         budget_s=float(_positive("--budget", given.budget)) if given.budget else 0.0,
+        snapshot=given.snapshot,
         **{name: _positive(_flag(name), word) for name, word in sizes.items() if word},
     )
 
@@ -268,7 +290,7 @@ def read_train_options(given: Namespace) -> TrainOptions:
 def read_fleet_options(given: Namespace) -> FleetOptions:
     """From the command line's words."""
     others = ("sections", "batches", "peer", "peers", "no_peers", "prompts", "raw", "variants", "budget", "shape")
-    _refuse(given, others)
+    _refuse(given, (*others, *_TRAIN_ONLY))
     sizes = {name: getattr(given, name) for name in ("seeds", "steps", "groups", "group_size", "cap", "repeats")}
     return FleetOptions(
         json=_json(given),
@@ -287,11 +309,11 @@ def train_variants(word: str) -> tuple[str, ...]:
     return tuple(name for name in VARIANTS if name in chosen)
 
 
-def _refuse(given: Namespace, names: Sequence[str]) -> None:
-    """Options of another benchmark."""
+def _refuse(given: Namespace, names: Sequence[str], how: str = "") -> None:
+    """Options of another benchmark, or of another way to use this one."""
     for name in names:
         if getattr(given, name, None):
-            raise ConfigError(f"{_flag(name)} is not for tlt bench {given.what}; leave it out")
+            raise ConfigError(f"{_flag(name)} is not for tlt bench {given.what}{how}; leave it out")
 
 
 def _flag(name: str) -> str:

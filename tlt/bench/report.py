@@ -6,16 +6,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from tlt.bench.options import EngineScale, RolloutScale, TrainScale
 from tlt.bench.peer_file import PeerFile
 from tlt.bench.record import write_record
+from tlt.config import RunConfig
 from tlt.errors import TltError
 from tlt.machine import Machine
 from tlt.model.config import ModelConfig
+from tlt.recipe import flat
 
 _LOG_WIDTH = 160  # of tables where the output is no terminal
 
@@ -54,6 +56,7 @@ class BenchReport:
         file: Path | None,
         *,
         peer: PeerFile | None = None,
+        settings: RunConfig | None = None,
     ) -> None:
         self._console = Console(highlight=False)
         if not self._console.is_terminal:
@@ -65,6 +68,7 @@ class BenchReport:
             "config": dict(config.source),
             "scale": asdict(scale),
             **({"peer": dict(peer.content)} if peer else {}),
+            **({"settings": flat(settings)} if settings else {}),
             "sections": {},
         }
         self._console.print(
@@ -74,32 +78,45 @@ class BenchReport:
         self._write()
 
     def section(
-        self, name: str, records: Iterable[Any], clock: Clock, *, line: Callable[[Any], str] | None = None
+        self,
+        name: str,
+        records: Iterable[Any],
+        clock: Clock,
+        *,
+        line: Callable[[Any], str] | None = None,
+        table: bool = True,
+        upright: bool = False,
     ) -> bool:
         """Shows and keeps the records as they come; a section that fails leaves its error. True if it went well.
 
         `line`: how a record is told at once where the output is no terminal, on which a table could grow.
+        `table` False: lines alone, on a terminal too. `upright`: a column per record, where there are many fields.
         """
         kept: list[Any] = []
         error = ""
+        growing = table and self._console.is_terminal
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
             try:
                 for record in records:
                     kept.append(record)
-                    self._keep(name, kept)
-                    live.update(_table(name, kept), refresh=self._console.is_terminal)
-                    if line and not self._console.is_terminal:
+                    self.keep(name, kept)
+                    if growing:
+                        live.update(_table(name, kept, upright), refresh=True)
+                    elif line:
                         self._console.print(line(record), soft_wrap=True)
             except (TltError, RuntimeError) as failure:  # out of memory is a RuntimeError
                 error = f"{type(failure).__name__}: {failure}"
-        if kept:
-            self._console.print(_table(name, kept))
+        if kept and table:
+            self._console.print(_table(name, kept, upright))
         if error or not kept:
             self._console.print(f"{name}: {error or 'nothing to measure'}", style="red", markup=False)
-        self._keep(name, kept, seconds=round(clock.lap(), 3), **({"error": error} if error else {}))
+        self.keep(name, kept, seconds=round(clock.lap(), 3), **({"error": error} if error else {}))
         return not error
 
-    def _keep(self, name: str, records: list[Any], **more: Any) -> None:
+    def show(self, what: RenderableType) -> None:
+        self._console.print(what)
+
+    def keep(self, name: str, records: list[Any], **more: Any) -> None:
         """What came so far is on disk at once: a bench cut short keeps it."""
         self._content["sections"][name] = {"records": [asdict(record) for record in records], **more}
         self._write()
@@ -113,14 +130,21 @@ class BenchReport:
             write_record(self._file, self._content)
 
 
-def _table(name: str, records: list[Any]) -> Table:
-    """A row per record, what is the same in all of them below; of a single record, a row per field."""
+def _table(name: str, records: list[Any], upright: bool = False) -> Table:
+    """A row per record, what is the same in all of them below; of a single record, a row per field.
+
+    `upright`: a column per record, with its first field on top.
+    """
     names = [field.name for field in fields(records[0]) if any(_has(record, field.name) for record in records)]
     table = Table(title=name, title_style="bold", title_justify="left", caption_justify="left")
-    if len(records) == 1:
-        table.show_header = False
-        for field in names:
-            table.add_row(field.replace("_", " "), _cell(getattr(records[0], field)))
+    if upright or len(records) == 1:
+        table.show_header = upright
+        if upright:
+            table.add_column(names[0])
+            for record in records:
+                table.add_column(_cell(getattr(record, names[0])), justify="right")
+        for field in names[1:] if upright else names:
+            table.add_row(field.replace("_", " "), *(_cell(getattr(record, field)) for record in records))
         return table
     shared = [field for field in names if len({getattr(record, field) for record in records}) == 1]
     table.caption = ", ".join(f"{field.replace('_', ' ')} {_cell(getattr(records[0], field))}" for field in shared)

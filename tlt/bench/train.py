@@ -15,96 +15,48 @@ steps. With a budget no step is begun once it is spent, and plain decoding leave
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 
 import torch
 
-from tlt.bench.lab import check_shape, widened
+from tlt.bench.lab import check_shape
 from tlt.bench.options import VARIANTS, TrainOptions, TrainScale
-from tlt.bench.report import BenchReport, Clock, Subject
+from tlt.bench.report import BenchReport, Clock
+from tlt.bench.training import (
+    PLAIN,
+    Answers,
+    StepRecord,
+    Total,
+    VariantRun,
+    VariantSteps,
+    agreement,
+    answers_of,
+    in_shape,
+    subject_of,
+    total_of,
+)
 from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.draft import draft_train
 from tlt.drafting.buffer import Sample
 from tlt.drafting.states import Piece, Recompute
-from tlt.fleet import LocalFleet, Worker
-from tlt.loop import Loop, Step
-from tlt.machine import describe, free_memory, wait_for
+from tlt.fleet import Worker
+from tlt.loop import Step
+from tlt.machine import describe, free_memory
 from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
 from tlt.model.transformer import Transformer
-from tlt.model.weights import save_policy
-from tlt.policy import device_of, open_policy, source_of
-from tlt.replay import common_start
-from tlt.tasks.choose import judge_of, task_of
-from tlt.text import Tokenizer
+from tlt.policy import device_of, open_policy
 from tlt.train.drafter_measure import expected
 from tlt.train.logprobs import token_logprobs
 from tlt.train.packing import Example, pack
-from tlt.types import Completion, Key
-from tlt.watch.events import DrafterSwapped, DrafterTrained, Event
+from tlt.types import Completion
 
-PLAIN, ADAPTIVE, FROZEN, SUFFIX = VARIANTS
+_, ADAPTIVE, FROZEN, SUFFIX = VARIANTS
 _PLAIN_SHARE = 0.5  # of the budget
 _MOVED_TOKENS, _MOVED_ROW = 256, 16384  # of an answer, and of a pass, by which it is told how far a policy has moved
-
-Answers = Mapping[Key, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step of one variant."""
-
-    variant: str
-    step: int
-    mean_reward: float
-    loss: float
-    tokens: int
-    longest: int  # answer, in tokens
-    rollout_s: float
-    reward_s: float
-    drafting_s: float
-    update_s: float
-    step_s: float
-    accept_length: float
-    micro_steps: int  # of the drafter's training
-    drafter_version: int | None  # that the next rollout drafts with
-    moved: float  # nats per token from the first policy to the one that wrote these answers
-    reach: float | None  # accept length to expect next, of chains as long as training unrolls, whatever the shape …
-    left_alone: float | None  # … and of the drafter this run began with, for the same policy and answers
-    identical: float | None  # share of the answers that are plain decoding's, token for token
-    common: float | None  # share of plain decoding's tokens before the first that differs
-    mismatch_mean: float  # of the engine's log-probabilities and the trainer's
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """All steps of one variant."""
-
-    variant: str
-    steps: int
-    start_s: float  # before the first step: opening the policy, capturing and timing what is known to be needed
-    seconds: float
-    speedup: float | None  # over plain, in the same steps, everything included
-    later_speedup: float | None  # the same without the first step, in which kernels are compiled and graphs captured
-    token_speedup: float | None  # as later_speedup, but seconds per token: answers may have grown or shrunk
-    rollout_s: float
-    rollout_speedup: float | None
-    reward_s: float
-    drafting_s: float  # on the critical path
-    drafting_share: float  # of all time
-    update_s: float
-    accept_first: float  # accept length over the first third of the steps …
-    accept_last: float  # … and over the last
-    reward_first: float
-    reward_last: float
-    reach_last: float | None  # over the last third
-    left_alone_last: float | None
-    moved_last: float
-    tokens: int
 
 
 def bench_train(config: RunConfig, options: TrainOptions) -> None:
@@ -115,22 +67,14 @@ def bench_train(config: RunConfig, options: TrainOptions) -> None:
         named = config.model.path
         config = _prepared(config, options.shape, scale, Path(scratch))
         policy = open_policy(config.model)
-        lengths = [len(policy.tokenizer.encode_prompt(p.content)) for p in task_of(config).sample(0, scale.prompts)]
-        subject = Subject(
-            model=named,
-            shape=options.shape or "as it is",
-            prompts=config.task.path or config.task.name,
-            prompt_tokens_mean=round(fmean(lengths), 1),
-            seed=config.run.seed,
-            temperature=config.sampling.temperature,
-        )
+        subject = subject_of(config, named, options, scale)
         report = BenchReport(describe(device, options.commit), subject, policy.model.config, scale, options.json)
         bench = _TrainBench(config, scale, policy.model, options.budget_s)
         clock = Clock()
         for name in options.variants:
             if name in bench.variants:
-                report.section(name, bench.steps(name), clock, line=_line)
-                report.section("totals", bench.totals(), clock)
+                report.section(name, bench.steps(name), clock, line=_line, table=False)
+                report.section("totals", bench.totals(), clock, upright=True)
         report.close()
 
 
@@ -138,12 +82,7 @@ def _prepared(config: RunConfig, shape: str | None, scale: TrainScale, scratch: 
     """With the policy in the shape asked for, and a drafter for it."""
     task = replace(config.task, prompts=scale.prompts, group=scale.group)
     config = replace(config, task=task, sampling=replace(config.sampling, max_tokens=scale.cap))
-    if shape:
-        policy = open_policy(config.model)
-        save_policy(widened(policy.model, shape), scratch / "policy", tokenizer_from=policy.source)
-        config = replace(config, model=replace(config.model, path=str(scratch / "policy")))
-        del policy
-        free_memory()
+    config = in_shape(config, shape, scratch)
     if config.spec.drafter != "suffix" and config.spec.path in ("", NEW):
         unseen = replace(config, run=replace(config.run, seed=-1 - config.run.seed))  # prompts no step asks
         draft_train(unseen, config.task.name, str(scratch / "drafter"))
@@ -173,8 +112,7 @@ class _TrainBench:
         self._scale = scale
         self._first = first  # policy; it learns nothing
         self._ends_s = time.perf_counter() + budget_s if budget_s else float("inf")
-        self._start_s: dict[str, float] = {}
-        self._records: dict[str, list[StepRecord]] = {}
+        self._taken: dict[str, VariantSteps] = {}
         self._plain: list[Answers] = []  # step by step
 
     def steps(self, name: str) -> Iterator[StepRecord]:
@@ -182,79 +120,35 @@ class _TrainBench:
         free_memory()
         now = time.perf_counter()
         until = self._ends_s if name != PLAIN else now + _PLAIN_SHARE * (self._ends_s - now)
-        records = self._records[name] = []
         count = len(self._plain) if self._plain and name != PLAIN else self._scale.steps
-        if now < until:
-            for record in self._taken(name, count):
-                records.append(record)
+        if now >= until:
+            return
+        with VariantRun(name, self.variants[name]) as run:
+            self._taken[name] = run.taken
+            reach = _Reach(run.fleet.worker)
+            for _ in range(count):
+                step, record = run.step()
+                record = self._with_more(record, step, reach)
+                run.taken.add(record, step)
                 yield record
                 if time.perf_counter() >= until:
                     break
 
-    def _taken(self, name: str, count: int) -> Iterator[StepRecord]:
-        config, events, started = self.variants[name], list[Event](), time.perf_counter()
-        task = task_of(config)
-        fleet = LocalFleet(config, events.append)
-        with judge_of(task) as judge:
-            loop = Loop(config, task, Tokenizer.load(source_of(config.model)), judge, fleet, events.append)
-            self._start_s[name] = time.perf_counter() - started
-            reach = _Reach(fleet.worker)
-            for number in range(count):
-                events.clear()
-                started = time.perf_counter()
-                step = loop.step(number)
-                wait_for(self._first.embed.device)  # the end of the update is this step's, too
-                record = self._record(name, step, time.perf_counter() - started, events, reach)
-                if name == PLAIN:
-                    self._plain.append(_completions(step))
-                yield record
-        fleet.close()
-
-    def _record(self, name: str, step: Step, seconds: float, events: Sequence[Event], reach: "_Reach") -> StepRecord:
-        found = _completions(step)
-        same = common = None
-        if name != PLAIN and step.number <= len(self._plain):
-            expected = self._plain[step.number - 1]
-            same = fmean(found[key] == tokens for key, tokens in expected.items())
-            agreed = sum(common_start(found[key], tokens) for key, tokens in expected.items())
-            common = agreed / sum(map(len, expected.values()))
-        earlier = self._records.get(name)
-        version = earlier[-1].drafter_version if earlier else None
-        for event in events:
-            version = event.version if isinstance(event, DrafterSwapped) else version
+    def _with_more(self, record: StepRecord, step: Step, reach: "_Reach") -> StepRecord:
+        """What is measured between the steps."""
+        if record.variant == PLAIN:
+            self._plain.append(answers_of(step))
+        elif step.number <= len(self._plain):
+            identical, common = agreement(answers_of(step), self._plain[step.number - 1])
+            record = replace(record, identical=identical, common=common)
         one_each = [rollout.completion for rollout in step.rollouts[:: self._scale.group]]
         reached, left_alone = reach.on(one_each)
-        return StepRecord(
-            variant=name,
-            step=step.number,
-            mean_reward=fmean(rollout.reward for rollout in step.rollouts),
-            loss=step.update.loss,
-            tokens=sum(map(len, found.values())),
-            longest=max(map(len, found.values())),
-            rollout_s=step.times.rollout,
-            reward_s=step.times.reward,
-            drafting_s=step.times.drafting,
-            update_s=step.times.update,
-            step_s=seconds,
-            accept_length=step.report.accept_length,
-            micro_steps=sum(event.micro_steps for event in events if isinstance(event, DrafterTrained)),
-            drafter_version=version,
-            moved=moved(self._first, one_each),
-            reach=reached,
-            left_alone=left_alone,
-            identical=same,
-            common=common,
-            mismatch_mean=step.update.mismatch_mean,
-        )
+        return replace(record, moved=moved(self._first, one_each), reach=reached, left_alone=left_alone)
 
     def totals(self) -> Iterator[Total]:
-        for name, steps in self._records.items():
-            if steps:
-                yield _total(name, steps, self._records.get(PLAIN, [])[: len(steps)], self._start_s[name])
-
-
-def _completions(step: Step) -> Answers:
-    return {rollout.completion.key: rollout.completion.tokens for rollout in step.rollouts}
+        for taken in self._taken.values():
+            if taken.records:
+                yield total_of(taken, self._taken.get(PLAIN))
 
 
 def _line(record: StepRecord) -> str:
@@ -299,47 +193,3 @@ def moved(first: Transformer, completions: Sequence[Completion]) -> float:
         first_N = token_logprobs(hidden_ND, first.head_weight, upload(row.tokens_T[answers_N], device))
         total += sum(sum(cut[member][2]) for member in row.members) - first_N.double().sum().item()
     return total / sum(len(completion) for _, completion, _ in cut)
-
-
-def _total(name: str, steps: Sequence[StepRecord], plain: Sequence[StepRecord], start_s: float) -> Total:
-    """`plain`: the same steps of plain decoding, or nothing."""
-    third = -(-len(steps) // 3)
-    drafting = _sum(steps, "drafting_s")
-    return Total(
-        variant=name,
-        steps=len(steps),
-        start_s=start_s,
-        seconds=_sum(steps, "step_s"),
-        speedup=_ratio(_sum(plain, "step_s"), _sum(steps, "step_s")),
-        later_speedup=_ratio(_sum(plain[1:], "step_s"), _sum(steps[1:], "step_s")),
-        token_speedup=_ratio(
-            _sum(plain[1:], "step_s") * _sum(steps[1:], "tokens"), _sum(steps[1:], "step_s") * _sum(plain[1:], "tokens")
-        ),
-        rollout_s=_sum(steps, "rollout_s"),
-        rollout_speedup=_ratio(_sum(plain, "rollout_s"), _sum(steps, "rollout_s")),
-        reward_s=_sum(steps, "reward_s"),
-        drafting_s=drafting,
-        drafting_share=drafting / _sum(steps, "step_s"),
-        update_s=_sum(steps, "update_s"),
-        accept_first=fmean(step.accept_length for step in steps[:third]),
-        accept_last=fmean(step.accept_length for step in steps[-third:]),
-        reward_first=fmean(step.mean_reward for step in steps[:third]),
-        reward_last=fmean(step.mean_reward for step in steps[-third:]),
-        reach_last=_mean([step.reach for step in steps[-third:]]),
-        left_alone_last=_mean([step.left_alone for step in steps[-third:]]),
-        moved_last=steps[-1].moved,
-        tokens=sum(step.tokens for step in steps),
-    )
-
-
-def _sum(steps: Sequence[StepRecord], name: str) -> float:
-    return float(sum(getattr(step, name) for step in steps))
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _ratio(one: float, other: float) -> float | None:
-    return one / other if one and other else None
