@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu_engine.sh MODEL [PART...]
 #
-# MODEL is a Hugging Face directory, or a GGUF file of SmolLM2 (converted first; needs the `gguf` package).
+# MODEL is a Hugging Face directory, or a GGUF file of a SmolLM2 or Qwen2.5 (converted first).
 # PARTs: own 7B 1.5B (speed and fidelity), context context-7B, peers peers-7B (against transformers). Default: own 7B.
 # Environment: OUT (where the JSON goes, as new files), PROMPTS (a JSONL file), PYTHON, COMMIT.
 set -uo pipefail
@@ -19,8 +19,8 @@ export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLI
 mkdir -p "$out"
 
 if [[ $model == *.gguf ]]; then
-  converted=${TMPDIR:-/tmp}/smollm2
-  "$python" examples/smollm2_from_gguf.py "$model" "$converted" --dtype bfloat16 || exit 1
+  converted=${TMPDIR:-/tmp}/$(basename "$model" .gguf)
+  "$python" examples/from_gguf.py "$model" "$converted" --dtype bfloat16 || exit 1
   model=$converted
 fi
 

