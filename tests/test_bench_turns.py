@@ -51,7 +51,7 @@ def test_two_pairs_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert all(one[name] == other[name] for name in ("mean_reward", "loss", "tokens", "truncated", "length_p90"))
         assert (one["identical"], other["identical"], other["common"]) == (None, 1.0, 1.0)
         assert one["spent"] is None
-        assert other["spent"].keys() == {"training", "measuring", "swapping", "warm-up"}
+        assert other["spent"].keys() == {"training", "measuring", "swapping"}
         assert one["step_s"] >= one["rollout_s"] + one["update_s"] > 0.0
     told = capsys.readouterr().out
     plain_s, tlt_s = (sum(record["step_s"] for record in records) for records in (plain, tlt))

@@ -93,7 +93,7 @@ def test_training_pays_where_much_comes_back_and_not_at_the_end_of_a_run() -> No
     assert not few.pays
     assert forecast_in_words(training_forecast(98, few)).startswith("no drafter training: expected -")
     assert not forecast(situation(steps_left=0), curve).pays
-    assert not forecast(situation(costs=replace(situation().costs, warm_up_s=1e5)), curve).pays
+    assert not forecast(situation(costs=replace(situation().costs, micro_s=1e5)), curve).pays
     assert not forecast(situation(choices={1: Choices(0.01, (0.2,))}), curve).pays, "drafts are too dear"
 
 
@@ -149,7 +149,7 @@ class SimulatedRun:
 
     def _train(self, step: int) -> None:
         length = sum(self.chance**depth for depth in range(6))
-        status = DrafterStatus(length, True, 8192, self.micro_s, 0.3, warm=True)
+        status = DrafterStatus(length, True, 8192, self.micro_s, 0.3)
         decision = self.planner.decide(step, status)
         assert decision.forecast is not None
         self.said += [forecast_in_words(training_forecast(step, decision.forecast))]
@@ -209,7 +209,7 @@ def planner(**changes: object) -> TrainingPlanner:
     return TrainingPlanner(settings, 100, 5, 256, tuning.pad, DraftShapes([OFF, *SHAPES], "eagle", expected))
 
 
-COLD = DrafterStatus(1.0, True, 8192, 0.15, 0.3, warm=True)
+COLD = DrafterStatus(1.0, True, 8192, 0.15, 0.3)
 
 
 def test_a_share_is_spent_whether_it_pays_or_not() -> None:
@@ -234,13 +234,7 @@ def test_savings_that_replays_do_not_show_are_not_spent() -> None:
 
 def test_a_drafter_that_gains_nothing_more_is_left_alone_though_it_would_pay() -> None:
     one = planner()
-    one.rolled_out([16_000] * 4, 60.0, 100.0, 0.0)
-    assert one.decide(1, COLD).trains
-    assert not one.decide(1, replace(COLD, due=False)).trains
-
-
-def test_compiling_for_training_is_a_cost_like_any_other() -> None:
-    one = planner()
-    one.rolled_out([2_000] * 4, 8.0, 12.0, 0.0)
-    assert one.decide(1, COLD).worst_s < 1.0 < 20.0 < one.decide(1, replace(COLD, warm=False)).worst_s
-    assert not one.decide(1, replace(COLD, warm=False)).trains
+    for _ in range(4):
+        one.rolled_out([16_000] * 4, 60.0, 100.0, 0.0)
+    assert one.decide(4, COLD).trains
+    assert not one.decide(4, replace(COLD, due=False)).trains

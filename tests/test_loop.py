@@ -342,10 +342,10 @@ def test_no_drafter_is_trained_where_that_cannot_pay(tmp_path: Path) -> None:
 def test_what_training_takes_is_charged_and_what_is_left_is_all_that_the_next_one_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock: a tick takes 20 ms, a micro-step and a look 100 ms, and a forecast wants as much as there is."""
+    """By a clock: a tick takes 2 s, a micro-step and a look 100 ms, and a forecast wants as much as there is."""
     clock = Clock()
     clock.used_by(monkeypatch, deadline, trainer, tlt.fleet)
-    clock.passes_in(monkeypatch, EngineCore, "tick", 0.02)
+    clock.passes_in(monkeypatch, EngineCore, "tick", 2.0)
     clock.passes_in(monkeypatch, DrafterTrainer, "launch", 0.1)
     clock.passes_in(monkeypatch, OnlineDrafter, "_measure", 0.1)
     clock.passes_in(monkeypatch, Worker, "swap_drafter", 0.05)

@@ -258,6 +258,9 @@ class LocalFleet:
         self._before: SpeculationReport | None = None
         self._step = self._told = 0  # _told: alarms
         self._planner = _planner_of(self.worker) if self.worker.drafter else None
+        if self.worker.drafter:
+            emit(StartupPhase("timing drafter training"))
+            self.worker.drafter.warm_up()
         self._verdicts: set[bool] = set()  # told so far: that drafter training pays, that it does not
         self._lengths: list[int] = []  # of the last rollout, in tokens
         self._rollout_s = 0.0
@@ -316,8 +319,6 @@ class LocalFleet:
         status = drafter.status(self._survival())
         decision = self._charge(Cost.MEASURING, partial(planner.decide, step, status))
         self._tell(step, decision)
-        if decision.trains and not status.warm:
-            self._charge(Cost.WARM_UP, drafter.warm_up)
         self._update_s = decision.seconds if drafter.learns_in_updates else 0.0
         extra_s = 0.0 if drafter.learns_in_updates else decision.seconds
         if extra_s or (planner.account.affords(decision.worst_s) and not _soon(until)):

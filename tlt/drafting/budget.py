@@ -1,17 +1,15 @@
 """One account for a whole run: everything that exists because of speculation, beyond the rollout's own books.
 
 What always holds: if every action is taken only when `affords` allows its worst case, and rollouts lose no more than
-`SHARE` of their plain time, a run takes at most 1 + `SHARE` times as long as without speculation, and the loan: four
-steps at most, as long as the shortest so far. Seconds in which nothing waits are never charged. Knows seconds only: no
-drafters, no clock.
+`SHARE` of their plain time, a run takes at no moment more than 1 + `SHARE` times as long as without speculation.
+Start-up comes on top and is reported by itself. Seconds in which nothing waits are never charged. Knows seconds only:
+no drafters, no clock.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
 
 SHARE = 0.01  # of the plain time so far that may be spent without any return
-_MOST_LENT = 4.0  # steps
 _MOST_SAVED = 10 * SHARE  # of the plain time so far: more savings than that are kept, whatever a forecast promises
 
 
@@ -21,17 +19,14 @@ class Cost(StrEnum):
     TRAINING = "training"  # micro-steps of the drafter that the step waited for
     MEASURING = "measuring"  # accept lengths on answers held out
     SWAPPING = "swapping"  # handing a new drafter to the engine
-    WARM_UP = "warm-up"  # compiling what drafter training computes
 
 
 @dataclass(slots=True)
 class RunBudget:
     """`finished` after every step, `affords` before every action, `charge` after it."""
 
-    steps: int  # planned
     plain_s: float = 0.0  # of the steps so far, without speculation
     saved_s: float = 0.0  # by speculation in their rollouts; negative if it lost
-    shortest_s: float = inf  # plain step
     spent: dict[Cost, float] = field(default_factory=lambda: dict.fromkeys(Cost, 0.0))
 
     def finished(self, step_s: float, saved_s: float) -> None:
@@ -39,21 +34,15 @@ class RunBudget:
         plain_s = step_s + saved_s
         self.plain_s += plain_s
         self.saved_s += saved_s
-        self.shortest_s = min(self.shortest_s, plain_s)
 
     def charge(self, kind: Cost, seconds: float) -> None:
         """Work of this kind made everything else wait so long."""
         self.spent[kind] += max(0.0, seconds)
 
     @property
-    def loan_s(self) -> float:
-        """What the share will have earned at the end of the run, but a few steps at most."""
-        return min(_MOST_LENT, SHARE * self.steps) * self.shortest_s if self.plain_s else 0.0
-
-    @property
     def balance_s(self) -> float:
-        earned_s = max(SHARE * self.plain_s, self.loan_s)
-        return earned_s + min(self.saved_s, _MOST_SAVED * self.plain_s) - sum(self.spent.values())
+        returned_s = min(self.saved_s, _MOST_SAVED * self.plain_s)
+        return SHARE * self.plain_s + returned_s - sum(self.spent.values())
 
     def affords(self, worst_s: float) -> bool:
         return worst_s <= self.balance_s

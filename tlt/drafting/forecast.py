@@ -112,11 +112,10 @@ class Costs:
     micro_tokens: int
     look_s: float  # measuring accept length, before and after
     check: int  # micro-steps between two measurements
-    warm_up_s: float = 0.0  # compiling, before the first micro-step
 
     def of(self, micro_steps: int) -> float:
         looks = 1 + -(-micro_steps // self.check)
-        return self.warm_up_s + looks * self.look_s + micro_steps * self.micro_s
+        return looks * self.look_s + micro_steps * self.micro_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,6 @@ from tlt.spec.acceptance import Acceptance
 from tlt.spec.shape import OFF, Shape
 
 ExpectedTick = Callable[[Shape, int], tuple[float, float | None]]  # accept length, and seconds if known
-_DEARER = 2.0  # times as long as to decode it, on average, a token is taken to be learned from, until that was measured
-_WARM_UP_S = 20.0  # compiling for training, until that was measured
 _SURE = 1e6  # verifies: a supposed chance is taken as it is
 
 
@@ -38,9 +36,8 @@ class DrafterStatus:
     accept_length: float  # measured last, on answers held out
     due: bool  # training may gain something
     micro_tokens: int  # of a micro-step
-    micro_s: float  # of a micro-step; 0: not known yet
-    look_s: float  # of a measurement; 0: not known yet
-    warm: bool  # everything that training computes is compiled
+    micro_s: float  # of a micro-step
+    look_s: float  # of a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class TrainingPlanner:
         """`shapes` None: nobody measures what ticks cost, so that nothing can be forecast."""
         self._settings, self._steps, self._unroll, self._shapes = settings, steps, unroll, shapes
         self._rows, self._pad = rows, pad
-        self.account = RunBudget(steps)
+        self.account = RunBudget()
         self._curve = LearningCurve()
         self._lengths: Sequence[int] = ()
         self._rollout_s = self._step_s = self._seconds = 0.0  # of the last rollout, of the last step; of all steps
@@ -125,22 +122,21 @@ class TrainingPlanner:
 
     def decide(self, step: int, status: DrafterStatus) -> Decision:
         """`step`: the one whose rollout has just ended, from 1."""
-        costs = self._costs(status)
-        worst_s = costs.warm_up_s + costs.micro_s + costs.look_s
+        costs = Costs(status.micro_s, status.micro_tokens, status.look_s, self._settings.check)
         found = self._forecast(step, status, costs)
         seconds = self._forced_s
         if status.due and (found is None or found.pays):
             wanted_s = found.cost_s if found else costs.of(costs.check)
             if self.account.affords(min(wanted_s, costs.of(costs.check))):
                 seconds = max(seconds, min(wanted_s, self.account.balance_s))
-        return Decision(seconds, found, worst_s)
+        return Decision(seconds, found, costs.micro_s + costs.look_s)
 
     @property
     def _forced_s(self) -> float:
         """What is spent whether it pays or not, as configured."""
         spent = self.account.spent
         whole_s = self._settings.forced_share * (self._seconds + sum(spent.values()))
-        return max(0.0, whole_s - sum(spent[kind] for kind in (Cost.TRAINING, Cost.MEASURING, Cost.WARM_UP)))
+        return max(0.0, whole_s - sum(spent[kind] for kind in (Cost.TRAINING, Cost.MEASURING)))
 
     def _forecast(self, step: int, status: DrafterStatus, costs: Costs) -> Forecast | None:
         ticks = ticks_by_size(self._lengths, self._rows, self._pad)
@@ -159,13 +155,3 @@ class TrainingPlanner:
             step_s=self._step_s,
         )
         return forecast(now, self._curve)
-
-    def _costs(self, status: DrafterStatus) -> Costs:
-        token_s = _DEARER * self._rollout_s / max(1, sum(self._lengths))
-        return Costs(
-            micro_s=status.micro_s or token_s * status.micro_tokens,
-            micro_tokens=status.micro_tokens,
-            look_s=status.look_s or token_s * self._settings.held_out,
-            check=self._settings.check,
-            warm_up_s=0.0 if status.warm else _WARM_UP_S,
-        )

@@ -41,7 +41,8 @@ from tlt.types import Completion
 _HELD_SHARE = 8  # one in so many answers is held out, at most
 _PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
 _RECENT = 5  # micro-steps and measurements whose median is expected of the next one
-_WARM_UP_TOKENS = 256
+_WARM_UP_TOKENS = 256  # of a sequence
+_TIMED_TOKENS = 512  # on a CPU
 _FIRST_STEPS = 2  # micro-steps in an update, before it is known how long they take
 
 
@@ -137,7 +138,6 @@ class OnlineDrafter:
         self._micro_steps: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # seconds and tokens of the last ones
         self._looks_s: deque[float] = deque(maxlen=_RECENT)  # of the last measurements
         self._in_updates: deque[float] = deque(maxlen=_RECENT)  # seconds of the last micro-steps inside updates
-        self._warm = not policy.embed.is_cuda
         self.version = 0  # of the drafter given out; each better one counts one up
 
     @classmethod
@@ -201,7 +201,6 @@ class OnlineDrafter:
             micro_tokens=self._drafting.tokens if self.learns_in_updates else self._usual_tokens,
             micro_s=self._update_s if self.learns_in_updates else self._micro_s,
             look_s=self._look_s,
-            warm=self._warm,
         )
 
     @property
@@ -334,18 +333,36 @@ class OnlineDrafter:
             self._learner.set_vocabulary(ids_v.to(self.policy.embed.device))
 
     def warm_up(self) -> None:
-        """Computes what training computes, and drops the result: everything it needs is compiled afterwards.
+        """Computes what training computes, and drops the result: afterwards everything it needs is compiled, and what a
+        micro-step and a measurement take is known.
 
         For one trainer alone: others are not told of it.
         """
-        self._warm = True
-        tokens_T = torch.arange(_WARM_UP_TOKENS, dtype=torch.int32) % self.policy.config.vocab
-        batch = self._source.batch([Piece.whole(Sample(tokens_T, 1, "", 0))])
+        self._timed_pass(_WARM_UP_TOKENS, self._draft.unroll)
+        wanted, held = self._drafting.tokens, self._drafting.held_out
+        most = wanted if self.policy.embed.is_cuda else _TIMED_TOKENS  # there a token takes as long in any number
+        micro_s, _ = self._timed_pass(min(wanted, most), self._trainer.unrolled)
+        _, look_s = self._timed_pass(min(held, most), 1)
+        micro_s *= wanted / min(wanted, most)
+        self._micro_steps.append((micro_s, wanted))
+        self._in_updates.append(micro_s)
+        self._looks_s.append(look_s * held / min(held, most))
+
+    def _timed_pass(self, tokens: int, unrolled: int) -> tuple[float, float]:
+        """Seconds of a micro-step of so many tokens, without the optimizer's, and of a measurement on them."""
         shared = (self.policy.head_weight, self.policy.embed, self._draft)
-        for steps in (1, self._draft.unroll):
-            drafter_loss(self._learner, batch, *shared, steps)[0].backward()  # type: ignore[no-untyped-call]
+        tokens_T = torch.arange(_WARM_UP_TOKENS, dtype=torch.int32) % self.policy.config.vocab
+        pieces = [Piece.whole(Sample(tokens_T, 1, "", 0))] * max(1, tokens // _WARM_UP_TOKENS)
+        states, micro, look = (DeviceTimer(self.policy.embed.device) for _ in range(3))
+        with states:
+            batch = self._source.batch(pieces)
+        with micro:
+            drafter_loss(self._learner, batch, *shared, unrolled)[0].backward()  # type: ignore[no-untyped-call]
         self._learner.zero_grad(set_to_none=True)
-        expected(self._good, [batch], *shared)
+        with look:
+            expected(self._good, [batch], *shared)
+        states_s = 0.0 if self.learns_in_updates else states.seconds
+        return states_s + micro.seconds, states_s + look.seconds
 
     # ---- answers as batches
 
