@@ -12,13 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from tlt.config import DraftSettings, RunConfig
 from tlt.errors import ModelError
 from tlt.model.config import ModelConfig, RopeConfig
 from tlt.model.rope import rotary_tables
 from tlt.model.transformer import Transformer
+from tlt.policy import Policy
 from tlt.spec.align import align
 from tlt.spec.eagle import Eagle, EagleConfig
-from tlt.spec.eagle_files import Format, Origin, check_tensors, load_drafter, save_drafter
+from tlt.spec.eagle_files import Format, Origin, check_tensors, load_drafter, new_drafter, save_drafter
 
 POLICY = tiny.policy(torch.float32)
 ORIGIN = Origin("some/policy", ("LlamaForCausalLM",))
@@ -121,6 +123,17 @@ def test_the_flat_config(tmp_path: Path) -> None:
     }
     assert {name: config[name] for name in wanted} == wanted
     assert "norm_output" not in config
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 10])
+def test_a_new_drafter_writes_its_states_at_the_scale_that_the_policys_head_reads(draft_vocab: int) -> None:
+    """The head was trained on states times the policy's final norm; from a norm of ones the logits would stay flat."""
+    policy = Policy(tiny.policy(torch.float32), tiny.letters(), Path("some/policy"))
+    with torch.no_grad():
+        policy.model.norm.fill_(4.6)
+    found = new_drafter(policy, RunConfig(draft=DraftSettings(vocab=draft_vocab)))
+    assert torch.equal(found.norm, policy.model.norm)
+    assert found.norm.data_ptr() != policy.model.norm.data_ptr()
 
 
 def test_the_speculators_config(tmp_path: Path) -> None:

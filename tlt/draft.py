@@ -34,6 +34,7 @@ from tlt.spec.eagle_files import (
     Origin,
     drafter_shape,
     load_drafter,
+    new_drafter,
     open_drafter,
     read_drafter_config,
     save_drafter,
@@ -275,14 +276,11 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
 
 
 def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[Answer]) -> Eagle:
-    model, shape = policy.model, drafter_shape(policy, config.draft)
-    drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
+    shape = drafter_shape(policy, config.draft)
     # by way of an array: torch reads a list of numbers several times slower
     written = array("q", chain.from_iterable(answer.example.tokens for answer in learned))
-    counts_V = torch.bincount(torch.frombuffer(written, dtype=torch.int64), minlength=model.config.vocab)
-    ids = draft_vocabulary(counts_V, shape.draft_vocab) if shape.reduced else None
-    drafter.init_weights(config.run.seed, ids)
-    return drafter
+    counts_V = torch.bincount(torch.frombuffer(written, dtype=torch.int64), minlength=policy.model.config.vocab)
+    return new_drafter(policy, config, draft_vocabulary(counts_V, shape.draft_vocab) if shape.reduced else None)
 
 
 def _lessons(

@@ -143,8 +143,14 @@ class Eagle(nn.Module):
     # ---- values
 
     @torch.no_grad()
-    def init_weights(self, seed: int, token_of_draft_v: Tensor | None = None) -> None:
-        """Fresh values. A reduced draft vocabulary must be named: draft id → policy id (see `draft_vocabulary`)."""
+    def init_weights(
+        self, seed: int, token_of_draft_v: Tensor | None = None, policy_norm_D: Tensor | None = None
+    ) -> None:
+        """Fresh values. A reduced draft vocabulary must be named: draft id → policy id (see `draft_vocabulary`).
+
+        `policy_norm_D`: weight of the policy's final norm, from which the drafter's starts. The policy's head expects
+        states of that scale (4.6 on average for Qwen2.5-1.5B); from ones, logits stay flat for thousands of steps.
+        """
         self.set_vocabulary(token_of_draft_v)
         generator = torch.Generator(device=self.fc.device).manual_seed(seed)
         for name, weight in self.named_parameters():
@@ -152,6 +158,8 @@ class Eagle(nn.Module):
                 weight.fill_(1.0)
             else:
                 weight.normal_(0.0, 0.02, generator=generator)
+        if policy_norm_D is not None:
+            self.norm.copy_(policy_norm_D)
 
     def quantize(self, quantized: bool = True) -> None:
         """From now on a GPU's rollout reads its large matrices in 8 bits, where few rows do; again whenever they have

@@ -386,7 +386,7 @@ def _keep_own_head(
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
     """The drafter at `spec.path`; "new" is one that has learned nothing yet."""
     if config.spec.path == NEW:
-        return _new_drafter(policy, config)
+        return new_drafter(policy, config)
     model = policy.model
     return load_drafter(
         config.spec.path,
@@ -403,9 +403,12 @@ def drafter_shape(policy: Policy, draft: DraftSettings) -> EagleConfig:
     return EagleConfig.of_policy(policy.model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
 
 
-def _new_drafter(policy: Policy, config: RunConfig) -> Eagle:
+def new_drafter(policy: Policy, config: RunConfig, token_of_draft_v: Tensor | None = None) -> Eagle:
+    """One that has learned nothing. A reduced draft vocabulary is the tokens named, else any: the trainer renames them
+    by frequency, once there are completions to learn from."""
     model, shape = policy.model, drafter_shape(policy, config.draft)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
-    # any tokens will do: the trainer renames them by frequency, once there are completions to learn from
-    drafter.init_weights(config.run.seed, torch.arange(shape.draft_vocab) if shape.reduced else None)
+    if token_of_draft_v is None and shape.reduced:
+        token_of_draft_v = torch.arange(shape.draft_vocab)
+    drafter.init_weights(config.run.seed, token_of_draft_v, model.norm)
     return drafter
