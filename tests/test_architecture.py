@@ -35,6 +35,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.watch.log",
         "tlt.watch.directory",
         "tlt.outputs",
+        "tlt.shipped",
     ),
     "kernels": ("tlt.kernels",),
     "model": ("tlt.model",),

@@ -18,6 +18,7 @@ from tlt.cli import VERBS, _config, _parser
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.recipe import _comments, flat, knob_docs, knobs, load_config, number_range, take_flags, to_toml
+from tlt.shipped import recipe_path
 from tlt.watch.events import _KINDS, StepFinished
 from tlt.watch.metrics import STEP_METRICS
 
@@ -181,7 +182,7 @@ def commands(page: Path) -> Iterator[str]:
     for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("tlt "):
-                yield line.partition(" #")[0]
+                yield line.partition(" #")[0].partition(" > ")[0]
 
 
 def check(command: str) -> None:
@@ -197,7 +198,7 @@ def check(command: str) -> None:
         options.recipe = str(ROOT / recipe)
         _config(options, flags)
     else:
-        load_config(None, flags)
+        load_config(recipe if recipe and recipe_path(recipe).is_file() else None, flags)
 
 
 def test_the_docs_show_commands() -> None:

@@ -18,6 +18,7 @@ from tlt import __version__
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, StateLost, Terminated, TltError, shown
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
+from tlt.shipped import recipe_names, recipe_summary, recipe_text
 from tlt.signals import sigterm_raises
 
 
@@ -271,12 +272,26 @@ def _show_config(options: Namespace, flags: list[str]) -> None:
     print(to_toml(_config(options, flags), documented=True), end="")
 
 
-_RECIPE = ("recipe", "a TOML file of knobs")
-_MODEL = ("model", 'a Hugging Face model directory, or "tiny" for the one shipped with tlt')
+def _init(options: Namespace, flags: list[str]) -> None:
+    if flags:
+        raise ConfigError(f"tlt init takes no settings, found {flags[0].partition('=')[0]}; give them to the verb")
+    if options.name:
+        print(recipe_text(options.name), end="")
+        return
+    width = max(map(len, recipe_names()))
+    for name in recipe_names():
+        print(f"{name:<{width}}  {recipe_summary(name)}")
+
+
+_RECIPE = ("recipe", "a TOML file of knobs, or the name of a recipe of tlt's own (`tlt init` lists them)")
+_MODEL = (
+    "model",
+    'a Hugging Face model directory, a name in the local Hugging Face cache, or "tiny" for the one shipped with tlt',
+)
 _SWITCHES = {"--raw", "--resume", "--quick", "--full", "--peers", "--no-peers", "--snapshot"}  # options without a value
-_OPTIONAL = {"target", "new"}  # positions that may stay empty
+_OPTIONAL = {"target", "new", "name"}  # positions that may stay empty
 _OPTIONAL_OF = {("bench", "model")}  # the same, of one verb
-_OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from")
+_OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from, or the name of a recipe of tlt's own")
 
 VERBS: dict[str, Verb] = {
     "generate": Verb(
@@ -357,6 +372,11 @@ VERBS: dict[str, Verb] = {
             ("--resume-from", "go on from this checkpoint, as in step_20; later ones are removed by the next"),
         ),
         _train,
+    ),
+    "init": Verb(
+        "print a recipe of tlt's own, to make it yours: tlt init gsm8k > my.toml; without a name, list them",
+        (("name", "the recipe's name"),),
+        _init,
     ),
     "simulate": Verb(
         "foresee a rollout on so many workers, plainly and with TLT, from the lengths of answers",

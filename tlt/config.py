@@ -57,14 +57,15 @@ class RunSettings:
 class ModelSettings:
     """The policy."""
 
-    path: str = "tiny"  # a Hugging Face model directory. tiny: the policy shipped with tlt
+    path: str = "tiny"  # a Hugging Face model directory, or a model's name in the local Hugging Face cache.
+    # tiny: the policy shipped with tlt
     dtype: Dtype = "auto"  # of the weights. auto: float32 on a CPU, bfloat16 on a GPU; bfloat16, float16: 2 bytes each;
     # float32: 4 bytes; float64: 8 bytes, on a CPU only
     device: str = "auto"  # auto: a GPU if there is one, else the CPU; cpu: the CPU; cuda: torch's own choice of a GPU;
     # cuda:N: GPU number N
 
     def __post_init__(self) -> None:
-        _require(self.path != "", "path", self.path, 'a model directory, or "tiny"')
+        _require(self.path != "", "path", self.path, 'a model directory, a name in the Hugging Face cache, or "tiny"')
         known = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device)
         _require(known is not None, "device", self.device, "auto, cpu, cuda or cuda:N")
 

@@ -7,6 +7,7 @@ import torch
 
 from tlt.config import ModelSettings
 from tlt.errors import ConfigError
+from tlt.model.hub import find_policy
 from tlt.model.transformer import Transformer
 from tlt.model.weights import load_policy
 from tlt.text import Tokenizer
@@ -34,8 +35,8 @@ def open_policy(settings: ModelSettings) -> Policy:
 
 
 def source_of(settings: ModelSettings) -> Path:
-    """The directory of the policy and its tokenizer."""
-    return TINY_POLICY if settings.path == "tiny" else Path(settings.path)
+    """The directory of the policy and its tokenizer; a name on the Hugging Face hub is looked up in the local cache."""
+    return TINY_POLICY if settings.path == "tiny" else find_policy(settings.path)
 
 
 def device_of(name: str) -> torch.device:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError, shown, shown_names
+from tlt.shipped import recipe_names, recipe_path
 
 _LINE = 120  # characters of documented TOML, where values are short
 RENAMED = {"spec.chooser": "spec.shape_policy", "spec.light": "spec.quantized"}  # old key → present key
@@ -210,7 +211,7 @@ def _settings_of(recipe: str | Path | RunConfig | None) -> dict[str, _Setting]:
     if isinstance(recipe, RunConfig):
         return {key: _Setting(value, "configuration") for key, value in flat(recipe).items()}
     if isinstance(recipe, str | Path):
-        return _read_recipe(Path(recipe))
+        return _read_recipe(recipe_path(recipe))
     raise ConfigError(
         f"the recipe is {shown(recipe)}; expected the path of a TOML file or a RunConfig; "
         'single settings go into overrides, {"run.steps": 3}'
@@ -240,7 +241,8 @@ def _read_recipe(path: Path) -> dict[str, _Setting]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe; expected a TOML file") from None
+        names = ", ".join(recipe_names())
+        raise ConfigError(f"{path}: no such recipe; expected a TOML file, or a recipe of tlt's own: {names}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
     except UnicodeDecodeError:

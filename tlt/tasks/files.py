@@ -9,11 +9,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tlt.config import TaskSettings
 from tlt.errors import TaskError, shown, shown_names
+from tlt.shipped import example_file
 from tlt.tasks.judge import ProcessJudge
 from tlt.tasks.math import MARKER, gsm8k_reference
 from tlt.tasks.rewards import BUILT_IN
@@ -28,7 +28,7 @@ class FileTask:
     """The rows of a file as prompts, judged by the configured reward."""
 
     def __init__(self, settings: TaskSettings, *, seed: int = 0) -> None:
-        rows = list(read_rows(Path(settings.path)))
+        rows = list(read_rows(example_file(settings.path)))
         self.prompts = _prompts(rows, settings)
         self.judge = ProcessJudge(settings, frozenset.intersection(*(frozenset(p.extra) for p in self.prompts)))
         self._seed = seed

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
 from tlt.errors import TaskError
+from tlt.shipped import example_file
 from tlt.tasks.math import exact, gsm8k, math_reward
 
 FailureKind = Literal["raised", "timed out", "died", "no number"]
@@ -135,7 +136,7 @@ def _no_number(value: Any, expected: str) -> Failed:
 
 def _load(name: str) -> Function:
     file, _, attribute = name.rpartition(":")
-    path = Path(file)
+    path = example_file(file)
     if not isfile(path):
         raise TaskError(
             f"task.reward {name}: no file {file}; expected FILE.py:FUNCTION, the file relative to {Path.cwd()}"
