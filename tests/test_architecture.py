@@ -36,6 +36,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.watch.directory",
         "tlt.outputs",
         "tlt.shipped",
+        "tlt.verb_help",
     ),
     "kernels": ("tlt.kernels",),
     "model": ("tlt.model",),

@@ -8,9 +8,9 @@ import os
 import sys
 import time
 import warnings
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from tlt.errors import ConfigError, StateLost, Terminated, TltError, shown
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
 from tlt.shipped import recipe_names, recipe_summary, recipe_text
 from tlt.signals import sigterm_raises
+from tlt.verb_help import Argument, verb_help
 
 
 class _Parser(ArgumentParser):
@@ -29,11 +30,18 @@ class _Parser(ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One verb: what it does, its arguments as (name, help) with options starting with `--`, and who does it."""
+    """One verb: what it does, its arguments as (name, help) with options starting with `--`, and who does it.
+
+    `sections` are the knobs that it reads, by prefix. `subjects` are the values of its argument `what`; an argument of
+    some of them alone names these in a third place.
+    """
 
     summary: str
-    arguments: tuple[tuple[str, str], ...]
+    arguments: tuple[tuple[str, str] | tuple[str, str, str], ...]
     run: Callable[[Namespace, list[str]], None]
+    sections: tuple[str, ...] = ()
+    subjects: Mapping[str, str] = field(default_factory=dict)
+    sections_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of subjects that read others
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,17 +98,46 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     for name, verb in VERBS.items():
-        child = verbs.add_parser(
-            name, help=verb.summary, description=verb.summary, epilog=parser.epilog, allow_abbrev=False
-        )
-        for argument, help_ in verb.arguments:
-            if argument in _SWITCHES:
-                child.add_argument(argument, help=help_, action="store_true")
-            elif argument in _OPTIONAL or (name, argument) in _OPTIONAL_OF:
-                child.add_argument(argument, help=help_, metavar=argument.upper(), nargs="?")
+        child = verbs.add_parser(name, help=verb.summary, add_help=False, allow_abbrev=False)
+        child.set_defaults(verb=name)
+        child.add_argument("-h", "--help", action=_Help, nargs=0, const=name, help="show this help")
+        for argument in _arguments(name):
+            if not argument.takes_value:
+                child.add_argument(argument.name, action="store_true")
             else:
-                child.add_argument(argument, help=help_, metavar=argument.strip("-").upper())
+                metavar = argument.name.strip("-").upper()
+                child.add_argument(argument.name, metavar=metavar, **({"nargs": "?"} if argument.optional else {}))  # type: ignore[arg-type]
     return parser
+
+
+class _Help(Action):
+    """Prints what a verb can do; of a subject alone, if it is named before."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, *_: Any) -> None:
+        name, subject = str(self.const), str(getattr(namespace, "what", ""))
+        verb = VERBS[name]
+        if subject in verb.subjects:
+            chosen = [each for each in _arguments(name) if each.name != "what"]
+            chosen = [each for each in chosen if not each.subjects or subject in each.subjects]
+            sections = verb.sections_of.get(subject, verb.sections)
+            told = verb_help(f"tlt {name} {subject}", verb.subjects[subject], chosen, {}, sections)
+        else:
+            told = verb_help(f"tlt {name}", verb.summary, _arguments(name), verb.subjects, verb.sections)
+        print(told, end="")
+        parser.exit()
+
+
+def _arguments(verb: str) -> list[Argument]:
+    return [
+        Argument(
+            name,
+            meaning,
+            takes_value=name not in _SWITCHES,
+            optional=name in _OPTIONAL or (verb, name) in _OPTIONAL_OF,
+            subjects=tuple(" ".join(subjects).split()),
+        )
+        for name, meaning, *subjects in VERBS[verb].arguments
+    ]
 
 
 def _config(options: Namespace, flags: list[str]) -> RunConfig:
@@ -293,13 +330,17 @@ _OPTIONAL = {"target", "new", "name"}  # positions that may stay empty
 _OPTIONAL_OF = {("bench", "model")}  # the same, of one verb
 _OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from, or the name of a recipe of tlt's own")
 
+_ENGINE = ("model", "sampling", "engine", "spec", "draft.window", "draft.vocab", "draft.mlp")  # what an engine reads
+_RUN = ("run", "task", *_ENGINE, "watch")
+
 VERBS: dict[str, Verb] = {
     "generate": Verb(
         "answer one prompt",
         (_MODEL, ("prompt", "what to ask"), ("--raw", "no chat template: continue the text"), _OPTIONAL_RECIPE),
         _generate,
+        ("run.seed", *_ENGINE),
     ),
-    "rollout": Verb("answer a task's prompts and judge the answers", (_RECIPE,), _rollout),
+    "rollout": Verb("answer a task's prompts and judge the answers", (_RECIPE,), _rollout, _RUN),
     "warmup": Verb(
         "train a model on prompts and answers",
         (
@@ -309,60 +350,85 @@ VERBS: dict[str, Verb] = {
             _OPTIONAL_RECIPE,
         ),
         _warmup,
+        ("run", "model", "task", "warmup", "watch"),
     ),
     "draft": Verb(
         "train a drafter for a model, measure one, or write one in another engine's format",
         (
             ("what", "`train`, `measure` or `export`"),
-            ("source", "train: a model directory or `tiny`; measure, export: a drafter directory"),
-            ("target", "export: where to write"),
-            ("--prompts", "train, measure: a JSONL file with a prompt or question column, or the name of a task"),
-            ("--out", "train: where to save the drafter; unless told, MODEL-drafter in this directory"),
-            ("--format", "export: flat (vLLM and SGLang, the default) or speculators (`vllm serve DIR`)"),
-            ("--policy", "measure, export: the drafter's policy, where it has moved"),
+            (
+                "source",
+                "train: a model directory, a name in the Hugging Face cache or `tiny`; else a drafter directory",
+            ),
+            ("target", "where to write", "export"),
+            ("--prompts", "a JSONL file with a prompt or question column, or the name of a task", "train measure"),
+            ("--out", "where to save the drafter; unless told, MODEL-drafter in this directory", "train"),
+            ("--format", "flat (vLLM and SGLang, the default) or speculators (`vllm serve DIR`)", "export"),
+            ("--policy", "the drafter's policy, where it has moved", "measure export"),
             _OPTIONAL_RECIPE,
         ),
         _draft,
+        ("run.seed", "model", "task", "sampling", "engine", "draft"),
+        {
+            "train": "train a drafter for a model on the model's own answers",
+            "measure": "measure a drafter on answers that it did not learn from",
+            "export": "write a drafter in another engine's format",
+        },
+        {"export": ()},
     ),
     "bench": Verb(
         "measure the rollout engine: against the machine's limit and transformers, or with and without speculation",
         (
-            (
-                "what",
-                "`engine`; `rollout`: one long-tail rollout; `train`: steps; `fleet`: steps on several workers; "
-                "`compare`: two records",
-            ),
+            ("what", "`engine`, `rollout`, `train`, `fleet` or `compare`"),
             ("model", "a model directory, or `tiny`; compare: the older record; train: may be the recipe's"),
-            ("new", "compare: the newer record"),
-            ("--tolerance", "compare: percent of change that is not shown; 3 by default"),
-            ("--json", "write the results to this file"),
-            ("--prompts", "a JSONL file with a question or prompt column; without one, prompts are made up"),
-            ("--raw", "no chat template: plain prompts"),
-            ("--shape", "widen the policy to this shape first: 1.5B or 7B"),
-            ("--sections", "some of floor,start,step,context,natural,identity,logprobs,features,sync,peers"),
-            ("--batches", "batch sizes of the step section, as in 1,8,64"),
-            ("--cap", "tokens of a natural answer, at most"),
-            ("--groups", "rollout, train: prompts"),
-            ("--group-size", "rollout, train: answers to each prompt"),
-            ("--steps", "train, fleet: steps of reinforcement learning"),
-            ("--seeds", "fleet: seeds that take these steps, one after the other"),
-            ("--task", "train: a file of prompts, as task.path"),
-            ("--variants", "train: some of plain,adaptive,frozen,suffix"),
-            ("--snapshot", "train with a recipe: time the copy of a first checkpoint, after the last step"),
-            ("--repeats", "rollout: times every variant is run; fleet: rollouts beside workers that train"),
+            ("new", "the newer record", "compare"),
+            ("--tolerance", "percent of change that is not shown; 3 by default", "compare"),
+            ("--json", "write the results to this file", "engine rollout train fleet"),
+            (
+                "--prompts",
+                "a JSONL file with a question or prompt column; without one, prompts are made up",
+                "engine rollout",
+            ),
+            ("--raw", "no chat template: plain prompts", "engine rollout"),
+            ("--shape", "widen the policy to this shape first: 1.5B or 7B", "engine rollout train"),
+            ("--sections", "some of floor,start,step,context,natural,identity,logprobs,features,sync,peers", "engine"),
+            ("--batches", "batch sizes of the step section, as in 1,8,64", "engine"),
+            ("--cap", "tokens of a natural answer, at most", "engine rollout train fleet"),
+            ("--groups", "prompts", "rollout train fleet"),
+            ("--group-size", "answers to each prompt", "rollout train fleet"),
+            ("--steps", "steps of reinforcement learning", "train fleet"),
+            ("--seeds", "seeds that take these steps, one after the other", "fleet"),
+            ("--task", "a file of prompts, as task.path", "train"),
+            ("--variants", "some of plain,adaptive,frozen,suffix", "train"),
+            ("--snapshot", "with a recipe: time the copy of a first checkpoint, after the last step", "train"),
+            ("--repeats", "times every variant is run; fleet: rollouts beside workers that train", "rollout fleet"),
             (
                 "--budget",
-                "seconds for each peer, and for the context sweep; train: after which no step is begun, or no pair",
+                "seconds for each peer, and for the context sweep; train: after which no step, or no pair, is begun",
+                "engine train",
             ),
-            ("--commit", "the commit that is measured, where git cannot tell"),
-            ("--peer", "engine: set figures of another engine beside ours, from a file like those in benchmarks/peers"),
-            ("--peers", "measure transformers too, even if --sections leaves it out"),
-            ("--no-peers", "leave transformers out"),
-            ("--quick", "a size for a CPU (the default there)"),
-            ("--full", "the size for a GPU (the default there)"),
-            ("--recipe", "a TOML file of knobs to start from; train: its steps plainly and as it is, in turns"),
+            ("--commit", "the commit that is measured, where git cannot tell", "engine rollout train fleet"),
+            ("--peer", "set another engine's figures beside ours, from a file as in benchmarks/peers", "engine"),
+            ("--peers", "measure transformers too, even if --sections leaves it out", "engine"),
+            ("--no-peers", "leave transformers out", "engine"),
+            ("--quick", "a size for a CPU (the default there)", "engine rollout train fleet"),
+            ("--full", "the size for a GPU (the default there)", "engine rollout train fleet"),
+            (
+                "--recipe",
+                "a TOML file of knobs to start from; train: its steps plainly and as it is, in turns",
+                "engine rollout train fleet",
+            ),
         ),
         _bench,
+        ("run.seed", "task", *_ENGINE, "train", "grpo", "draft", "drafting", "cluster"),
+        {
+            "engine": "measure the rollout engine against the machine's limit and transformers",
+            "rollout": "measure one long-tail rollout with every way to speculate",
+            "train": "measure steps of reinforcement learning plainly and with speculation",
+            "fleet": "measure the same steps on several workers",
+            "compare": "show what moved between two records",
+        },
+        {"compare": ()},
     ),
     "train": Verb(
         "train a policy with reinforcement learning",
@@ -372,6 +438,7 @@ VERBS: dict[str, Verb] = {
             ("--resume-from", "go on from this checkpoint, as in step_20; later ones are removed by the next"),
         ),
         _train,
+        (*_RUN, "draft", "train", "grpo", "drafting", "checkpoint", "cluster"),
     ),
     "init": Verb(
         "print a recipe of tlt's own, to make it yours: tlt init gsm8k > my.toml; without a name, list them",
@@ -393,11 +460,17 @@ VERBS: dict[str, Verb] = {
             _OPTIONAL_RECIPE,
         ),
         _simulate,
+        ("run.seed", "task.prompts", "task.group", *_ENGINE, "cluster.workers"),
     ),
     "report": Verb(
         "make a run's report.html from its events: again, while it runs, or after a crash",
         (("run", "the run's directory, as in runs/quickstart"),),
         _report,
     ),
-    "config": Verb("list every knob with its value and meaning, as TOML", (_OPTIONAL_RECIPE,), _show_config),
+    "config": Verb(
+        "list every knob with its value and meaning, as TOML",
+        (_OPTIONAL_RECIPE,),
+        _show_config,
+        tuple(section.name for section in fields(RunConfig)),
+    ),
 }
