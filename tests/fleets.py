@@ -17,8 +17,8 @@ import torch
 
 import tlt.fleet
 from tests.tiny import letters, policy
-from tlt.cluster.host import MAIL, Host
-from tlt.cluster.messages import RollReport
+from tlt.cluster.host import CONTROL, Host
+from tlt.cluster.messages import WorkerRolloutReport
 from tlt.cluster.placement import WorkerSlot
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.sessions import Sessions
@@ -88,8 +88,8 @@ class TinyHost(Host):
 
     sessions = TinySessions
 
-    def __init__(self, seat: int) -> None:
-        super().__init__(seat)
+    def __init__(self, worker_id: int) -> None:
+        super().__init__(worker_id)
         self._trap, self._countdown, self._signal = "", 0, signal.SIGKILL
         self._held = self._joined = False
         self._until_learned = False
@@ -99,10 +99,10 @@ class TinyHost(Host):
         self._pieces_alone = False  # nothing follows on them
         self._page = Condition()
 
-    def open(self, config: RunConfig, rank: int, lane: WorkerSlot, nccl: bool) -> None:
+    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool) -> None:
         use_the_tiny_policy()
         self._sessions.reach = self._reach
-        super().open(config, rank, lane, nccl)
+        super().open(config, rank, slot, nccl)
 
     def arm(self, where: str, countdown: int = 1, how: int = signal.SIGKILL) -> None:
         self._trap, self._countdown, self._signal = where, countdown, how
@@ -130,23 +130,23 @@ class TinyHost(Host):
         what they learned."""
         self._held, self._joined, self._until_learned = True, False, until_learned
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def let_go(self) -> None:
         self._held = False
         self._free.set()
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def joined(self) -> None:
         """Another one has joined a session."""
         self._joined = True
 
-    def roll(self, epoch: int, peers: Any) -> RollReport:
-        self._peers = [peer for seat, peer in peers.items() if seat != self._seat.worker]
-        return super().roll(epoch, peers)
+    def run_rollout(self, epoch: int, peers: Any) -> WorkerRolloutReport:
+        self._peers = [peer for worker_id, peer in peers.items() if worker_id != self._status.worker]
+        return super().run_rollout(epoch, peers)
 
     def _tick(self) -> None:
         if self._held and not (self._until_learned and self._joined and self._swaps):
-            self._wait_for_mail()
+            self._wait_for_inbox()
             return
         self._held = False
         self._reach("rollout")
@@ -157,7 +157,7 @@ class TinyHost(Host):
         while not self._free.wait(0.02):
             self._worker.trainer.passes += moving
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def micro_steps(self) -> int:
         return self._drafter.steps_taken
 
@@ -186,14 +186,14 @@ class TinyHost(Host):
 
         self._write = slowly
 
-    @ray.method(concurrency_group=MAIL)
-    def extent(self) -> int:
+    @ray.method(concurrency_group=CONTROL)
+    def bytes_written(self) -> int:
         if self._pieces:
             with self._page:
                 self._looked += 1
                 self._page.notify_all()
                 self._page.wait_for(lambda: self._written >= min(self._looked, self._pieces), DEAD_S)
-        return super().extent()
+        return super().bytes_written()
 
     def _add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) > 1:  # the gradients, not the counts
@@ -216,7 +216,7 @@ def wait_for_everyone(fleet: RayFleet, workers: int) -> None:
     given_up = time.monotonic() + DEAD_S
     while len(fleet._actors.members) < workers:
         assert time.monotonic() < given_up
-        fleet._heal("rollout")
+        fleet._recover("rollout")
         time.sleep(0.05)
 
 

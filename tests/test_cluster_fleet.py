@@ -21,8 +21,8 @@ from tests.tiny import letters
 from tlt.cluster import actors as crew_module
 from tlt.cluster import ray_fleet
 from tlt.cluster.actors import ActorGroup
-from tlt.cluster.lifeline import Lifeline
-from tlt.cluster.messages import News, RollReport
+from tlt.cluster.liveness import RayLiveness
+from tlt.cluster.messages import StatusUpdate, WorkerRolloutReport
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.cluster.timeline import TimelineSpan
 from tlt.config import RunConfig
@@ -115,7 +115,7 @@ class Crowd:
         self.fleet._actors.losses = 0
         for rank in range(self.config.cluster.workers):
             actor = self.actor(rank)
-            ray.get([actor.take.remote(self._first), actor.be_usual.remote()])
+            ray.get([actor.load_state.remote(self._first), actor.be_usual.remote()])
 
     def hold(self, rank: int, *, until_learned: bool = False) -> None:
         ray.get(self.actor(rank).hold.remote(until_learned))
@@ -179,7 +179,7 @@ def test_a_replay_is_timed_as_the_rollout_is(crowd: Crowd, alone: Story, monkeyp
         monkeypatch.setattr(owner, method, call)
 
     slower(ActorGroup, "ask_all", 1000.0)
-    slower(RayFleet, "_heal", 1000.0)
+    slower(RayFleet, "_recover", 1000.0)
     slower(Dispatch, "completed", 1.0)
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
     monkeypatch.setattr("tlt.cluster.ray_fleet.time", clock)
@@ -246,7 +246,7 @@ def test_a_writer_takes_the_same_ticks_beside_those_who_train(crowd: Crowd) -> N
 def test_a_checkpoint_is_gone_on_from(
     crowd: Crowd, alone: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
 ) -> None:
-    monkeypatch.setattr(crowd.fleet._actors, "on_this_machine", lambda seat: same_machine)
+    monkeypatch.setattr(crowd.fleet._actors, "on_this_machine", lambda worker_id: same_machine)
     crowd.run(1)
     crowd.fleet.snapshot()(tmp_path)
     run(crowd.config, crowd.fleet, Story(), 2, first=1)  # what is to be forgotten
@@ -264,18 +264,18 @@ def test_a_checkpoint_may_take_long_as_long_as_it_goes_on(
     actors, clock, looks = crowd.fleet._actors, Clock(), 12
     wait_while_it_moves = crew_module.wait_while_it_moves
 
-    def wait(awaited: Any, ask: Callable[[], Any], limit_s: float, lifeline: Lifeline) -> None:
+    def wait(awaited: Any, ask: Callable[[], Any], limit_s: float, liveness: RayLiveness) -> None:
         def asked() -> Any:
             nonlocal looks
             looks -= 1
             clock.now += limit_s / 3 * (looks >= 0)
             return ask()
 
-        wait_while_it_moves(awaited, asked, limit_s, lifeline)
+        wait_while_it_moves(awaited, asked, limit_s, liveness)
 
     clock.used_by(monkeypatch, crew_module)
     monkeypatch.setattr(ray_fleet, "wait_while_it_moves", wait)
-    monkeypatch.setattr(actors, "on_this_machine", lambda seat: same_machine)
+    monkeypatch.setattr(actors, "on_this_machine", lambda worker_id: same_machine)
     ray.get([member.actor.write_slowly.remote(12) for member in actors.members.values()])
     write = crowd.fleet.snapshot()
     write(tmp_path)
@@ -329,7 +329,7 @@ class Steady:
         self.clock, self._others, self._seen = Clock(), others, set[object]()
         self.clock.now = time.monotonic()  # of which members tell when they came
         self.clock.used_by(monkeypatch, crew_module)
-        monkeypatch.setattr(crew_module, "_BEAT_S", 0.1)
+        monkeypatch.setattr(crew_module, "_HEARTBEAT_S", 0.1)
 
     def moved(self, one: object) -> None:
         self._seen.add(one)
@@ -342,11 +342,11 @@ def test_a_worker_that_hangs_is_lost_too(crowd: Crowd, alone: Story, monkeypatch
     actors, steady = crowd.fleet._actors, Steady(monkeypatch, others=2)
     hung, heard = actors.ranks[0], actors._heard
 
-    def hearing(seat: int, call: Any) -> Iterator[tuple[int, News]]:
-        before = actors.members[seat].progress
-        yield from heard(seat, call)
-        if seat != hung and seat in actors.members and actors.members[seat].progress != before:
-            steady.moved(seat)
+    def hearing(worker_id: int, call: Any) -> Iterator[tuple[int, StatusUpdate]]:
+        before = actors.members[worker_id].progress
+        yield from heard(worker_id, call)
+        if worker_id != hung and worker_id in actors.members and actors.members[worker_id].progress != before:
+            steady.moved(worker_id)
 
     monkeypatch.setattr(actors, "_heard", hearing)
     monkeypatch.setattr(actors, "_config", with_workers(3, hang_s=3.0))
@@ -359,26 +359,29 @@ def test_a_worker_that_hangs_is_lost_too(crowd: Crowd, alone: Story, monkeypatch
 def test_what_takes_long_is_waited_for_as_long_as_it_moves(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update may take longer than a worker may hang; whoever stands still for so long is lost, the others not."""
     actors, steady = crowd.fleet._actors, Steady(monkeypatch, others=2)
-    still_s, began_s = crew_module._Pulse.still_s, steady.clock.now
+    stalled_s, began_s = crew_module._ProgressProbe.stalled_s, steady.clock.now
 
     def looked(pulse: Any) -> float:
         seen = pulse._seen
-        found = still_s(pulse)
+        found = stalled_s(pulse)
         if seen is not None and pulse._seen != seen:
             steady.moved(pulse)
         return found
 
-    monkeypatch.setattr(crew_module._Pulse, "still_s", looked)
+    monkeypatch.setattr(crew_module._ProgressProbe, "stalled_s", looked)
     monkeypatch.setattr(crew_module, "_GRACE_S", 0.0)
-    monkeypatch.setattr(crew_module, "_BEAT_S", -1.0)  # it is always time to ask how far they are
+    monkeypatch.setattr(crew_module, "_HEARTBEAT_S", -1.0)  # it is always time to ask how far they are
     monkeypatch.setattr(actors, "_config", with_workers(3, hang_s=3.0))
-    seats = list(actors.members)
-    toiling = {seat: actors.members[seat].actor.toil.remote(moving=seat != seats[1]) for seat in seats}
+    worker_ids = list(actors.members)
+    toiling = {
+        worker_id: actors.members[worker_id].actor.toil.remote(moving=worker_id != worker_ids[1])
+        for worker_id in worker_ids
+    }
     found = actors.ask(toiling, "update")
     assert steady.clock.now > began_s + 3.0
-    assert sorted(found.answers) == [seats[0], *seats[2:]]
-    assert found.lost == (seats[1],)
-    assert seats[1] not in actors.members
+    assert sorted(found.answers) == [worker_ids[0], *worker_ids[2:]]
+    assert found.lost == (worker_ids[1],)
+    assert worker_ids[1] not in actors.members
 
 
 def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyone: Crowd) -> None:
@@ -404,7 +407,9 @@ def test_reports_of_all_workers_become_one() -> None:
     ]
     spans = [(TimelineSpan("rolling", 0.0, 3.0), TimelineSpan("idle", 3.0, 6.0)), (TimelineSpan("rolling", 0.0, 9.0),)]
     fleet = RayFleet.__new__(RayFleet)
-    fleet._reports = {seat: RollReport(spans[seat], own[seat], (), 0, 0.0, 0.0, 0) for seat in (0, 1)}
+    fleet._reports = {
+        worker_id: WorkerRolloutReport(spans[worker_id], own[worker_id], (), 0, 0.0, 0.0, 0) for worker_id in (0, 1)
+    }
     told = fleet.report()
     assert told.saved_s == 2.0
     assert dict(told.by_depth) == {"eagle": (pytest.approx(0.7), 0.5)}

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tlt.cli import main
 from tlt.cluster import transfer
-from tlt.cluster.ring import MeetingPlace, RingBroken, WorkerRing
+from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, RendezvousStore
+from tlt.cluster.averaging import GradientAveraging, GradientReducer, LeftSession, MeanGradient
 from tlt.cluster.timeline import TimelineSpan, seconds_of
-from tlt.cluster.together import GradientDesk, Mean, Parted, Together
 from tlt.cluster.transfer import fingerprint, on_host, read_files, write_files
 from tlt.dispatch import Dispatch, deal
 from tlt.engine.request import Request
@@ -129,19 +129,19 @@ def on_threads(functions: list[Callable[[], object]]) -> list[object]:
         return [future.result(timeout=DEAD_S) for future in [pool.submit(function) for function in functions]]
 
 
-def joined(size: int) -> list[WorkerRing]:
-    place = MeetingPlace("127.0.0.1")
-    rings = [WorkerRing(DEAD_S) for _ in range(size)]
-    meeting = place.meeting("a")
-    on_threads([lambda r=r: rings[r].join(meeting, r, size, "127.0.0.1") for r in range(size)])
-    return rings
+def joined(size: int) -> list[AllReduceGroup]:
+    place = RendezvousStore("127.0.0.1")
+    groups = [AllReduceGroup(DEAD_S) for _ in range(size)]
+    rendezvous = place.rendezvous("a")
+    on_threads([lambda r=r: groups[r].join(rendezvous, r, size, "127.0.0.1") for r in range(size)])
+    return groups
 
 
 def test_everyone_has_the_sum() -> None:
-    rings = joined(3)
+    groups = joined(3)
     given_ = [[torch.randn(4, 5), torch.full((2,), float(r), dtype=torch.float64)] for r in range(3)]
     sums = [sum(parts[i] for parts in given_) for i in range(2)]
-    on_threads([lambda r=r: rings[r].add_up(given_[r]) for r in range(3)])
+    on_threads([lambda r=r: groups[r].all_reduce(given_[r]) for r in range(3)])
     for tensors in given_:
         for tensor, total in zip(tensors, sums, strict=True):
             torch.testing.assert_close(tensor, total, **ROUNDED)
@@ -149,44 +149,44 @@ def test_everyone_has_the_sum() -> None:
 
 
 def test_a_ring_breaks_when_a_member_goes() -> None:
-    rings = joined(2)
-    rings[1].leave()
-    with pytest.raises(RingBroken):
-        rings[0].add_up([torch.ones(3)])
-    rings[0].add_up([torch.ones(3)])  # alone again: a sum of one
+    groups = joined(2)
+    groups[1].leave()
+    with pytest.raises(AllReduceBroken):
+        groups[0].all_reduce([torch.ones(3)])
+    groups[0].all_reduce([torch.ones(3)])  # alone again: a sum of one
 
 
 def test_a_ring_of_one_is_no_ring() -> None:
-    ring = WorkerRing(1.0)
-    ring.join(MeetingPlace("127.0.0.1").meeting("x"), 0, 1, "127.0.0.1")
+    ring = AllReduceGroup(1.0)
+    ring.join(RendezvousStore("127.0.0.1").rendezvous("x"), 0, 1, "127.0.0.1")
     tensor = torch.ones(3)
-    ring.add_up([tensor])
+    ring.all_reduce([tensor])
     assert torch.equal(tensor, torch.ones(3))
 
 
 # ---- training together
 
 
-def member(desk: GradientDesk, number: int, session: int, together: Together) -> None:
-    """Gives at the leader's desk, as calls from another process would."""
+def member(reducer: GradientReducer, number: int, session: int, together: GradientAveraging) -> None:
+    """Gives at the leader's reducer, as calls from another process would."""
 
-    def exchange(own: np.ndarray) -> Mean:
-        mean = desk.give(session, together.rounds + 1, number, own, DEAD_S)
+    def exchange(own: np.ndarray) -> MeanGradient:
+        mean = reducer.give(session, together.rounds + 1, number, own, DEAD_S)
         if mean is None:
-            raise Parted
+            raise LeftSession
         return mean
 
     together.enter(exchange)
 
 
 def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
-    desk, present = GradientDesk(0), [1, 2]
-    requests = [threading.Thread(target=desk.request_join, args=(number, DEAD_S)) for number in present]
+    reducer, present = GradientReducer(0), [1, 2]
+    requests = [threading.Thread(target=reducer.request_join, args=(number, DEAD_S)) for number in present]
     for request_join in requests:
         request_join.start()
-    while desk.wishers(present) != (1, 2):
+    while reducer.requesters(present) != (1, 2):
         pass
-    session = desk.open(present, {"some": "state"})
+    session = reducer.open(present, {"some": "state"})
     for request_join in requests:
         request_join.join()
     steps = 5
@@ -194,16 +194,16 @@ def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
     asked = iter([False] * (steps - 1) + [True])
 
     def leader() -> list[torch.Tensor]:
-        together = Together()
-        together.enter(lambda own: desk.mean(own, lambda: present, lambda: next(asked)))
+        together = GradientAveraging()
+        together.enter(lambda own: reducer.mean(own, lambda: present, lambda: next(asked)))
         return train(together, gradients[0])
 
     def follower(number: int) -> list[torch.Tensor]:
-        together = Together()
-        member(desk, number, session, together)
+        together = GradientAveraging()
+        member(reducer, number, session, together)
         return train(together, gradients[number])
 
-    def train(together: Together, own: torch.Tensor) -> list[torch.Tensor]:
+    def train(together: GradientAveraging, own: torch.Tensor) -> list[torch.Tensor]:
         means = []
         while not together.over:
             gradient = own[len(means)].clone()
@@ -220,31 +220,31 @@ def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
 
 
 def test_the_leader_waits_for_nobody_who_is_gone() -> None:
-    desk = GradientDesk(0)
-    desk.open([1], None)
-    mean = desk.mean(np.ones(2), list, lambda: True)
+    reducer = GradientReducer(0)
+    reducer.open([1], None)
+    mean = reducer.mean(np.ones(2), list, lambda: True)
     assert mean.vector.tolist() == [1.0, 1.0]
-    assert desk.give(1, 1, 1, np.ones(2), 0.1) is None  # too late
+    assert reducer.give(1, 1, 1, np.ones(2), 0.1) is None  # too late
 
 
 def test_who_asks_again_has_left_the_session() -> None:
-    desk = GradientDesk(0)
-    desk.open([1], None)
-    again = threading.Thread(target=desk.request_join, args=(1, DEAD_S))
+    reducer = GradientReducer(0)
+    reducer.open([1], None)
+    again = threading.Thread(target=reducer.request_join, args=(1, DEAD_S))
     again.start()
-    mean = desk.mean(np.full(1, 3.0), lambda: [1], lambda: True)
+    mean = reducer.mean(np.full(1, 3.0), lambda: [1], lambda: True)
     assert mean.vector.tolist() == [3.0]
-    desk.open([1], None)
+    reducer.open([1], None)
     again.join()
 
 
 def test_nobody_is_admitted_in_vain() -> None:
-    assert GradientDesk(0).request_join(1, 0.01) is None
+    assert GradientReducer(0).request_join(1, 0.01) is None
 
 
 def test_alone_nothing_is_averaged() -> None:
     tensor = torch.ones(2)
-    Together().average([tensor])
+    GradientAveraging().average([tensor])
     assert torch.equal(tensor, torch.ones(2))
 
 
@@ -300,14 +300,14 @@ def test_a_directory_arrives_piece_by_piece(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_written_shows_even_where_the_size_is_known_beforehand(tmp_path: Path) -> None:
-    seen = [transfer.extent(tmp_path)]
+    seen = [transfer.bytes_written(tmp_path)]
     with (tmp_path / "weights").open("wb") as file:
         file.truncate(2**20)
-        seen.append(transfer.extent(tmp_path))
+        seen.append(transfer.bytes_written(tmp_path))
         for _ in range(2):
             file.write(bytes(2**19))
             os.fsync(file.fileno())
-            seen.append(transfer.extent(tmp_path))
+            seen.append(transfer.bytes_written(tmp_path))
     assert seen == sorted(set(seen))
 
 

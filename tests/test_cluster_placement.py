@@ -15,13 +15,13 @@ from tests.processes import Child, descendants, listening
 from tlt.cluster import placement
 from tlt.cluster.placement import (
     Environment,
-    Share,
+    WorkerResources,
     WorkerSlot,
     check_room,
     check_versions,
     connect,
     cores_of,
-    share_of,
+    resources_per_worker,
 )
 from tlt.config import ClusterSettings
 from tlt.errors import ClusterError
@@ -38,25 +38,25 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
 
 def test_too_few_cores(nodes: list[dict[str, float]]) -> None:
     nodes += [{"CPU": 4.0}, {"CPU": 3.0}]
-    check_room(3, Share(2, 0))
+    check_room(3, WorkerResources(2, 0))
     with pytest.raises(ClusterError, match=r"4 with 2 CPUs each.* have 7 CPUs, room for 3; lower cluster.workers"):
-        check_room(4, Share(2, 0))  # three and a half would fit, were it one machine
+        check_room(4, WorkerResources(2, 0))  # three and a half would fit, were it one machine
 
 
 def test_too_few_gpus(nodes: list[dict[str, float]]) -> None:
     nodes += [{"CPU": 64.0, "GPU": 1.0}, {"CPU": 64.0}]
-    check_room(2, Share(1, 0.5))
+    check_room(2, WorkerResources(1, 0.5))
     with pytest.raises(ClusterError, match=r"2 with 1 GPUs each.* have 1 GPUs, room for 1.*gpus_per_worker"):
-        check_room(2, Share(1, 1))
+        check_room(2, WorkerResources(1, 1))
 
 
 def test_gpus_are_taken_where_there_are_some(nodes: list[dict[str, float]]) -> None:
     settings = ClusterSettings(workers=2)
     nodes += [{"CPU": 2.0}]
-    assert share_of(settings, "auto") == Share(1.0, 0.0)
+    assert resources_per_worker(settings, "auto") == WorkerResources(1.0, 0.0)
     nodes += [{"CPU": 2.0, "GPU": 2.0}]
-    assert share_of(settings, "auto") == Share(1.0, 1.0)
-    assert share_of(settings, "cpu") == Share(1.0, 0.0)
+    assert resources_per_worker(settings, "auto") == WorkerResources(1.0, 1.0)
+    assert resources_per_worker(settings, "cpu") == WorkerResources(1.0, 0.0)
 
 
 @pytest.mark.parametrize(("name", "other"), [("torch", "2.12.0"), ("python", "3.12.1"), ("tlt", "0.2")])

@@ -22,12 +22,12 @@ LEGAL = {
 
 
 class World:
-    """A coordinator, seats, and a bad network: messages are dropped, doubled, late and out of order."""
+    """A coordinator, statuses, and a bad network: messages are dropped, doubled, late and out of order."""
 
     def __init__(self, workers: int, rng: random.Random) -> None:
         self.rng = rng
         self.coordinator = Coordinator(range(workers))
-        self.seats = {worker: WorkerStatus(worker) for worker in range(workers)}
+        self.statuses = {worker: WorkerStatus(worker) for worker in range(workers)}
         self.next_worker = workers
         self.open: dict[int, set[int]] = {worker: set() for worker in range(workers)}  # requests at each worker
         self.done: dict[int, set[int]] = {worker: set() for worker in range(workers)}  # answered by it this epoch
@@ -47,26 +47,26 @@ class World:
         numbers = list(range(first, first + requests))
         self.asked |= set(numbers)
         self.queue = [set(numbers[at : at + group]) for at in range(0, requests, group)]
-        self.handed = {worker: {} for worker in self.seats}
-        self.done = {worker: set() for worker in self.seats}
+        self.handed = {worker: {} for worker in self.statuses}
+        self.done = {worker: set() for worker in self.statuses}
 
     def hand_out(self) -> None:
         if self.queue:
-            worker, requests = self.rng.choice(list(self.seats)), self.queue.pop()
+            worker, requests = self.rng.choice(list(self.statuses)), self.queue.pop()
             hand_out = self.coordinator.hand(worker, len(requests))
             self.handed[worker][hand_out.number] = requests
             self.send(hand_out, requests)
 
     def answer(self) -> None:
-        writing = [worker for worker in self.seats if self.open[worker]]
+        writing = [worker for worker in self.statuses if self.open[worker]]
         if writing:
             worker = self.rng.choice(writing)
             self.done[worker].add(self.open[worker].pop())
-            self.seats[worker].answered()
+            self.statuses[worker].answered()
 
     def report(self) -> None:
-        worker = self.rng.choice(list(self.seats))
-        self.send(self.seats[worker].report(), self.done[worker])
+        worker = self.rng.choice(list(self.statuses))
+        self.send(self.statuses[worker].report(), self.done[worker])
 
     def order(self) -> None:
         if not self.queue and self.answered == self.asked:
@@ -75,7 +75,7 @@ class World:
             self.send(order, frozenset())
         for worker, outs in self.handed.items():  # what has not been taken comes again
             for number, requests in outs.items():
-                if worker in self.seats and self.coordinator.state(worker) is State.BUSY and self.rng.random() < 0.3:
+                if worker in self.statuses and self.coordinator.state(worker) is State.BUSY and self.rng.random() < 0.3:
                     self.send(HandOut(self.coordinator.epoch, worker, number, len(requests)), requests)
 
     def deliver(self) -> None:
@@ -91,20 +91,20 @@ class World:
             self.arrive(*self.rng.choice(self.said))
 
     def kill(self) -> None:
-        if len(self.seats) > 1 and not self.coordinator.stopped:
-            worker = self.rng.choice(list(self.seats))
-            del self.seats[worker], self.states[worker]
+        if len(self.statuses) > 1 and not self.coordinator.stopped:
+            worker = self.rng.choice(list(self.statuses))
+            del self.statuses[worker], self.states[worker]
             left = set().union(*self.handed.pop(worker).values(), set()) - self.answered
             if left:
                 self.queue.append(left)
             self.coordinator.lost(worker)
 
     def come(self) -> None:
-        if not self.coordinator.stopped and len(self.seats) < 4:
+        if not self.coordinator.stopped and len(self.statuses) < 4:
             worker, self.next_worker = self.next_worker, self.next_worker + 1
-            self.seats[worker], self.states[worker] = WorkerStatus(worker), State.READY
+            self.statuses[worker], self.states[worker] = WorkerStatus(worker), State.READY
             self.open[worker], self.done[worker], self.handed[worker] = set(), set(), {}
-            self.coordinator.came(worker)
+            self.coordinator.join(worker)
 
     # ---- the network
 
@@ -114,26 +114,26 @@ class World:
 
     def arrive(self, message: object, requests: frozenset[int]) -> None:
         if isinstance(message, Report):
-            if message.worker in self.seats and message.epoch == self.coordinator.epoch:
+            if message.worker in self.statuses and message.epoch == self.coordinator.epoch:
                 self.answered |= requests
             self.coordinator.hear(message)
-        elif isinstance(message, HandOut) and message.worker in self.seats:
-            if self.seats[message.worker].take(message):
+        elif isinstance(message, HandOut) and message.worker in self.statuses:
+            if self.statuses[message.worker].take(message):
                 self.open[message.worker] |= requests
-        elif isinstance(message, Order) and message.worker in self.seats:
-            self.seats[message.worker].hear(message)
+        elif isinstance(message, Order) and message.worker in self.statuses:
+            self.statuses[message.worker].hear(message)
 
     # ---- what always holds
 
     def check(self) -> None:
         everything = self.answered == self.asked and not self.queue
-        for worker, seat in self.seats.items():
-            before, now = self.states[worker], seat.state
+        for worker, status in self.statuses.items():
+            before, now = self.states[worker], status.state
             assert now == before or now in LEGAL[before], f"{before} → {now}"
             self.states[worker] = now
             if now is not State.BUSY:
                 assert not self.open[worker]
-            if seat.epoch == self.coordinator.epoch and now is State.READY:
+            if status.epoch == self.coordinator.epoch and now is State.READY:
                 assert everything, "told to stop while an answer was being written"
         assert not self.coordinator.stopped or everything
 
@@ -143,13 +143,13 @@ class World:
             while self.queue:
                 self.hand_out()
             self.order()
-            for worker, seat in self.seats.items():
+            for worker, status in self.statuses.items():
                 for number, requests in self.handed[worker].items():
                     self.send(HandOut(self.coordinator.epoch, worker, number, len(requests)), requests)
                 while self.open[worker]:
                     self.done[worker].add(self.open[worker].pop())
-                    seat.answered()
-                self.send(seat.report(), self.done[worker])
+                    status.answered()
+                self.send(status.report(), self.done[worker])
             while self.flying:
                 self.arrive(*self.flying.pop(0))
                 self.check()
@@ -171,7 +171,7 @@ def test_any_network_ends_ready_and_never_too_early(workers: int, seed: int, ste
             getattr(world, rng.choice(NOISE))()
             world.check()
         world.settle()
-        assert {seat.epoch for seat in world.seats.values()} == {world.coordinator.epoch}
+        assert {status.epoch for status in world.statuses.values()} == {world.coordinator.epoch}
 
 
 @given(seed=st.integers(0, 2**32))
@@ -185,8 +185,8 @@ def test_what_was_said_before_changes_nothing(seed: int) -> None:
             world.arrive(*world.flying.pop(0))
 
     def everything() -> object:
-        seats = {worker: (seat.state, seat.epoch, seat.group) for worker, seat in world.seats.items()}
-        return seats, deepcopy(world.open), world.coordinator.orders(), world.coordinator.group
+        statuses = {worker: (status.state, status.epoch, status.group) for worker, status in world.statuses.items()}
+        return statuses, deepcopy(world.open), world.coordinator.orders(), world.coordinator.group
 
     before = everything()
     for message, requests in rng.sample(world.said, len(world.said)):
@@ -197,62 +197,62 @@ def test_what_was_said_before_changes_nothing(seed: int) -> None:
 # ---- the story, told once
 
 
-def settled(coordinator: Coordinator, seats: list[WorkerStatus]) -> list[State]:
+def settled(coordinator: Coordinator, statuses: list[WorkerStatus]) -> list[State]:
     for _ in range(4):
-        for seat in seats:
-            coordinator.hear(seat.report())
+        for status in statuses:
+            coordinator.hear(status.report())
         for order in coordinator.orders():
-            seats[order.worker].hear(order)
-    return [seat.state for seat in seats]
+            statuses[order.worker].hear(order)
+    return [status.state for status in statuses]
 
 
 def test_dry_workers_draft_until_the_last_answer() -> None:
-    coordinator, seats = Coordinator(range(3)), [WorkerStatus(worker) for worker in range(3)]
+    coordinator, statuses = Coordinator(range(3)), [WorkerStatus(worker) for worker in range(3)]
     coordinator.begin(drafting=True)
-    for seat in seats[1:]:
-        assert seat.take(coordinator.hand(seat.worker, 1))
-    assert settled(coordinator, seats) == [State.DRAFTING, State.BUSY, State.BUSY]
-    seats[2].answered()
-    assert settled(coordinator, seats) == [State.DRAFTING, State.BUSY, State.DRAFTING]
-    assert seats[2].group == (0, 2)  # who was there first leads
+    for status in statuses[1:]:
+        assert status.take(coordinator.hand(status.worker, 1))
+    assert settled(coordinator, statuses) == [State.DRAFTING, State.BUSY, State.BUSY]
+    statuses[2].answered()
+    assert settled(coordinator, statuses) == [State.DRAFTING, State.BUSY, State.DRAFTING]
+    assert statuses[2].group == (0, 2)  # who was there first leads
     recalled = coordinator.hand(0, 2)  # somebody died, say
-    assert seats[0].take(recalled)
-    assert seats[0].state is State.BUSY
-    assert settled(coordinator, seats) == [State.BUSY, State.BUSY, State.DRAFTING]
-    seats[0].answered(2)
-    assert settled(coordinator, seats)[0] is State.DRAFTING
+    assert statuses[0].take(recalled)
+    assert statuses[0].state is State.BUSY
+    assert settled(coordinator, statuses) == [State.BUSY, State.BUSY, State.DRAFTING]
+    statuses[0].answered(2)
+    assert settled(coordinator, statuses)[0] is State.DRAFTING
     assert coordinator.group == (2, 0)
-    seats[1].answered()
+    statuses[1].answered()
     coordinator.close()
-    assert settled(coordinator, seats) == [State.READY] * 3
+    assert settled(coordinator, statuses) == [State.READY] * 3
     assert coordinator.all_ready
 
 
 def test_a_late_stop_of_an_old_epoch_is_ignored() -> None:
-    coordinator, seats = Coordinator(range(1)), [WorkerStatus(0)]
+    coordinator, statuses = Coordinator(range(1)), [WorkerStatus(0)]
     coordinator.begin(drafting=True)
     coordinator.close()
-    settled(coordinator, seats)
+    settled(coordinator, statuses)
     (stop,) = coordinator.orders()
     assert stop.stop
     coordinator.begin(drafting=True)
-    seats[0].take(coordinator.hand(0, 1))
-    seats[0].hear(replace(stop, serial=10**6))
-    assert seats[0].state is State.BUSY
+    statuses[0].take(coordinator.hand(0, 1))
+    statuses[0].hear(replace(stop, serial=10**6))
+    assert statuses[0].state is State.BUSY
 
 
 def test_nobody_drafts_where_it_is_not_wanted() -> None:
-    coordinator, seats = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
+    coordinator, statuses = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
     coordinator.begin(drafting=False)
-    assert settled(coordinator, seats) == [State.IDLE, State.IDLE]
+    assert settled(coordinator, statuses) == [State.IDLE, State.IDLE]
 
 
 def test_drafting_can_be_held() -> None:
-    coordinator, seats = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
+    coordinator, statuses = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
     coordinator.begin(drafting=True)
-    assert settled(coordinator, seats) == [State.DRAFTING, State.DRAFTING]
+    assert settled(coordinator, statuses) == [State.DRAFTING, State.DRAFTING]
     coordinator.hold()
-    assert settled(coordinator, seats) == [State.IDLE, State.IDLE]
+    assert settled(coordinator, statuses) == [State.IDLE, State.IDLE]
 
 
 def test_without_workers_there_is_no_fleet() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tlt.cluster.lifeline import Lifeline
+    from tlt.cluster.liveness import RayLiveness
 
 import tlt
 from tests.processes import Child, descendants, wait_until_gone
@@ -212,7 +212,7 @@ def test_a_fleet_whose_cluster_dies(tmp_path: Path, program: str, named: str) ->
     wait_until_gone(family)
 
 
-# ---- the lifeline
+# ---- the liveness
 
 
 class Server:
@@ -237,37 +237,37 @@ class Server:
 
 
 @pytest.fixture
-def lifeline_of(monkeypatch: pytest.MonkeyPatch) -> "Callable[..., Lifeline]":
+def lifeline_of(monkeypatch: pytest.MonkeyPatch) -> "Callable[..., RayLiveness]":
     pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
-    from tlt.cluster import lifeline
+    from tlt.cluster import liveness
 
-    monkeypatch.setattr(lifeline, "_RETRY_S", 0.0)
-    return lifeline.Lifeline
+    monkeypatch.setattr(liveness, "_RETRY_S", 0.0)
+    return liveness.RayLiveness
 
 
-def test_a_process_that_is_gone_is_named(lifeline_of: "Callable[..., Lifeline]") -> None:
+def test_a_process_that_is_gone_is_named(lifeline_of: "Callable[..., RayLiveness]") -> None:
     head, raylet = Server(), Server()
-    lifeline = lifeline_of({"the head": head.address, "the raylet": raylet.address}, {"the head": 60, "the raylet": 0})
-    lifeline.check()
+    liveness = lifeline_of({"the head": head.address, "the raylet": raylet.address}, {"the head": 60, "the raylet": 0})
+    liveness.check()
     for server in (head, raylet):
         server.greet()
-    lifeline.check()
+    liveness.check()
     raylet.hang_up()
-    lifeline.check()  # it is still there: somebody accepts
+    liveness.check()  # it is still there: somebody accepts
     head.die()
-    lifeline.check()  # it may come back
+    liveness.check()  # it may come back
     head = Server(head.address[1])
-    lifeline.check()
-    assert not lifeline.torn
+    liveness.check()
+    assert not liveness.dead
     raylet.die()
     with pytest.raises(ClusterError, match=r"the raylet at 127\.0\.0\.1:\d+ does not run any more.*--resume"):
-        lifeline.check()
-    assert lifeline.torn
+        liveness.check()
+    assert liveness.dead
     head.die()
 
 
 def test_somebody_who_does_not_answer_is_not_dead(
-    lifeline_of: "Callable[..., Lifeline]", monkeypatch: pytest.MonkeyPatch
+    lifeline_of: "Callable[..., RayLiveness]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(address: object, timeout: float) -> None:
         raise TimeoutError("timed out")
@@ -277,10 +277,10 @@ def test_somebody_who_does_not_answer_is_not_dead(
 
 
 def test_a_broken_pipe_is_the_end_of_the_raylet_if_that_is_gone(
-    lifeline_of: "Callable[..., Lifeline]", monkeypatch: pytest.MonkeyPatch
+    lifeline_of: "Callable[..., RayLiveness]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raylet = Server()
-    lifeline = lifeline_of({"the raylet": raylet.address}, {"the raylet": 0.0})
+    liveness = lifeline_of({"the raylet": raylet.address}, {"the raylet": 0.0})
 
     def broken(call: Callable[[], None]) -> None:
         call()
@@ -288,6 +288,6 @@ def test_a_broken_pipe_is_the_end_of_the_raylet_if_that_is_gone(
 
     monkeypatch.setattr("ray.get", broken)
     with pytest.raises(BrokenPipeError):
-        lifeline.get(lambda: None)
+        liveness.get(lambda: None)
     with pytest.raises(ClusterError, match=r"the raylet at .* does not run any more"):
-        lifeline.get(raylet.die)
+        liveness.get(raylet.die)

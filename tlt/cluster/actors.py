@@ -1,8 +1,8 @@
-"""The crew: the actors of a fleet. Hired, asked, listened to, and buried when they are lost.
+"""The Ray actors of a fleet: starts them, calls them, polls them, and kills the lost ones.
 
-What always holds: every wait has an end. Whoever dies, or shows no progress for `cluster.hang_s`, is lost, and whoever
-is lost is dead: it cannot come back and say something. An error in a worker's code is raised here as it was there.
-Knows nothing of what the workers are asked.
+What always holds: every wait is bounded. A worker that dies, or makes no progress for `cluster.hang_s`, is lost: its
+process is killed, so it cannot send anything later. An error in a worker's code is raised here as the same error.
+Does not know what the calls do.
 """
 
 import os
@@ -17,66 +17,68 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from tlt.cluster.host import MAIL, POST, Host
-from tlt.cluster.lifeline import Lifeline
-from tlt.cluster.messages import Beat, News
-from tlt.cluster.placement import Environment, Share, WorkerSlot, check_versions
-from tlt.cluster.ring import RingBroken
+from tlt.cluster.all_reduce import AllReduceBroken
+from tlt.cluster.host import CONTROL, INBOX, Host
+from tlt.cluster.liveness import RayLiveness
+from tlt.cluster.messages import Heartbeat, StatusUpdate
+from tlt.cluster.placement import Environment, WorkerResources, WorkerSlot, check_versions
 from tlt.config import RunConfig
 from tlt.errors import ClusterError, StateLost
 
 _START_S = 300.0  # seconds to wait for the cluster to start a worker's process: torch from a busy disk takes long
-_BEAT_S = 1.0  # seconds between two signs of life
-_POLL_S = 0.02  # seconds between two looks at who has arrived
-_LOOK_S = 0.2  # seconds between two looks at who is late
-_GRACE_S = 5.0  # seconds that the hung are given longer than those who wait for them
-_LONG_S = 60.0  # seconds of waiting after which somebody should know
+_HEARTBEAT_S = 1.0  # seconds between two heartbeats
+_POLL_S = 0.02  # seconds between two polls of the actors that start
+_LOOK_S = 0.2  # seconds between two checks for hung workers
+_GRACE_S = 5.0  # seconds after `hang_s`: a peer that waits for a hung worker reports it first
+_LONG_S = 60.0  # seconds of waiting after which an event is emitted
 
 OnLost = Callable[[int, str], None]  # rank, reason
-OnLongWait = Callable[[str, Sequence[int], float], None]  # what for, ranks, seconds
+OnLongWait = Callable[[str, Sequence[int], float], None]  # name of the call, ranks, seconds
 
 
 @dataclass(slots=True)
 class Member:
-    seat: int  # never used again
-    rank: int  # of all ranks below `cluster.workers`, each is taken at most once
+    worker_id: int  # unique in the life of the fleet; a replacement has another one
+    rank: int  # below `cluster.workers`; a replacement takes the rank of the lost worker
     actor: Any
     environment: Environment
-    lane: WorkerSlot | None
-    asked: float  # when it was asked for
+    slot: WorkerSlot | None
+    asked: float  # when it was requested
     progress: int = -1
     moved: float = field(default_factory=time.monotonic)  # when its progress last changed
-    beat: Any = None  # the call that brings its next sign of life
+    heartbeat: Any = None  # the pending call that returns its next heartbeat
 
 
 @dataclass(slots=True)
-class _Applicant:
-    """On its way to be a member: its process starts, then it opens its policy."""
+class _PendingActor:
+    """An actor that is not a member yet: its process starts, then it opens its policy."""
 
-    seat: int
+    worker_id: int
     rank: int
     actor: Any
-    call: Any  # what is waited for
+    call: Any  # the pending call
     environment: Environment | None = None
-    lane: WorkerSlot | None = None
+    slot: WorkerSlot | None = None
     asked: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """What came of a question to many."""
+    """Results of one call to several workers."""
 
-    answers: Mapping[int, Any]  # by seat
-    parted: tuple[int, ...]  # seats of those who were left alone in the ring
-    lost: tuple[int, ...]
+    answers: Mapping[int, Any]  # by worker id
+    aborted: tuple[int, ...]  # ids of workers whose all-reduce broke because a peer was lost
+    lost: tuple[int, ...]  # ids
 
 
-def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float, lifeline: Lifeline) -> None:
-    """Until what is awaited is there, however long that takes: but GetTimeoutError once what `ask` calls for has been
-    the same, or has not come, for so long."""
+def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float, liveness: RayLiveness) -> None:
+    """Waits for `awaited` without a limit while the value that `ask` returns keeps changing.
+
+    Raises GetTimeoutError once that value has not changed, or has not arrived, for `limit_s`.
+    """
     moved, seen, call = time.monotonic(), None, ask()
     while not ray.wait([awaited], timeout=_LOOK_S)[0]:
-        lifeline.check()
+        liveness.check()
         if ray.wait([call], timeout=0)[0]:
             now, call = ray.get(call), ask()
             if now != seen:
@@ -85,8 +87,8 @@ def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float, li
             raise GetTimeoutError(f"no progress for {limit_s:g} s")
 
 
-class _Pulse:
-    """Whether a worker that was asked something gets on with it."""
+class _ProgressProbe:
+    """Polls the progress counter of a worker during a call."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -94,10 +96,10 @@ class _Pulse:
         self._seen: int | None = None
         self._call: Any = None
 
-    def still_s(self) -> float:
-        """Seconds since it was last seen to have moved. Whoever died is found out by what was asked of it."""
+    def stalled_s(self) -> float:
+        """Seconds since the counter last changed. A dead worker is noticed by the call itself, not here."""
         now = time.monotonic()
-        if self._call is None and now - self._asked > _BEAT_S:
+        if self._call is None and now - self._asked > _HEARTBEAT_S:
             self._call, self._asked = self._actor.progress.remote(), now
         elif self._call is not None and ray.wait([self._call], timeout=0)[0]:
             with suppress(RayError):
@@ -111,44 +113,44 @@ class ActorGroup:
     def __init__(
         self,
         config: RunConfig,
-        share: Share,
+        resources: WorkerResources,
         host: type[Host],
-        lifeline: Lifeline,
+        liveness: RayLiveness,
         *,
-        told: OnLost,
-        waits: OnLongWait,
+        on_lost: OnLost,
+        on_long_wait: OnLongWait,
     ) -> None:
-        self._config, self._share, self._host, self._lifeline = config, share, host, lifeline
-        self._told, self._waits = told, waits
+        self._config, self._resources, self._host, self._liveness = config, resources, host, liveness
+        self._on_lost, self._on_long_wait = on_lost, on_long_wait
         self._here = Environment.here()
-        self._seats = 0
-        self._applicants: dict[int, _Applicant] = {}  # by rank
+        self._next_id = 0
+        self._pending: dict[int, _PendingActor] = {}  # by rank
         self.members: dict[int, Member] = {}
         self.losses = 0
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Seat by rank."""
-        return {member.rank: seat for seat, member in self.members.items()}
+        """Worker id by rank."""
+        return {member.rank: worker_id for worker_id, member in self.members.items()}
 
-    def on_this_machine(self, seat: int) -> bool:
-        return self.members[seat].environment.node == self._here.node
+    def on_this_machine(self, worker_id: int) -> bool:
+        return self.members[worker_id].environment.node == self._here.node
 
-    # ---- hiring
+    # ---- starting
 
-    def hire(self, ranks: Sequence[int]) -> list[int]:
-        """A worker for each rank, with the policy it was configured with; their seats. Raises if they do not come."""
-        self.apply(ranks)
+    def start(self, ranks: Sequence[int]) -> list[int]:
+        """Starts a worker for each rank and returns their ids. Raises ClusterError if one does not start in time."""
+        self.request(ranks)
         started, arrived = time.monotonic(), list[int]()
-        while self._applicants:
-            arrived += self.arrivals()
-            unplaced = [a for a in self._applicants.values() if a.environment is None]
+        while self._pending:
+            arrived += self.take_started()
+            unplaced = [a for a in self._pending.values() if a.environment is None]
             if unplaced and time.monotonic() - started > _START_S:
                 free = ray.available_resources()
                 raise ClusterError(
                     f"{len(unplaced)} of {len(ranks)} workers were not started within {_START_S:g} s; the cluster has "
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free, each worker needs "
-                    f"{self._share.cpus:g} and {self._share.gpus:g}; wait for others, or lower cluster.workers"
+                    f"{self._resources.cpus:g} and {self._resources.gpus:g}; wait for others, or lower cluster.workers"
                 )
             self._raise_if_late(time.monotonic() - started)
             time.sleep(_POLL_S)
@@ -156,198 +158,199 @@ class ActorGroup:
 
     def _raise_if_late(self, seconds: float) -> None:
         limit_s = _START_S + self._config.cluster.hang_s
-        if self._applicants and seconds > limit_s:
-            hosts = sorted({one.environment.host for one in self._applicants.values() if one.environment})
+        if self._pending and seconds > limit_s:
+            hosts = sorted({one.environment.host for one in self._pending.values() if one.environment})
             raise ClusterError(
-                f"workers {sorted(self._applicants)} on {', '.join(hosts)} did not open their policy within "
+                f"workers {sorted(self._pending)} on {', '.join(hosts)} did not open their policy within "
                 f"{limit_s:g} s; see whether {self._config.model.path} can be read there, or raise cluster.hang_s"
             )
 
-    def apply(self, ranks: Sequence[int]) -> None:
-        """Asks the cluster for workers. They come when they can: see `arrivals`."""
+    def request(self, ranks: Sequence[int]) -> None:
+        """Requests workers from Ray without waiting. `take_started` picks up those that have started."""
         for rank in ranks:
-            actor = self._actor(self._seats)
-            self._applicants[rank] = _Applicant(self._seats, rank, actor, actor.describe.remote())
-            self._seats += 1
+            actor = self._actor(self._next_id)
+            self._pending[rank] = _PendingActor(self._next_id, rank, actor, actor.describe.remote())
+            self._next_id += 1
 
     @property
-    def wanting(self) -> list[int]:
-        """Ranks that nobody has or is about to have."""
-        taken = {*self.ranks, *self._applicants}
+    def missing_ranks(self) -> list[int]:
+        """Ranks without a member and without a pending actor."""
+        taken = {*self.ranks, *self._pending}
         return [rank for rank in range(self._config.cluster.workers) if rank not in taken]
 
-    def arrivals(self) -> list[int]:
-        """Seats of those who are there now and were not before. Never waits."""
-        self._lifeline.check()
+    def take_started(self) -> list[int]:
+        """Ids of the workers that have become members since the last call. Never waits."""
+        self._liveness.check()
         arrived = []
-        for applicant in list(self._applicants.values()):
+        for pending in list(self._pending.values()):
             try:
-                if self._advance(applicant):
-                    arrived.append(applicant.seat)
+                if self._advance(pending):
+                    arrived.append(pending.worker_id)
             except RayTaskError as error:
                 raise (error.cause if isinstance(error.cause, Exception) else error) from error
-            except RayError:  # it died on the way: another may be asked for
-                del self._applicants[applicant.rank]
+            except RayError:  # it died while starting: its rank is missing again
+                del self._pending[pending.rank]
         return arrived
 
-    def _advance(self, applicant: "_Applicant") -> bool:
-        """One step on the way from an actor that was asked for to a member."""
-        if not ray.wait([applicant.call], timeout=0)[0]:
+    def _advance(self, pending: "_PendingActor") -> bool:
+        """Moves a pending actor on by one stage, if its call has returned. True when it has become a member."""
+        if not ray.wait([pending.call], timeout=0)[0]:
             return False
-        reply = self._lifeline.get(applicant.call)
-        if applicant.environment is None:
-            applicant.environment = reply
+        reply = self._liveness.get(pending.call)
+        if pending.environment is None:
+            pending.environment = reply
             check_versions(self._here, [reply])
-            applicant.lane = lane = self._lane(reply.node)
-            applicant.call = applicant.actor.open.remote(self._config, applicant.rank, lane, self._share.gpus >= 1)
+            pending.slot = slot = self._free_slot(reply.node)
+            pending.call = pending.actor.open.remote(self._config, pending.rank, slot, self._resources.gpus >= 1)
             return False
-        del self._applicants[applicant.rank]
-        self.members[applicant.seat] = Member(
-            *(applicant.seat, applicant.rank, applicant.actor),
-            environment=applicant.environment,
-            lane=applicant.lane,
-            asked=applicant.asked,
+        del self._pending[pending.rank]
+        self.members[pending.worker_id] = Member(
+            *(pending.worker_id, pending.rank, pending.actor),
+            environment=pending.environment,
+            slot=pending.slot,
+            asked=pending.asked,
         )
         return True
 
-    def _lane(self, node: str) -> WorkerSlot:
-        """The first that nobody else on that machine has."""
-        everyone: list[Member | _Applicant] = [*self.members.values(), *self._applicants.values()]
-        taken = {one.lane.number for one in everyone if one.lane and one.environment and one.environment.node == node}
-        number = next(lane for lane in count() if lane not in taken)
-        unknown = sum(one.environment is None for one in everyone)  # they may be put there, too
+    def _free_slot(self, node: str) -> WorkerSlot:
+        """The first slot number that is free on that machine."""
+        everyone: list[Member | _PendingActor] = [*self.members.values(), *self._pending.values()]
+        taken = {one.slot.number for one in everyone if one.slot and one.environment and one.environment.node == node}
+        number = next(slot for slot in count() if slot not in taken)
+        unknown = sum(one.environment is None for one in everyone)  # Ray may place them on this machine as well
         return WorkerSlot(number, max(number, *taken, 0) + 1 + unknown)
 
-    def _actor(self, seat: int) -> Any:
-        threads = 2 * self._config.cluster.workers + 4  # each member may wait at this one's desk, and others beside
-        remote = ray.remote(concurrency_groups={MAIL: threads, POST: 1})(self._host)
+    def _actor(self, worker_id: int) -> Any:
+        threads = 2 * self._config.cluster.workers + 4  # each member may block in this actor's reducer, plus heartbeats
+        remote = ray.remote(concurrency_groups={CONTROL: threads, INBOX: 1})(self._host)
         return remote.options(
-            num_cpus=self._share.cpus,
-            num_gpus=self._share.gpus,
+            num_cpus=self._resources.cpus,
+            num_gpus=self._resources.gpus,
             max_concurrency=1,
             runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
-        ).remote(seat)
+        ).remote(worker_id)
 
-    # ---- asking
+    # ---- calling
 
     def ask_all(self, method: str, *arguments: Any) -> CallOutcome:
-        calls = {seat: getattr(m.actor, method).remote(*arguments) for seat, m in self.members.items()}
+        calls = {worker_id: getattr(m.actor, method).remote(*arguments) for worker_id, m in self.members.items()}
         return self.ask(calls, method)
 
     def ask(self, calls: Mapping[int, Any], what: str) -> CallOutcome:
-        """Waits for everyone's answer. Those who get on with nothing are lost; other errors than a broken ring are
-        raised."""
-        waiting = {call: seat for seat, call in calls.items()}
-        pulses = {seat: _Pulse(self.members[seat].actor) for seat in calls if seat in self.members}
+        """Waits for the results. A worker without progress counts as lost; any error but AllReduceBroken is raised."""
+        waiting = {call: worker_id for worker_id, call in calls.items()}
+        probes = {
+            worker_id: _ProgressProbe(self.members[worker_id].actor) for worker_id in calls if worker_id in self.members
+        }
         answers: dict[int, Any] = {}
-        parted: list[int] = []
+        aborted: list[int] = []
         lost: list[int] = []
         started, told = time.monotonic(), _LONG_S
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=_LOOK_S)
-            self._lifeline.check()
+            self._liveness.check()
             for call in done:
-                seat = waiting.pop(call)
+                worker_id = waiting.pop(call)
                 try:
-                    answers[seat] = self._lifeline.get(call)
+                    answers[worker_id] = self._liveness.get(call)
                 except RayTaskError as error:
-                    self._raise_unless_parted(error)
-                    parted.append(seat)
+                    self._raise_unless_aborted(error)
+                    aborted.append(worker_id)
                 except RayError as error:
-                    self.drop(seat, f"died during {what} ({type(error).__name__})")
-                    lost.append(seat)
-            for call, seat in list(waiting.items()):
-                if seat in pulses and pulses[seat].still_s() > self._config.cluster.hang_s + _GRACE_S:
+                    self.drop(worker_id, f"died during {what} ({type(error).__name__})")
+                    lost.append(worker_id)
+            for call, worker_id in list(waiting.items()):
+                if worker_id in probes and probes[worker_id].stalled_s() > self._config.cluster.hang_s + _GRACE_S:
                     del waiting[call]
-                    lost.append(self.drop(seat, f"hung during {what}"))
+                    lost.append(self.drop(worker_id, f"hung during {what}"))
             seconds = time.monotonic() - started
             if waiting and seconds > told:
                 told *= 2
-                self._waits(what, [self.members[seat].rank for seat in waiting.values()], seconds)
-        return CallOutcome(answers, tuple(parted), tuple(lost))
+                self._on_long_wait(what, [self.members[worker_id].rank for worker_id in waiting.values()], seconds)
+        return CallOutcome(answers, tuple(aborted), tuple(lost))
 
     @staticmethod
-    def _raise_unless_parted(error: RayTaskError) -> None:
+    def _raise_unless_aborted(error: RayTaskError) -> None:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        if not isinstance(cause, RingBroken):
+        if not isinstance(cause, AllReduceBroken):
             raise cause from error
 
-    def one(self, seat: int, method: str, *arguments: Any) -> Any:
-        """One worker's answer; None if it was lost on the way."""
-        call = getattr(self.members[seat].actor, method).remote(*arguments)
-        return self.ask({seat: call}, method).answers.get(seat)
+    def ask_one(self, worker_id: int, method: str, *arguments: Any) -> Any:
+        """One worker's result; None if the worker was lost during the call."""
+        call = getattr(self.members[worker_id].actor, method).remote(*arguments)
+        return self.ask({worker_id: call}, method).answers.get(worker_id)
 
-    def keep(self, seat: int, method: str, *arguments: Any) -> Any:
-        """One worker's answer as others can be handed it, kept in the cluster; None if the worker was lost first."""
-        call = getattr(self.members[seat].actor, method).remote(*arguments)
-        return call if seat in self.ask({seat: call}, method).answers else None
+    def ask_for_reference(self, worker_id: int, method: str, *arguments: Any) -> Any:
+        """A Ray reference to one worker's result, to pass on to other workers; None if the worker was lost first."""
+        call = getattr(self.members[worker_id].actor, method).remote(*arguments)
+        return call if worker_id in self.ask({worker_id: call}, method).answers else None
 
-    def post(self, seat: int, messages: Sequence[Any]) -> None:
-        self._lifeline.check()
-        self.members[seat].actor.post.remote(list(messages))
+    def post(self, worker_id: int, messages: Sequence[Any]) -> None:
+        self._liveness.check()
+        self.members[worker_id].actor.post.remote(list(messages))
 
-    # ---- listening
+    # ---- heartbeats
 
-    def listen(self, runs: dict[int, Any]) -> Iterator[tuple[int, News]]:
-        """What anybody has to say by now; waits a moment for the first. `runs`: what they are all at meanwhile.
+    def listen(self, runs: dict[int, Any]) -> Iterator[tuple[int, StatusUpdate]]:
+        """Status updates that have arrived; waits up to 0.2 s for the first.
 
-        Who is lost, or whose run is over, is not listened to any more.
+        `runs`: the pending rollout call of each worker. Lost workers are removed from it.
         """
-        for seat in [seat for seat in runs if seat not in self.members]:
-            del runs[seat]
-        for seat in runs:
-            member = self.members[seat]
-            member.beat = member.beat or member.actor.collect.remote(_BEAT_S)
-        beats = {self.members[seat].beat: seat for seat in runs}
-        if not beats:
+        for worker_id in [worker_id for worker_id in runs if worker_id not in self.members]:
+            del runs[worker_id]
+        for worker_id in runs:
+            member = self.members[worker_id]
+            member.heartbeat = member.heartbeat or member.actor.collect.remote(_HEARTBEAT_S)
+        heartbeats = {self.members[worker_id].heartbeat: worker_id for worker_id in runs}
+        if not heartbeats:
             return
-        ray.wait(list(beats), timeout=_LOOK_S)
-        self._lifeline.check()
-        done, _ = ray.wait(list(beats), num_returns=len(beats), timeout=0)
+        ray.wait(list(heartbeats), timeout=_LOOK_S)
+        self._liveness.check()
+        done, _ = ray.wait(list(heartbeats), num_returns=len(heartbeats), timeout=0)
         for call in done:
-            yield from self._heard(beats[call], call)
+            yield from self._heard(heartbeats[call], call)
         self._drop_hung(runs, "rollout")
         self._look_at(runs)
 
-    def _heard(self, seat: int, call: Any) -> Iterator[tuple[int, News]]:
-        member = self.members[seat]
-        member.beat = None
+    def _heard(self, worker_id: int, call: Any) -> Iterator[tuple[int, StatusUpdate]]:
+        member = self.members[worker_id]
+        member.heartbeat = None
         try:
-            beat: Beat = self._lifeline.get(call)
+            heartbeat: Heartbeat = self._liveness.get(call)
         except RayError as error:
-            self.drop(seat, f"died during rollout ({type(error).__name__})")
+            self.drop(worker_id, f"died during rollout ({type(error).__name__})")
             return
-        if beat.progress != member.progress:
-            member.progress, member.moved = beat.progress, time.monotonic()
-        for news in beat.news:
-            yield seat, news
+        if heartbeat.progress != member.progress:
+            member.progress, member.moved = heartbeat.progress, time.monotonic()
+        for update in heartbeat.updates:
+            yield worker_id, update
 
     def _look_at(self, runs: Mapping[int, Any]) -> None:
-        """An error in a worker's code ends what it was at."""
+        """Raises the error of a rollout call that has ended with one."""
         over, _ = ray.wait(list(runs.values()), num_returns=len(runs), timeout=0)
-        for seat, run in runs.items():
-            if run in over and seat in self.members:
-                self.ask({seat: run}, "rollout")
+        for worker_id, run in runs.items():
+            if run in over and worker_id in self.members:
+                self.ask({worker_id: run}, "rollout")
 
-    def _drop_hung(self, seats: Iterable[int], what: str) -> None:
+    def _drop_hung(self, worker_ids: Iterable[int], what: str) -> None:
         now = time.monotonic()
-        for seat in [seat for seat in seats if seat in self.members]:
-            if now - self.members[seat].moved > self._config.cluster.hang_s:
-                self.drop(seat, f"hung during {what}: no progress for {self._config.cluster.hang_s:g} s")
+        for worker_id in [worker_id for worker_id in worker_ids if worker_id in self.members]:
+            if now - self.members[worker_id].moved > self._config.cluster.hang_s:
+                self.drop(worker_id, f"hung during {what}: no progress for {self._config.cluster.hang_s:g} s")
 
-    def awake(self) -> None:
-        """Whatever they did until now, nobody is late."""
+    def reset_hang_timers(self) -> None:
+        """Starts the time limit of every worker anew."""
         for member in self.members.values():
             member.moved = time.monotonic()
 
-    # ---- burying
+    # ---- losing
 
-    def drop(self, seat: int, reason: str) -> int:
-        self._lifeline.check()  # whose end takes the workers along
-        member = self.members.pop(seat)
+    def drop(self, worker_id: int, reason: str) -> int:
+        self._liveness.check()  # if Ray itself is gone, say that instead of blaming a worker
+        member = self.members.pop(worker_id)
         self._end(member)
         self.losses += 1
-        self._told(member.rank, reason)
+        self._on_lost(member.rank, reason)
         if not self.members:
             raise StateLost(f"every worker was lost, the last one {reason}; go on with --resume")
         if self.losses > self._config.cluster.restarts:
@@ -355,19 +358,19 @@ class ActorGroup:
                 f"{self.losses} workers were lost, the last one {reason}; see to the machines and go on with --resume, "
                 "or allow more with cluster.restarts"
             )
-        return seat
+        return worker_id
 
-    def _end(self, one: "Member | _Applicant") -> None:
-        if not self._lifeline.torn:
+    def _end(self, one: "Member | _PendingActor") -> None:
+        if not self._liveness.dead:
             with suppress(RayError):
                 ray.kill(one.actor)
-        if one.environment and one.environment.node == self._here.node:  # one that is stopped cannot be asked to go
+        if one.environment and one.environment.node == self._here.node:  # a stopped (SIGSTOP) process ignores ray.kill
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(one.environment.pid, signal.SIGKILL)
 
-    def dismiss(self) -> None:
-        everyone: list[Member | _Applicant] = [*self.members.values(), *self._applicants.values()]
+    def stop(self) -> None:
+        everyone: list[Member | _PendingActor] = [*self.members.values(), *self._pending.values()]
         for one in everyone:
             self._end(one)
-        if not self._lifeline.torn:  # or to drop what Ray keeps for them would end this process
-            self.members, self._applicants = {}, {}
+        if not self._liveness.dead:  # otherwise releasing Ray's handles would end this process
+            self.members, self._pending = {}, {}

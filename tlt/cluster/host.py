@@ -1,8 +1,8 @@
-"""A worker in a process of its own: an actor around `tlt.fleet.Worker`, with a mailbox beside it.
+"""A worker in a process of its own: a Ray actor around `tlt.fleet.Worker`, with an inbox and an outbox.
 
-What always holds: one thread does the work, one thing after the other, and reads the mail between ticks and between
-micro-steps; other threads only put mail in, hand news out and wait at the leader's desk. What the worker is told, it
-does as `LocalFleet` would: being an actor adds no behaviour to it.
+What always holds: one thread does all the work and reads the inbox between ticks and between micro-steps; other threads
+only fill the inbox, empty the outbox and wait in the leader's gradient reducer. Calls do what `LocalFleet` does: being
+an actor adds no behaviour.
 """
 
 import time
@@ -21,24 +21,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore, all_reduce_errors
+from tlt.cluster.averaging import MeanGradient, SessionOpened, Vector
 from tlt.cluster.interference import Interval, Ticks
 from tlt.cluster.messages import (
-    Beat,
-    Handed,
-    News,
-    Offer,
+    AssignedRequests,
+    DrafterOffer,
+    DrafterProgress,
+    Heartbeat,
     Published,
-    RollReport,
     SharedCompletions,
-    Stamp,
+    StatusUpdate,
+    WorkerRolloutReport,
     WorkerState,
 )
 from tlt.cluster.placement import Environment, WorkerSlot, cores_of, pin
-from tlt.cluster.ring import Meeting, MeetingPlace, RingBroken, WorkerRing, breaking
 from tlt.cluster.sessions import Sessions
 from tlt.cluster.timeline import Timeline, TimelineSpan
-from tlt.cluster.together import Mean, SessionOpened, Vector
-from tlt.cluster.transfer import Files, extent, fingerprint, on_host, pieces_of, write_files
+from tlt.cluster.transfer import Files, bytes_written, fingerprint, on_host, pieces_of, write_files
 from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
 from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
@@ -51,33 +51,33 @@ from tlt.train.policy import PolicyTrainer, UpdateResult
 from tlt.train.sharded import ShardedTrainer
 from tlt.types import Experience
 
-_LOOK_S = 0.02  # between two looks at the mail while there is nothing to do
-_PATIENCE_S = 60.0  # that a call from one worker waits at another's desk; it is made again if need be
+_LOOK_S = 0.02  # seconds between two reads of the inbox while idle
+_PATIENCE_S = 60.0  # seconds that a call from another worker waits in the reducer; the caller repeats it
 
-MAIL = "mail"  # concurrency group of everything that must not wait for the work
-POST = "post"  # and of what must also stay in order
-Message = Order | Handed | SharedCompletions | Offer
+CONTROL = "control"  # concurrency group of calls that must not wait for the work thread
+INBOX = "inbox"  # concurrency group of one thread: its calls do not wait for the work thread and stay in order
+Message = Order | AssignedRequests | SharedCompletions | DrafterOffer
 MakeTrainer = Callable[[Transformer, Transformer | None], PolicyTrainer]
 
 
-class RemoteDesk:
-    """Another worker's desk, as calls to it that can be looked at."""
+class RayReducer:
+    """Calls to another worker's gradient reducer."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def request_join(self, member: int) -> "RemoteReply":
-        return RemoteReply(self._actor.request_join.remote(member))
+    def request_join(self, member: int) -> "RayReply":
+        return RayReply(self._actor.request_join.remote(member))
 
-    def give(self, session: int, step: int, member: int, vector: Vector) -> "RemoteReply":
-        return RemoteReply(self._actor.give.remote(session, step, member, vector))
+    def give(self, session: int, step: int, member: int, vector: Vector) -> "RayReply":
+        return RayReply(self._actor.give.remote(session, step, member, vector))
 
 
-class RemoteReply:
+class RayReply:
     def __init__(self, call: Any) -> None:
         self._call = call
 
-    def here(self, wait_s: float) -> bool:
+    def ready(self, wait_s: float) -> bool:
         return bool(ray.wait([self._call], timeout=wait_s)[0])
 
     def get(self) -> Any:
@@ -88,124 +88,124 @@ class RemoteReply:
 
 
 class Host:
-    """Made in two steps: an actor first, then `open`, so that what goes wrong there is an error of a call."""
+    """Made in two steps, the actor and then `open`, so that an error while opening is the error of a call."""
 
     sessions = Sessions
 
-    def __init__(self, seat: int) -> None:
-        self._seat = WorkerStatus(seat)
+    def __init__(self, worker_id: int) -> None:
+        self._status = WorkerStatus(worker_id)
         self._inbox: deque[Message] = deque()
-        self._mail = Event()
+        self._inbox_changed = Event()
         self._turns = Turns()
-        self._outbox: deque[News] = deque()
-        self._news = Condition()
+        self._outbox: deque[StatusUpdate] = deque()
+        self._outbox_changed = Condition()
         self._progress = 0
         self._timeline = Timeline()
-        self._sessions = self.sessions(self._seat, self._timeline, self._look_around, self._offer)
-        self._told = 0  # alarms
-        self._loaded = self._swaps = 0  # version of the drafter that the engine has; how often it took a better one
-        self._place: MeetingPlace | None = None
+        self._sessions = self.sessions(self._status, self._timeline, self._look_around, self._offer)
+        self._told = 0  # alarms sent
+        self._loaded = self._swaps = 0  # version of the engine's drafter; swaps in this rollout
+        self._rendezvous_store: RendezvousStore | None = None
         self._write: Callable[[Path], None] = lambda directory: None
         self._writes_to: Path | None = None
 
-    def open(self, config: RunConfig, rank: int, lane: WorkerSlot, nccl: bool) -> None:
+    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool) -> None:
         config = replace(config, drafting=without_rest(config.drafting))
         on_cpu = config.model.device == "cpu"
-        cores = cores_of(lane, config.cluster.cpus_per_worker) if config.cluster.pin and on_cpu else ()
+        cores = cores_of(slot, config.cluster.cpus_per_worker) if config.cluster.pin and on_cpu else ()
         pin(cores)
         torch.set_num_threads(max(1, len(cores) or int(config.cluster.cpus_per_worker)))
         self._config, self._rank = config, rank
-        self._ring = WorkerRing(config.cluster.hang_s, nccl=nccl)
+        self._reduce_group = AllReduceGroup(config.cluster.hang_s, nccl=nccl)
         self._copies = config.train.minibatches * config.train.epochs > 1 and not config.cluster.shard
-        if not config.cluster.shard:  # shards are cut when it is known how many there are
+        if not config.cluster.shard:  # with shards, the worker opens in `join`, when their number is known
             self._open_worker()
 
     def _open_worker(self, make_trainer: MakeTrainer | None = None) -> None:
         peers = Peers(self._rank, self._add_up, self._sessions.average, make_trainer)
         self._worker = Worker(self._config, peers)
 
-    # ---- mail
+    # ---- inbox and outbox
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def describe(self) -> Environment:
         return Environment.here()
 
-    @ray.method(concurrency_group=POST)
+    @ray.method(concurrency_group=INBOX)
     def post(self, messages: Sequence[Message]) -> None:
         self._inbox.extend(messages)
-        self._mail.set()
+        self._inbox_changed.set()
 
-    @ray.method(concurrency_group=MAIL)
-    def collect(self, patience_s: float) -> Beat:
-        """News as soon as there are any; a sign of life in any case."""
-        with self._news:
-            self._news.wait_for(lambda: bool(self._outbox), timeout=patience_s)
-            news = tuple(self._outbox)
+    @ray.method(concurrency_group=CONTROL)
+    def collect(self, patience_s: float) -> Heartbeat:
+        """A heartbeat, with status updates as soon as there are any, or without after `patience_s`."""
+        with self._outbox_changed:
+            self._outbox_changed.wait_for(lambda: bool(self._outbox), timeout=patience_s)
+            updates = tuple(self._outbox)
             self._outbox.clear()
-        return Beat(self._progress, news)
+        return Heartbeat(self._progress, updates)
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def progress(self) -> int:
-        """What changes as long as it gets on with what it was asked to do."""
+        """A counter that changes as long as the current call makes progress."""
         worker = getattr(self, "_worker", None)
         return 0 if worker is None else worker.trainer.passes
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def request_join(self, member: int) -> SessionOpened | None:
-        return self._sessions.desk.request_join(member, _PATIENCE_S)
+        return self._sessions.reducer.request_join(member, _PATIENCE_S)
 
-    @ray.method(concurrency_group=MAIL)
-    def give(self, session: int, step: int, member: int, vector: Vector) -> Mean | None:
-        return self._sessions.desk.give(session, step, member, vector, _PATIENCE_S)
+    @ray.method(concurrency_group=CONTROL)
+    def give(self, session: int, step: int, member: int, vector: Vector) -> MeanGradient | None:
+        return self._sessions.reducer.give(session, step, member, vector, _PATIENCE_S)
 
-    def _read_mail(self) -> None:
+    def _read_inbox(self) -> None:
         self._progress += 1
         while self._inbox:
             match self._inbox.popleft():
                 case Order() as order:
-                    before = self._seat.state
-                    self._seat.hear(order)
-                    if self._seat.state is not before:
-                        self._tell()
-                case Handed(hand_out, requests):
-                    if self._seat.take(hand_out):
+                    before = self._status.state
+                    self._status.hear(order)
+                    if self._status.state is not before:
+                        self._send_status()
+                case AssignedRequests(hand_out, requests):
+                    if self._status.take(hand_out):
                         self._worker.submit(requests)
                 case SharedCompletions(completions, ids):
                     if self._worker.drafter:
                         self._worker.drafter.learn_from(completions, self._worker.engine.version, ids)
                         self._sessions.rested = False
-                case Offer(version, weights):
+                case DrafterOffer(version, weights):
                     if version > self._loaded:
                         self._swaps += self._worker.take_drafter(weights, version) is not None
                         self._loaded = version
 
-    def _wait_for_mail(self) -> None:
-        self._mail.wait(_LOOK_S)
-        self._mail.clear()
+    def _wait_for_inbox(self) -> None:
+        self._inbox_changed.wait(_LOOK_S)
+        self._inbox_changed.clear()
 
     def _look_around(self, wait: bool) -> None:
         if wait:
-            self._wait_for_mail()
-        self._read_mail()
+            self._wait_for_inbox()
+        self._read_inbox()
 
     def _offer(self, drafter: OnlineDrafter) -> None:
-        self._tell(offer=Offer(drafter.version, on_host(drafter.weights())))
+        self._send_status(offer=DrafterOffer(drafter.version, on_host(drafter.weights())))
 
-    def _tell(self, **news: Any) -> None:
-        with self._news:
-            self._outbox.append(News(self._seat.report(), **news))
-            self._news.notify()
+    def _send_status(self, **news: Any) -> None:
+        with self._outbox_changed:
+            self._outbox.append(StatusUpdate(self._status.report(), **news))
+            self._outbox_changed.notify()
 
     # ---- rollout
 
-    def roll(self, epoch: int, peers: Mapping[int, Any]) -> RollReport:
-        """Answers what comes, trains the drafter when nothing does, until told that the rollout is over."""
-        self._sessions.begin({seat: RemoteDesk(actor) for seat, actor in peers.items()})
+    def run_rollout(self, epoch: int, peers: Mapping[int, Any]) -> WorkerRolloutReport:
+        """Decodes requests, trains the drafter while there are none, until the coordinator ends the rollout."""
+        self._sessions.begin({worker_id: RayReducer(actor) for worker_id, actor in peers.items()})
         self._swaps = 0
         before = self._worker.speculation()
-        while not (self._seat.epoch == epoch and self._seat.state is State.READY):
-            self._read_mail()
-            state = self._seat.state
+        while not (self._status.epoch == epoch and self._status.state is State.READY):
+            self._read_inbox()
+            state = self._status.state
             if state is State.BUSY and not self._worker.idle:
                 self._timeline.enter("rolling")
                 self._tick()
@@ -213,22 +213,22 @@ class Host:
                 self._sessions.take_part(self._worker.drafter)
             else:
                 self._timeline.enter("idle")
-                self._worker.finish()  # raises if a request failed: it would be waited for in vain
-                self._wait_for_mail()
+                self._worker.finish()  # raises if a request failed: the driver would wait for it for ever
+                self._wait_for_inbox()
         self._timeline.end()
-        return self._roll_report(before)
+        return self._rollout_report(before)
 
     def _tick(self) -> None:
         completions = self._worker.tick()
         alarms = self._worker.engine.alarms
         new, self._told = tuple(alarms[self._told :]), len(alarms)
         if completions or new:
-            self._seat.answered(len(completions))
-            self._tell(completions=tuple(completions), alarms=new)
+            self._status.answered(len(completions))
+            self._send_status(completions=tuple(completions), alarms=new)
 
-    def _roll_report(self, before: Any) -> RollReport:
+    def _rollout_report(self, before: Any) -> WorkerRolloutReport:
         after = self._worker.speculation()
-        return RollReport(
+        return WorkerRolloutReport(
             spans=self._timeline.take(),
             rollout=rollout_report(after.since(before) if after and before else after),
             drafted=tuple(self._sessions.led),
@@ -244,10 +244,10 @@ class Host:
     def end_replay(self) -> None:
         self._worker.end_replay()
 
-    # ---- what one's training costs another's writing
+    # ---- interference: how training on other workers slows ticks here
 
     def timed_ticks(self, requests: Sequence[Request]) -> Ticks:
-        """How long every tick takes that writes these, plainly."""
+        """Decodes the requests plainly and times every tick."""
         engine, begans, walls, cpus = self._worker.plain_engine(), list[float](), list[float](), list[float]()
         engine.submit(requests)
         while not engine.idle:
@@ -259,7 +259,7 @@ class Host:
         return Ticks(tuple(begans), tuple(walls), tuple(cpus))
 
     def draft_in_turns(self, turn_s: float) -> tuple[list[Interval], int]:
-        """Trains the drafter, alone, whenever it is its turn, until `leave_off`; when, and how many micro-steps."""
+        """Trains the drafter, alone, in every working turn until `end_turns`. Returns the intervals and micro-steps."""
         before = self._drafter.steps_taken
 
         def work(over: Over) -> None:
@@ -271,8 +271,8 @@ class Host:
     def count_in_turns(self, turn_s: float) -> tuple[list[Interval], int]:
         return self._turns.take(turn_s, count), 0
 
-    @ray.method(concurrency_group=MAIL)
-    def leave_off(self) -> None:
+    @ray.method(concurrency_group=CONTROL)
+    def end_turns(self) -> None:
         self._turns.end()
 
     @property
@@ -284,31 +284,33 @@ class Host:
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         self._timeline.enter("updating")
-        copy = self.state() if self._copies else None  # several updates: a lost worker may leave us between two
+        copy = (
+            self.state() if self._copies else None
+        )  # of several updates, a lost peer may interrupt any: go back to this
         try:
-            with breaking():
+            with all_reduce_errors():
                 return self._worker.update(experiences)
-        except RingBroken:
+        except AllReduceBroken:
             if copy:
-                self.take(copy)
+                self.load_state(copy)
             raise
         finally:
             self._timeline.end()
 
     def _add_up(self, tensors: Sequence[Tensor]) -> None:
         self._progress += 1
-        self._ring.add_up(tensors)
+        self._reduce_group.all_reduce(tensors)
 
-    def meeting(self, name: str) -> Meeting:
-        """The others will meet here."""
-        self._place = self._place or MeetingPlace(Environment.here().address)
-        return self._place.meeting(name)
+    def rendezvous(self, name: str) -> Rendezvous:
+        """Opens a rendezvous for a new group on this worker."""
+        self._rendezvous_store = self._rendezvous_store or RendezvousStore(Environment.here().address)
+        return self._rendezvous_store.rendezvous(name)
 
-    def join(self, meeting: Meeting, rank: int, size: int) -> None:
+    def join(self, rendezvous: Rendezvous, rank: int, size: int) -> None:
         address = Environment.here().address
-        self._ring.join(meeting, rank, size, address)
+        self._reduce_group.join(rendezvous, rank, size, address)
         if self._config.cluster.shard:
-            mesh = self._ring.mesh(meeting, rank, size, address)
+            mesh = self._reduce_group.mesh(rendezvous, rank, size, address)
             self._open_worker(
                 lambda whole, reference: ShardedTrainer(
                     whole, self._config, mesh, reference=reference, add_up=self._add_up
@@ -316,13 +318,13 @@ class Host:
             )
 
     def publish(self, version: int, drafter: Mapping[str, Any] | None) -> Published:
-        """`drafter`: the state of the one that learned most, for those who hold another."""
+        """`drafter`: the state of the most trained drafter; None if this worker holds it already."""
         started = time.perf_counter()
         self._timeline.enter("publishing")
         if drafter is not None:
             self._drafter.restore(drafter)
         if isinstance(self._worker.trainer, ShardedTrainer):
-            with breaking():
+            with all_reduce_errors():
                 self._worker.trainer.publish()
         self._worker.publish(version)
         swapped = self._worker.swap_drafter()
@@ -337,9 +339,9 @@ class Host:
 
     # ---- state
 
-    def stamp(self) -> Stamp | None:
+    def drafter_progress(self) -> DrafterProgress | None:
         drafter = self._worker.drafter
-        return Stamp(drafter.steps_taken, drafter.version) if drafter else None
+        return DrafterProgress(drafter.steps_taken, drafter.version) if drafter else None
 
     def fingerprint(self) -> int:
         """Equal for equal weights of policy and drafter."""
@@ -361,8 +363,8 @@ class Host:
         )
 
     @torch.no_grad()
-    def take(self, state: WorkerState) -> None:
-        """From now on this worker is as the one that gave the state."""
+    def load_state(self, state: WorkerState) -> None:
+        """Takes over the complete state of another worker."""
         worker = self._worker
         for name, parameter in worker.policy.model.named_parameters():
             parameter.copy_(state.policy[name])
@@ -373,30 +375,30 @@ class Host:
         worker.swap_drafter()
 
     def snapshot(self, keep: bool) -> None:
-        """One of us keeps it; where the policy is in shards, the others help to gather them."""
+        """`keep`: this worker writes the snapshot later. The others only take part in gathering shards."""
         if keep:
             self._write = self._worker.snapshot()
         else:
             self._worker.trainer.state()
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def write(self, directory: Path) -> None:
-        """The last snapshot, on this machine."""
+        """Writes the last snapshot to a directory on this machine."""
         self._writes_to = directory
         self._write(directory)
 
-    @ray.method(concurrency_group=MAIL)
+    @ray.method(concurrency_group=CONTROL)
     def written(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-        """The last snapshot in pieces, for a directory on another machine."""
+        """Streams the last snapshot in pieces, for a directory on another machine."""
         with TemporaryDirectory() as directory:
             self._writes_to = Path(directory)
             self._write(self._writes_to)
             yield from pieces_of(self._writes_to)
 
-    @ray.method(concurrency_group=MAIL)
-    def extent(self) -> int:
-        """Of what was written of the snapshot by now."""
-        return extent(self._writes_to) if self._writes_to else 0
+    @ray.method(concurrency_group=CONTROL)
+    def bytes_written(self) -> int:
+        """A number that grows while the snapshot is written."""
+        return bytes_written(self._writes_to) if self._writes_to else 0
 
     def restore(self, directory: Path, version: int) -> None:
         self._worker.restore(directory, version)

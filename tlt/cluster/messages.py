@@ -1,4 +1,4 @@
-"""What the driver of a fleet and its workers say to each other, besides the words of `tlt.drafting.idle`."""
+"""Messages between the driver of a fleet and its workers, besides those of `tlt.drafting.idle`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from tlt.types import Completion
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """To a worker: requests to answer."""
+class AssignedRequests:
+    """Driver to worker: requests to decode."""
 
     hand_out: HandOut
     requests: tuple[Request, ...]
@@ -25,71 +25,71 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class SharedCompletions:
-    """To a worker that drafts: what others have written, to learn from."""
+    """Driver to a worker that trains the drafter: completions of other workers, as training data."""
 
     completions: tuple[Completion, ...]
     prompt_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A better drafter, for those who still write: from the leader to the driver, and on to them."""
+class DrafterOffer:
+    """A better drafter: from the leader to the driver, and from there to the workers that still decode."""
 
     version: int
     weights: Mapping[str, Tensor]  # on the host
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Stamp:
-    """How far a worker's drafter is. Of two, the larger has learned more."""
+class DrafterProgress:
+    """How long a worker's drafter was trained. The larger of two was trained longer."""
 
     micro_steps: int
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """From a worker: what has happened since the last."""
+class StatusUpdate:
+    """Worker to driver: what has happened since the last update."""
 
     report: Report
     completions: tuple[Completion, ...] = ()
     alarms: tuple[Alarm, ...] = ()
-    offer: Offer | None = None
+    offer: DrafterOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """From a worker, now and then, whether or not there is news: a worker whose progress stands still hangs."""
+class Heartbeat:
+    """Worker to driver, about once a second: a worker whose progress counter stands still counts as hung."""
 
     progress: int
-    news: tuple[News, ...]
+    updates: tuple[StatusUpdate, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RollReport:
-    """From a worker, when a rollout is over."""
+class WorkerRolloutReport:
+    """Worker to driver, at the end of a rollout."""
 
     spans: tuple[TimelineSpan, ...]
-    rollout: RolloutReport  # its own
+    rollout: RolloutReport  # of this worker
     drafted: tuple[DraftingResult, ...]  # the sessions that this worker led
     joins: int  # sessions that this worker joined
-    join_s: float  # seconds from asking to the first micro-step, all joins together
-    waited_s: float  # seconds for the gradients of others
-    swaps: int  # better drafters that its engine took while it wrote
+    join_s: float  # seconds from the request to the first micro-step, summed over all joins
+    waited_s: float  # seconds spent waiting for the gradients of other workers
+    swaps: int  # drafters that its engine swapped in while it decoded
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """From a worker, when it holds a new version: all workers' must be equal."""
+    """Worker to driver, when it holds a new version. The fingerprints of all workers must be equal."""
 
     fingerprint: int  # of policy and drafter
-    swapped: int | None  # the drafter's version, if it was another
+    swapped: int | None  # version of the drafter, if a new one was swapped in
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker's memory, on the host: what another goes on from."""
+    """The complete state of a worker, in host memory, from which another worker can continue."""
 
     policy: Mapping[str, Tensor]
     trainer: Mapping[str, Any]

@@ -1,8 +1,8 @@
-"""Where workers run: a Ray of our own on this machine, or a cluster that is there already.
+"""Where workers run: on a local Ray that this process starts, or on an existing cluster.
 
-What always holds: whatever makes a fleet impossible (nobody at the address, too few processors, other versions on a
-node) is said before any policy is loaded, with what was found and what to change. A Ray of our own can be reached from
-this machine only. Knows nothing of what workers do.
+What always holds: what makes a fleet impossible (no cluster at the address, too few processors, other versions on a
+node) raises before any policy is loaded, with what was found and what to change. A local Ray listens on the loopback
+interface only. Does not know what workers do.
 """
 
 import os
@@ -21,12 +21,12 @@ from tlt.config import ClusterSettings
 from tlt.errors import ClusterError
 from tlt.signals import keeping_sigterm
 
-_REACH_S = 5.0  # seconds to wait for somebody at an address; Ray itself would wait for minutes
+_REACH_S = 5.0  # seconds to wait for a connection to `cluster.address`; Ray itself would wait for minutes
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What of a machine each worker is given."""
+class WorkerResources:
+    """CPUs and GPUs of one worker."""
 
     cpus: float
     gpus: float  # 0 for a worker on a CPU
@@ -34,7 +34,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """A worker's place among those on its machine."""
+    """The number of a worker among the workers of its machine."""
 
     number: int
     of: int
@@ -42,12 +42,12 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a process runs in: workers must agree with the driver, or their numbers will not."""
+    """Host and versions of a process. Workers need the driver's versions: other versions compute other numbers."""
 
     host: str
     pid: int
-    node: str  # Ray's name of the machine
-    address: str  # of the machine, as the others reach it
+    node: str  # Ray's node id
+    address: str  # of the machine, as other machines reach it
     python: str
     torch: str
     tlt: str
@@ -61,22 +61,22 @@ class Environment:
             node=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
             python=platform.python_version(),
-            torch=torch.__version__.partition("+")[0],  # a driver without a GPU has another build of the same
+            torch=torch.__version__.partition("+")[0],  # without the build: a driver without a GPU may have a CPU build
             tlt=__version__,
         )
 
 
 def connect(settings: ClusterSettings) -> bool:
-    """Starts a local Ray, or joins the one at `cluster.address`. Whether it is ours, to be shut down at the end."""
+    """Starts a local Ray, or joins the one at `cluster.address`. True if it was started here and must be shut down."""
     if ray.is_initialized():
         return False
-    with keeping_sigterm():  # Ray has handlers of its own, one of which ends the process with a trace
+    with keeping_sigterm():  # Ray installs a handler that ends the process with a traceback
         return _connect(settings)
 
 
 def _connect(settings: ClusterSettings) -> bool:
     if not settings.address:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray of our own reports to nobody
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a local Ray sends no usage statistics
         with _on_loopback():
             ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
         return True
@@ -87,7 +87,7 @@ def _connect(settings: ClusterSettings) -> bool:
     except ConnectionError as error:
         raise ClusterError(
             f"cluster.address is {settings.address!r} but no Ray answers there; start one with `ray start --head`, "
-            "or leave cluster.address out for a Ray of our own"
+            "or leave cluster.address out to start a local Ray"
         ) from error
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
@@ -100,10 +100,10 @@ def _connect(settings: ClusterSettings) -> bool:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A Ray that is started within listens on this machine's loopback alone.
+    """A Ray that is started within listens on the loopback interface only.
 
-    Its address becomes 127.0.0.1, as where Ray does without clusters of several machines: an address that is given to
-    `ray.init` is replaced by one that others can reach. Its processes read the variable, this one has read it already.
+    Ray uses 127.0.0.1 if multi-node clusters are disabled; an address passed to `ray.init` would be replaced by a
+    public one. Ray's child processes read the variable; this one read it at import, so the constant is changed too.
     """
     name, constants = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants
     before, variable = constants.ENABLE_RAY_CLUSTER, os.environ.get(name)
@@ -132,23 +132,23 @@ def _reach(address: str) -> None:
         ) from error
 
 
-def share_of(settings: ClusterSettings, device: str) -> Share:
+def resources_per_worker(settings: ClusterSettings, device: str) -> WorkerResources:
     """`device` is what the policy was configured for; auto takes GPUs if the cluster has any."""
     has_gpus = any(node["Resources"].get("GPU", 0) for node in _nodes())
     on_gpu = device.startswith("cuda") or (device == "auto" and has_gpus)
-    return Share(settings.cpus_per_worker, settings.gpus_per_worker if on_gpu else 0.0)
+    return WorkerResources(settings.cpus_per_worker, settings.gpus_per_worker if on_gpu else 0.0)
 
 
-def check_room(workers: int, share: Share) -> None:
-    """Raises ClusterError where so many workers do not fit on the nodes there are."""
+def check_room(workers: int, resources: WorkerResources) -> None:
+    """Raises ClusterError if the workers do not fit on the nodes."""
     nodes = [(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)) for node in _nodes()]
-    by_cpu = [_fits(cpus, share.cpus, workers) for cpus, _ in nodes]
-    by_gpu = [_fits(gpus, share.gpus, workers) for _, gpus in nodes]
+    by_cpu = [_fits(cpus, resources.cpus, workers) for cpus, _ in nodes]
+    by_gpu = [_fits(gpus, resources.gpus, workers) for _, gpus in nodes]
     room = sum(map(min, by_cpu, by_gpu))
     if room >= workers:
         return
     scarce_gpus = sum(by_gpu) < workers
-    kind, each, knob = ("GPUs", share.gpus, "gpus") if scarce_gpus else ("CPUs", share.cpus, "cpus")
+    kind, each, knob = ("GPUs", resources.gpus, "gpus") if scarce_gpus else ("CPUs", resources.cpus, "cpus")
     found = sum(gpus if scarce_gpus else cpus for cpus, gpus in nodes)
     raise ClusterError(
         f"cluster.workers is {workers} with {each:g} {kind} each, but the {len(nodes)} node(s) of the cluster have "
@@ -165,7 +165,7 @@ def _nodes() -> list[dict[str, dict[str, float]]]:
 
 
 def check_versions(driver: Environment, workers: Sequence[Environment]) -> None:
-    """Raises ClusterError where a worker's Python, torch or tlt is not the driver's."""
+    """Raises ClusterError if a worker's Python, torch or tlt differs from the driver's."""
     for worker in workers:
         for name in ("python", "torch", "tlt"):
             ours, theirs = getattr(driver, name), getattr(worker, name)
@@ -177,17 +177,17 @@ def check_versions(driver: Environment, workers: Sequence[Environment]) -> None:
                 )
 
 
-def cores_of(lane: WorkerSlot, cpus: float) -> tuple[int, ...]:
-    """The cores of this machine that a worker keeps to; none if there are not enough for all to have their own."""
+def cores_of(slot: WorkerSlot, cpus: float) -> tuple[int, ...]:
+    """The cores to which a worker is pinned; empty if there are too few for all workers of the machine."""
     each = int(cpus)
     cores = sorted(os.sched_getaffinity(0))
-    if each < 1 or each != cpus or each * lane.of > len(cores):
+    if each < 1 or each != cpus or each * slot.of > len(cores):
         return ()
-    return tuple(cores[lane.number * each : (lane.number + 1) * each])
+    return tuple(cores[slot.number * each : (slot.number + 1) * each])
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Every thread of this process keeps to these cores."""
+    """Pins every thread of this process to these cores."""
     if cores:
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):

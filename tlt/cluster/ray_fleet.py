@@ -1,9 +1,9 @@
-"""RayFleet: many workers on one machine or several, behind the same methods as one.
+"""RayFleet: workers on one or several machines, with the methods that `LocalFleet` has for one.
 
-What always holds: every answer is given once, whichever worker wrote it and however many were lost on the way; after
-`publish` all workers hold the same policy and the same drafter, bit by bit. Workers whose requests are answered train
-the drafter until the last answer is in, and nobody waits for them longer than a micro-step. A worker that is lost is
-replaced between two phases of a step, from the state of one that is not. Knows nothing of tasks and rewards.
+What always holds: each request is completed once, however many workers are lost; after `publish` all workers hold the
+same policy and drafter, bit by bit. Workers without requests train the drafter until the last completion has arrived,
+and are waited for by at most one micro-step. A lost worker is replaced between two phases of a step, from the state of
+another worker. Does not know tasks and rewards.
 """
 
 import time
@@ -21,9 +21,9 @@ from tlt.cluster.actors import ActorGroup, CallOutcome, wait_while_it_moves
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.interference import InterferenceRuns, TimedRollout
-from tlt.cluster.lifeline import Lifeline
-from tlt.cluster.messages import Published, RollReport
-from tlt.cluster.placement import check_room, connect, share_of
+from tlt.cluster.liveness import RayLiveness
+from tlt.cluster.messages import Published, WorkerRolloutReport
+from tlt.cluster.placement import check_room, connect, resources_per_worker
 from tlt.cluster.timeline import seconds_of
 from tlt.cluster.transfer import append_piece, read_files
 from tlt.config import RunConfig
@@ -38,38 +38,41 @@ from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped, StartupPhase
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
 
-_TURN_S = 0.15  # of those who work beside one that is measured
+_TURN_S = 0.15  # seconds of a turn of the other workers, while one worker's ticks are timed
 
 
 class RayFleet:
-    """`host` is what an actor is made of."""
+    """`host`: the class of the actors."""
 
     def __init__(self, config: RunConfig, emit: Emit, *, host: type[Host] = Host) -> None:
         self._config, self._emit = config, emit
         self._step, self._phase, self._since = 0, "start", time.monotonic()
-        self._desk = Coordinator(())
+        self._coordinator = Coordinator(())
         self._dispatch = Dispatch(config.engine.rows)
         self._dispatch_before = self._dispatch.copy()  # as it was before the last rollout
-        self._reports: dict[int, RollReport] = {}
+        self._reports: dict[int, WorkerRolloutReport] = {}
         self._rollout_s = 0.0
-        self._whole, self._meetings = False, 0  # a ring of all; rings that were tried
+        self._group_complete, self._rendezvous_count = False, 0  # all workers are in one all-reduce group; attempts
         self._ours = connect(config.cluster)
-        with ExitStack() as undo:  # whatever goes wrong here, nothing of ours stays behind
+        with ExitStack() as undo:  # on an error, stops what was started
             undo.callback(self.close)
-            self._lifeline = Lifeline.of_this_driver(ours=self._ours)
-            self._share = share_of(config.cluster, config.model.device)
-            check_room(config.cluster.workers, self._share)
-            if config.cluster.shard and 0 < self._share.gpus < 1:
+            self._liveness = RayLiveness.of_this_driver(ours=self._ours)
+            self._resources = resources_per_worker(config.cluster, config.model.device)
+            check_room(config.cluster.workers, self._resources)
+            if config.cluster.shard and 0 < self._resources.gpus < 1:
                 raise ConfigError(
-                    f"cluster.shard needs whole GPUs, and cluster.gpus_per_worker is {self._share.gpus:g}; set it to 1"
+                    f"cluster.shard needs whole GPUs, and cluster.gpus_per_worker is {self._resources.gpus:g}; "
+                    "set it to 1"
                 )
-            device = "cuda" if self._share.gpus else "cpu"
+            device = "cuda" if self._resources.gpus else "cpu"
             theirs = replace(config, model=replace(config.model, device=device))
             emit(StartupPhase(f"starting {config.cluster.workers} workers"))
-            self._actors = ActorGroup(theirs, self._share, host, self._lifeline, told=self._lost, waits=self._waits)
-            for seat in self._actors.hire(range(config.cluster.workers)):
-                self._desk.came(seat)
-            self._form_ring()
+            self._actors = ActorGroup(
+                theirs, self._resources, host, self._liveness, on_lost=self._lost, on_long_wait=self._waits
+            )
+            for worker_id in self._actors.start(range(config.cluster.workers)):
+                self._coordinator.join(worker_id)
+            self._form_group()
             undo.pop_all()
 
     @property
@@ -80,7 +83,7 @@ class RayFleet:
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step = step
-        self._heal("rollout")
+        self._recover("rollout")
         self._dispatch_before = self._dispatch.copy()
         return self._rolled_out(requests)
 
@@ -92,33 +95,33 @@ class RayFleet:
 
     def _write(
         self, requests: Sequence[Request], *, drafting: bool
-    ) -> Generator[Completion, None, tuple[float, dict[int, RollReport]]]:
-        """Yields the answers; returns when the last was in, and the workers' reports."""
+    ) -> Generator[Completion, None, tuple[float, dict[int, WorkerRolloutReport]]]:
+        """Yields completions; returns the time of the last one and the workers' reports."""
         self._dispatch.begin(requests, self._actors.members)
-        epoch = Epoch(self._actors, self._desk, self._dispatch, self._emit, self._step)
+        epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, self._step)
         epoch.begin(drafting=drafting)
-        yield from epoch.answers()
+        yield from epoch.completions()
         return time.perf_counter(), epoch.end()
 
     def report(self) -> RolloutReport:
         reports = self._reports.values()
         last = max(reports, key=lambda report: seconds_of(report.spans, "rolling"), default=None)
-        saved_s = last.rollout.saved_s if last else 0.0  # the others' savings were saved from waiting
+        saved_s = last.rollout.saved_s if last else 0.0  # of the slowest worker: the others would have waited for it
         return together([report.rollout for report in reports], saved_s)
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
-        """Together, while rewards are judged. Idle workers have had their turn: nobody is kept waiting for more."""
+        """All workers train the drafter together while rewards are computed, and stop as soon as `until` is True."""
         if until() or not self._drafts:
             return
         self._enter("drafting")
-        epoch = Epoch(self._actors, self._desk, self._dispatch, self._emit, step)
+        epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, step)
         self._dispatch.begin((), self._actors.members)
         epoch.begin(drafting=True)
         epoch.draft(until)
         self._tell_drafting(epoch.end())
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
-        """Dispatched like the rollout, with what was known of the prompts then: only the engines differ."""
+        """Dispatches the requests as the rollout did, with its expected lengths: only the engines differ."""
         self._enter("replay")
         self._actors.ask_all("begin_replay")
         after, self._dispatch = self._dispatch, self._dispatch_before
@@ -130,8 +133,8 @@ class RayFleet:
         return completions, seconds
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns:
-        """The ticks of the first worker that writes these plainly, so often while the others on its machine train in
-        turns, so often while they count in turns."""
+        """Times the ticks of the first worker while it decodes the requests plainly, `repeats` times each while the
+        other workers of its machine train in turns and while they count in turns."""
         rollouts: dict[str, list[TimedRollout]] = {"draft_in_turns": [], "count_in_turns": []}
         micro_steps = 0
         for _ in range(repeats):
@@ -149,34 +152,34 @@ class RayFleet:
         try:
             ticks = ray.get(first.actor.timed_ticks.remote(requests))
         finally:
-            ray.get([actor.leave_off.remote() for actor in others])
+            ray.get([actor.end_turns.remote() for actor in others])
         told = ray.get(at_work)
         return TimedRollout(ticks, tuple(tuple(spans) for spans, _ in told)), sum(taken for _, taken in told)
 
     # ---- learning
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
-        """A worker that is lost on the way costs the time of an update: it is made again with the same numbers."""
+        """If a worker is lost, the update is repeated without it, with the same result."""
         while True:
-            self._heal("update")
-            seats = list(self._actors.members)
-            shares = deal(experiences, len(seats), self._config.train.minibatches)
+            self._recover("update")
+            worker_ids = list(self._actors.members)
+            shares = deal(experiences, len(worker_ids), self._config.train.minibatches)
             members = self._actors.members
-            calls = {s: members[s].actor.update.remote(share) for s, share in zip(seats, shares, strict=True)}
+            calls = {s: members[s].actor.update.remote(share) for s, share in zip(worker_ids, shares, strict=True)}
             outcome = self._actors.ask(calls, "update")
-            self._whole = self._whole and not outcome.lost and not outcome.parted
+            self._group_complete = self._group_complete and not outcome.lost and not outcome.aborted
             if outcome.answers:
                 self._align(outcome)
                 return _merged(list(outcome.answers.values()))
 
     def _align(self, outcome: CallOutcome) -> None:
-        """Those who were left alone in the last moment take over what those who were done have."""
-        self._copy_state(next(iter(outcome.answers)), outcome.parted)
+        """Workers whose all-reduce broke after others had finished the update copy the state of one that finished."""
+        self._copy_state(next(iter(outcome.answers)), outcome.aborted)
 
     def publish(self, step: int, version: int) -> None:
         started = time.perf_counter()
         while True:
-            self._heal("publish")
+            self._recover("publish")
             calls = self._publishing(version)
             outcome = self._actors.ask(calls, "publish")
             if not outcome.lost:
@@ -195,101 +198,112 @@ class RayFleet:
         self._tell_other_spans(step)
 
     def _publishing(self, version: int) -> dict[int, Any]:
-        """The drafter that learned most goes to everyone who holds another."""
-        stamps = {seat: stamp for seat, stamp in self._actors.ask_all("stamp").answers.items() if stamp}
-        best = max(stamps, key=lambda seat: stamps[seat], default=None)
-        behind = {seat for seat in stamps if best is not None and stamps[seat] != stamps[best]}
-        newest = self._actors.keep(best, "drafter_state") if best is not None and behind else None
+        """Publish calls. Workers whose drafter is not the most trained one receive that one."""
+        stamps = {
+            worker_id: drafter_progress
+            for worker_id, drafter_progress in self._actors.ask_all("drafter_progress").answers.items()
+            if drafter_progress
+        }
+        best = max(stamps, key=lambda worker_id: stamps[worker_id], default=None)
+        behind = {worker_id for worker_id in stamps if best is not None and stamps[worker_id] != stamps[best]}
+        newest = self._actors.ask_for_reference(best, "drafter_state") if best is not None and behind else None
         return {
-            seat: member.actor.publish.remote(version, newest if seat in behind else None)
-            for seat, member in self._actors.members.items()
+            worker_id: member.actor.publish.remote(version, newest if worker_id in behind else None)
+            for worker_id, member in self._actors.members.items()
         }
 
-    # ---- going on later
+    # ---- checkpoints
 
     def snapshot(self) -> Callable[[Path], None]:
         self._enter("checkpoint")
-        seat = min(self._actors.members, key=lambda seat: (not self._actors.on_this_machine(seat), seat))
-        keepers = list(self._actors.members) if self._config.cluster.shard else [seat]
-        calls = {one: self._actors.members[one].actor.snapshot.remote(one == seat) for one in keepers}
+        worker_id = min(
+            self._actors.members, key=lambda worker_id: (not self._actors.on_this_machine(worker_id), worker_id)
+        )
+        keepers = list(self._actors.members) if self._config.cluster.shard else [worker_id]
+        calls = {one: self._actors.members[one].actor.snapshot.remote(one == worker_id) for one in keepers}
         if self._actors.ask(calls, "checkpoint").lost:
-            self._heal("checkpoint")
+            self._recover("checkpoint")
             return self.snapshot()
-        wait = partial(wait_while_it_moves, limit_s=self._config.cluster.hang_s, lifeline=self._lifeline)
-        return partial(_write, self._actors.members[seat].actor, self._actors.on_this_machine(seat), wait)
+        wait = partial(wait_while_it_moves, limit_s=self._config.cluster.hang_s, liveness=self._liveness)
+        return partial(_write, self._actors.members[worker_id].actor, self._actors.on_this_machine(worker_id), wait)
 
     def restore(self, directory: Path, version: int) -> None:
         files = None
         calls = {}
-        for seat, member in self._actors.members.items():
-            if self._actors.on_this_machine(seat):
-                calls[seat] = member.actor.restore.remote(directory.absolute(), version)
+        for worker_id, member in self._actors.members.items():
+            if self._actors.on_this_machine(worker_id):
+                calls[worker_id] = member.actor.restore.remote(directory.absolute(), version)
             else:
                 files = files or ray.put(read_files(directory))
-                calls[seat] = member.actor.restore_files.remote(files, version)
+                calls[worker_id] = member.actor.restore_files.remote(files, version)
         if self._actors.ask(calls, "restore").lost:
             raise ClusterError("a worker was lost while it read the checkpoint; go on with --resume")
 
     def close(self) -> None:
-        torn = False
+        dead = False
         if hasattr(self, "_actors"):
-            self._actors.dismiss()
-            torn = self._lifeline.torn
-        if self._ours and not torn:  # of a cluster that is gone, Ray would end this process: it may when all is told
+            self._actors.stop()
+            dead = self._liveness.dead
+        if self._ours and not dead:  # if the cluster is gone, `ray.shutdown` would end this process before its report
             ray.shutdown()
 
-    # ---- the lost and their successors
+    # ---- lost workers and their replacements
 
-    def _heal(self, phase: str) -> None:
-        """All who are there have one state, and one ring. A successor of a lost one takes part as soon as it is there:
-        nobody waits for it, and if the cluster has no room for one (its machine is gone), it comes when there is."""
+    def _recover(self, phase: str) -> None:
+        """Brings all present workers to one state and one all-reduce group, and requests replacements of lost workers.
+
+        A replacement takes part as soon as it has started. It is not waited for: the cluster may have no room for it.
+        """
         self._enter(phase)
         if self._config.cluster.shard and self._actors.losses:
             raise StateLost("a worker was lost, and its part of the policy with it; go on with --resume")
-        self._actors.apply(self._actors.wanting)
+        self._actors.request(self._actors.missing_ranks)
         donor = next(iter(self._actors.members))
-        arrived = self._actors.arrivals()
+        arrived = self._actors.take_started()
         if arrived:
-            self._whole = False
+            self._group_complete = False
             self._copy_state(donor, arrived)
-        for seat in arrived:
-            if seat in self._actors.members:
-                self._desk.came(seat)
-                member = self._actors.members[seat]
+        for worker_id in arrived:
+            if worker_id in self._actors.members:
+                self._coordinator.join(worker_id)
+                member = self._actors.members[worker_id]
                 seconds = time.monotonic() - member.asked
                 self._emit(WorkerReturned(self._step, member.rank, member.environment.host, seconds))
-        if not self._whole:
-            self._form_ring()
+        if not self._group_complete:
+            self._form_group()
 
-    def _copy_state(self, donor: int, seats: Sequence[int]) -> None:
-        there = [seat for seat in seats if seat in self._actors.members]
-        state = self._actors.keep(donor, "state") if there else None
+    def _copy_state(self, donor: int, worker_ids: Sequence[int]) -> None:
+        there = [worker_id for worker_id in worker_ids if worker_id in self._actors.members]
+        state = self._actors.ask_for_reference(donor, "state") if there else None
         if state is not None:
-            self._actors.ask({seat: self._actors.members[seat].actor.take.remote(state) for seat in there}, "copying")
+            self._actors.ask(
+                {worker_id: self._actors.members[worker_id].actor.load_state.remote(state) for worker_id in there},
+                "copying",
+            )
         elif there:
             raise StateLost("the worker whose state was to be copied was lost too; go on with --resume")
 
-    def _form_ring(self) -> None:
-        while not self._whole:
+    def _form_group(self) -> None:
+        while not self._group_complete:
             members = self._actors.members
-            seats = sorted(members, key=lambda seat: members[seat].rank)
-            self._meetings += 1
-            meeting = self._actors.one(seats[0], "meeting", f"ring-{self._meetings}")
-            if meeting is None:
+            worker_ids = sorted(members, key=lambda worker_id: members[worker_id].rank)
+            self._rendezvous_count += 1
+            rendezvous = self._actors.ask_one(worker_ids[0], "rendezvous", f"group-{self._rendezvous_count}")
+            if rendezvous is None:
                 continue
-            calls = {s: members[s].actor.join.remote(meeting, i, len(seats)) for i, s in enumerate(seats)}
-            outcome = self._actors.ask(calls, "meeting")
-            self._whole = not outcome.lost and not outcome.parted
-            if self._config.cluster.shard and not self._whole:
+            calls = {s: members[s].actor.join.remote(rendezvous, i, len(worker_ids)) for i, s in enumerate(worker_ids)}
+            outcome = self._actors.ask(calls, "rendezvous")
+            self._group_complete = not outcome.lost and not outcome.aborted
+            if self._config.cluster.shard and not self._group_complete:
                 raise StateLost("a worker was lost before its shard was cut; go on with --resume")
 
     def _lost(self, rank: int, reason: str) -> None:
-        """Told by the crew, whenever it happens."""
-        self._whole = False
-        gone = [seat for seat in self._desk.workers if seat not in self._actors.members]
-        requests = sum(self._dispatch.lost(seat) for seat in gone)
-        for seat in gone if self._actors.members else ():
-            self._desk.lost(seat)
+        """Called by the actor group, at any time."""
+        self._group_complete = False
+        gone = [worker_id for worker_id in self._coordinator.workers if worker_id not in self._actors.members]
+        requests = sum(self._dispatch.lost(worker_id) for worker_id in gone)
+        for worker_id in gone if self._actors.members else ():
+            self._coordinator.lost(worker_id)
         self._emit(WorkerLost(self._step, rank, self._phase, reason, requests, time.monotonic() - self._since))
 
     def _enter(self, phase: str) -> None:
@@ -298,7 +312,7 @@ class RayFleet:
     def _waits(self, phase: str, ranks: Sequence[int], seconds: float) -> None:
         self._emit(FleetWaits(self._step, phase, tuple(ranks), seconds))
 
-    # ---- telling
+    # ---- events
 
     def _tell_rollout(self, stop_s: float) -> None:
         spans = [span for report in self._reports.values() for span in report.spans]
@@ -321,25 +335,25 @@ class RayFleet:
         )
         self._tell_drafting(self._reports)
 
-    def _tell_drafting(self, reports: dict[int, RollReport]) -> None:
-        for seat, report in reports.items():
-            self._tell_span(self._step, seat, report.spans)
+    def _tell_drafting(self, reports: dict[int, WorkerRolloutReport]) -> None:
+        for worker_id, report in reports.items():
+            self._tell_span(self._step, worker_id, report.spans)
             for result in report.drafted:
                 self._emit(drafter_trained(self._step, result))
 
     def _tell_other_spans(self, step: int) -> None:
-        for seat, spans in self._actors.ask_all("spans").answers.items():
-            self._tell_span(step, seat, spans)
+        for worker_id, spans in self._actors.ask_all("spans").answers.items():
+            self._tell_span(step, worker_id, spans)
 
-    def _tell_span(self, step: int, seat: int, spans: Sequence[Any]) -> None:
-        if seat in self._actors.members and spans:
-            member = self._actors.members[seat]
+    def _tell_span(self, step: int, worker_id: int, spans: Sequence[Any]) -> None:
+        if worker_id in self._actors.members and spans:
+            member = self._actors.members[worker_id]
             told = tuple((span.name, span.start, span.seconds) for span in spans)
             self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
 
 
 def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
-    """Means are over all workers already; what was counted here and there is added up."""
+    """Means are already over all workers; counts are summed."""
     return replace(
         results[0],
         tokens=sum(result.tokens for result in results),
@@ -359,14 +373,14 @@ def _moving(stream: Any, ask: Callable[[], Any], wait: Callable[[Any, Callable[[
 
 
 def _write(actor: Any, same_machine: bool, wait: Callable[[Any, Callable[[], Any]], None], directory: Path) -> None:
-    """Takes as long as it takes while it goes on: a large policy on a slow disk is no hang."""
+    """Writes a checkpoint without a time limit as long as its files grow: a large policy on a slow disk is no hang."""
     try:
         if same_machine:
             call = actor.write.remote(directory.absolute())
-            wait(call, actor.extent.remote)
+            wait(call, actor.bytes_written.remote)
             ray.get(call)
         else:
-            for piece in _moving(actor.written.remote(), actor.extent.remote, wait):
+            for piece in _moving(actor.written.remote(), actor.bytes_written.remote, wait):
                 name, content = ray.get(piece)
                 append_piece(name, content, directory)
     except RayTaskError as error:

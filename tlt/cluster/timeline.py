@@ -1,4 +1,4 @@
-"""A worker's time: what it did when, and what that makes of a rollout."""
+"""The timeline of a worker: which phase it was in, from when and for how long."""
 
 import time
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """A stretch of a worker's time."""
+    """One phase of a worker's timeline."""
 
     name: str  # rolling, idle, drafting, updating, publishing
     start: float  # seconds since 1970
@@ -15,7 +15,7 @@ class TimelineSpan:
 
 
 class Timeline:
-    """What a worker did when."""
+    """Records the phases of a worker, one at a time."""
 
     def __init__(self) -> None:
         self._spans: list[TimelineSpan] = []

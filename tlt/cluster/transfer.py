@@ -1,4 +1,4 @@
-"""What of a worker travels: states as copies in host memory, directories as their files, weights as a fingerprint."""
+"""Transfer between workers: states copied to host memory, directories as file contents, fingerprints of weights."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor
 
 Files = dict[str, NDArray[np.uint8]]  # contents by path
 _PIECE = 64 * 1024**2  # bytes
-_BLOCK = 512  # bytes, in which a file system tells what lies on its disk
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_BLOCK = 512  # bytes, the unit of `st_blocks`
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
 
 def on_host(value: Any) -> Any:
@@ -30,11 +30,11 @@ def on_host(value: Any) -> Any:
 
 @torch.no_grad()
 def fingerprint(tensors: Sequence[Tensor]) -> int:
-    """A number that differs where any bit does, almost surely. Computed where the tensors are, read once."""
+    """A checksum of all bits of the tensors. Computed on their device, fetched to the host once."""
     sums = []
     for tensor in tensors:
         words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
-        sums += [words[:: 2 * skip + 1].sum(dtype=torch.int64) for skip in range(3)]  # also tells where a bit is
+        sums += [words[:: 2 * skip + 1].sum(dtype=torch.int64) for skip in range(3)]  # strides make order count
     total = 0
     for value in torch.stack(sums).tolist():
         total = (total * 1_000_003 + value) % (2**61 - 1)
@@ -42,7 +42,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> int:
 
 
 def read_files(directory: Path) -> Files:
-    """A directory as it can be sent."""
+    """The contents of a directory's files, for `write_files`."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): np.fromfile(path, dtype=np.uint8) for path in paths}
 
@@ -55,7 +55,7 @@ def write_files(files: Files, directory: Path) -> None:
 
 
 def pieces_of(directory: Path) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-    """A directory as it can be sent where it is large: file by file, piece by piece, for `append_piece`."""
+    """The contents of a large directory in pieces of at most 64 MiB, for `append_piece`."""
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         for start in range(0, max(1, path.stat().st_size), _PIECE):
             yield str(path.relative_to(directory)), np.fromfile(path, dtype=np.uint8, count=_PIECE, offset=start)
@@ -68,10 +68,10 @@ def append_piece(name: str, content: NDArray[np.uint8], directory: Path) -> None
         content.tofile(file)
 
 
-def extent(directory: Path) -> int:
-    """A number that grows while something is written there: a file may have its size before it has its bytes."""
+def bytes_written(directory: Path) -> int:
+    """A number that grows while files are written: sizes plus allocated bytes, as a file may be sized before its data."""
     total = 0
-    for place, _, names in os.walk(directory):  # which passes over what has got another name meanwhile
+    for place, _, names in os.walk(directory):  # skips directories that were renamed meanwhile
         for name in names:
             with suppress(FileNotFoundError):
                 found = os.stat(os.path.join(place, name))

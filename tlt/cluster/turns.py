@@ -1,6 +1,6 @@
-"""Work in turns, by the machine's clock, until somebody ends it: what another's ticks are measured beside.
+"""Work in alternating turns on the machine's clock, beside which the ticks of another worker are measured.
 
-What always holds: it ends at the latest when the work looks up; an end that is told before the beginning counts.
+What always holds: `take` ends as soon as the work checks `over` after `end`, also if `end` was called before `take`.
 """
 
 import time
@@ -17,7 +17,7 @@ class Turns:
         self._ended = Event()
 
     def take(self, turn_s: float, work: Callable[[Over], None]) -> list[Interval]:
-        """Works whenever it is its turn; says when it did."""
+        """Works in every working turn until `end` is called. Returns the intervals of work."""
         shifts: list[Interval] = []
 
         def over() -> bool:
@@ -39,6 +39,6 @@ class Turns:
 
 
 def count(over: Over) -> None:
-    """Keeps a core busy with nothing."""
+    """Keeps a core busy without memory traffic."""
     while not over():
         pass

@@ -207,7 +207,7 @@ class Coordinator:
         if not self._handed:
             raise TltError("no worker is left")
 
-    def came(self, worker: int) -> None:
+    def join(self, worker: int) -> None:
         """Takes part at once."""
         self._handed[worker] = 0
 

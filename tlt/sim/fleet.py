@@ -67,8 +67,8 @@ class SimFleet:
         check_room(trace, worlds[0].book)
         self._workers = [SimWorker(one, settings, self._lengths, shape_policy(), deepest) for one in worlds]
         self._dispatch = Dispatch(worlds[0].book.rows)
-        self._desk = Coordinator(range(workers))
-        self._seats = [WorkerStatus(number) for number in range(workers)]
+        self._coordinator = Coordinator(range(workers))
+        self._statuses = [WorkerStatus(number) for number in range(workers)]
         self._dry_s = [0.0] * workers  # since when a worker has had nothing to write
 
     def rollout(self) -> Simulated:
@@ -76,7 +76,7 @@ class SimFleet:
             worker.begin()
         self._dry_s, writing_s = [0.0] * len(self._workers), [0.0] * len(self._workers)
         self._dispatch.begin(self._requests(), range(len(self._workers)))
-        self._desk.begin(drafting=True)
+        self._coordinator.begin(drafting=True)
         self._tell()
         finished: list[SimCompletion] = []
         now = 0.0
@@ -112,8 +112,8 @@ class SimFleet:
         alone, given = len(self._workers) == 1, dict[int, list[Request]]()
         while (handed := self._dispatch.next(crowded=alone)) is not None:
             number, requests = handed
-            hand_out = self._desk.hand(number, len(requests))
-            if not self._seats[number].take(hand_out):
+            hand_out = self._coordinator.hand(number, len(requests))
+            if not self._statuses[number].take(hand_out):
                 raise AssertionError(f"worker {number} refuses hand-out {hand_out.number}")
             given.setdefault(number, []).extend(requests)
         for number, asked in given.items():
@@ -121,7 +121,7 @@ class SimFleet:
 
     def _hear(self, number: int, answered: Sequence[SimCompletion]) -> None:
         for completion in answered:
-            self._seats[number].answered()
+            self._statuses[number].answered()
             if not self._dispatch.completed(number, _completion(completion)):
                 raise AssertionError(f"request {completion.key.request} was answered twice")
         if answered:
@@ -129,20 +129,20 @@ class SimFleet:
             self._tell()
 
     def _tell(self) -> None:
-        for seat in self._seats:
-            self._desk.hear(seat.report())
-        for order in self._desk.orders():
-            self._seats[order.worker].hear(order)
+        for status in self._statuses:
+            self._coordinator.hear(status.report())
+        for order in self._coordinator.orders():
+            self._statuses[order.worker].hear(order)
 
     def _close(self) -> list[float]:
         """Everyone who is dry trains until the last answer is in, and stops then. For how long each did."""
-        drafting = [seat.worker for seat in self._seats if seat.state is State.DRAFTING]
+        drafting = [status.worker for status in self._statuses if status.state is State.DRAFTING]
         last_s = max(worker.now for worker in self._workers)
         drafting_s = [last_s - self._dry_s[n] if n in drafting else 0.0 for n in range(len(self._workers))]
-        self._desk.close()
+        self._coordinator.close()
         self._tell()
         self._tell()
-        if not self._desk.all_ready:
+        if not self._coordinator.all_ready:
             raise AssertionError("some worker has not heard that the rollout is over")
         return drafting_s
 

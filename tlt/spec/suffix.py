@@ -1,4 +1,4 @@
-"""The model-free drafter: what followed the last time this was written?
+"""The model-free drafter: finds earlier occurrences of the newest tokens and drafts what followed them.
 
 Owns the texts of every prompt (the prompt, its running answers, its earlier answers) and an index of what each token
 followed. A draft is what came after the places whose preceding tokens agree longest with a request's newest tokens.

@@ -1,8 +1,7 @@
-"""The lifeline: whether the Ray processes that a driver cannot do without are still there.
+"""Liveness of the Ray processes that a driver depends on: the head of the cluster and this machine's raylet.
 
-What always holds: where the head (GCS) or this machine's raylet is gone, `check` raises ClusterError at once. Ray
-itself ends the process without a word: in the next call that moves data through a dead raylet, or a minute after the
-head died.
+What always holds: if the head (GCS) or this machine's raylet is gone, `check` raises ClusterError at once. Ray itself
+ends the process silently: in the next call that moves data through a dead raylet, or a minute after the head died.
 """
 
 import socket
@@ -15,23 +14,23 @@ import ray
 from tlt.errors import ClusterError
 
 _RETRY_S = 0.5  # seconds between two attempts to connect
-_CONNECT_S = 1.0  # seconds to wait for an answer; none is no sign of death, a refusal is
-_PATIENCE_S = 20.0  # seconds that the head of a cluster which others operate may be away: it may be restarted
+_CONNECT_S = 1.0  # seconds to wait for a connection; a timeout is not taken for death, a refusal is
+_PATIENCE_S = 20.0  # seconds that the head of a cluster at `cluster.address` may be away, as it may be restarted
 
 Address = tuple[str, int]
 
 
-class Lifeline:
+class RayLiveness:
     """`patience_s`: seconds for which each process, by name, may refuse connections."""
 
     def __init__(self, addresses: Mapping[str, Address], patience_s: Mapping[str, float]) -> None:
-        self._wires = {name: _Wire(address) for name, address in addresses.items()}
+        self._connections = {name: _Connection(address) for name, address in addresses.items()}
         self._patience_s = patience_s
-        self.torn = False
+        self.dead = False
 
     @classmethod
-    def of_this_driver(cls, *, ours: bool) -> "Lifeline":
-        """`ours`: Ray was started by this process."""
+    def of_this_driver(cls, *, ours: bool) -> "RayLiveness":
+        """`ours`: this process started Ray."""
         context = ray.get_runtime_context()
         host, _, port = context.gcs_address.rpartition(":")
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
@@ -42,12 +41,12 @@ class Lifeline:
         return cls(addresses, dict(zip(addresses, (0.0 if ours else _PATIENCE_S, 0.0), strict=True)))
 
     def check(self) -> None:
-        """Costs microseconds: call it before anything that Ray would not survive."""
-        for name, wire in self._wires.items():
-            refused_s = wire.refused_s()
+        """Costs microseconds: call it before every Ray call that would end the process if Ray is gone."""
+        for name, connection in self._connections.items():
+            refused_s = connection.refused_s()
             if refused_s is not None and refused_s >= self._patience_s[name]:
-                self.torn = True
-                host, port = wire.address
+                self.dead = True
+                host, port = connection.address
                 raise ClusterError(
                     f"{name} at {host}:{port} does not run any more: it was killed (out of memory?) or crashed; see "
                     "its log there, in /tmp/ray/session_latest/logs, and go on with --resume"
@@ -63,8 +62,8 @@ class Lifeline:
             raise
 
 
-class _Wire:
-    """A connection that is held open and carries nothing: the kernel closes it with the process at its other end."""
+class _Connection:
+    """An idle open connection: the kernel closes it when the process at its other end dies."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -84,7 +83,7 @@ class _Wire:
         if self._socket is None:
             return False
         try:
-            while self._socket.recv(4096):  # a greeting
+            while self._socket.recv(4096):  # discards what the server sends
                 pass
         except BlockingIOError:
             return True

@@ -1,8 +1,8 @@
-"""The ring: all workers of a fleet add up their tensors, and each has the sum.
+"""All-reduce over the workers of a fleet: every worker gets the sum of all workers' tensors.
 
-What always holds: everyone's sum is the same, bit by bit; a member that dies or hangs makes the others raise RingBroken
-within the timeout, never wait for ever. A ring that broke is thrown away and a new one made: nothing of it is global.
-On whole GPUs the tensors stay there (NCCL); elsewhere they meet in host memory (gloo). Knows nothing of what is added.
+What always holds: the sum is the same on every worker, bit by bit; when a member dies or hangs, the others raise
+AllReduceBroken within the timeout. A broken group is discarded and a new one formed: no state of it is global.
+Workers on whole GPUs use NCCL; others use gloo, through host memory. Does not know what the tensors are.
 """
 
 import os
@@ -24,79 +24,83 @@ from tlt.errors import ClusterError
 
 dist: Any = torch.distributed  # its process groups have no types that all versions of torch know
 LOOPBACK = "127.0.0.1"
-_AT_ONCE = 2**24  # elements added up in one go: bounds the memory for the copy
+_AT_ONCE = 2**24  # elements of one bucket: bounds the memory of the flat copy
 
 
-class RingBroken(ClusterError):
-    """A member is gone. Nothing that was being added is worth anything."""
+class AllReduceBroken(ClusterError):
+    """A member is gone. The tensors of the interrupted all-reduce are invalid."""
 
 
 @contextmanager
-def breaking() -> Iterator[None]:
-    """What torch says when a member is gone, in our words."""
+def all_reduce_errors() -> Iterator[None]:
+    """Turns torch's error about a lost member into AllReduceBroken."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise RingBroken(f"a worker was lost on the way: {error}") from error
+            raise AllReduceBroken(f"a worker was lost during the all-reduce: {error}") from error
         raise
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the members of a ring find each other."""
+class Rendezvous:
+    """Where the members of a group find each other."""
 
     host: str
     port: int
-    name: str  # different for each ring that meets here
+    name: str  # unique per group
 
 
-class MeetingPlace:
-    """A store that the members of many rings, one after the other, can meet at. Lives as long as this object."""
+class RendezvousStore:
+    """A TCP store at which one group after the other forms. Lives as long as this object."""
 
     def __init__(self, host: str) -> None:
         self._host = host
-        listening = socket.create_server((host, 0)) if host == LOOPBACK else None  # by itself it listens everywhere
+        listening = socket.create_server((host, 0)) if host == LOOPBACK else None  # TCPStore's own socket binds to all
         port, file = (listening.getsockname()[1], listening.detach()) if listening else (0, None)
         self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
-    def meeting(self, name: str) -> Meeting:
-        return Meeting(self._host, self._store.port, name)
+    def rendezvous(self, name: str) -> Rendezvous:
+        return Rendezvous(self._host, self._store.port, name)
 
 
-class WorkerRing:
-    """Alone until it joins. `add_up` is what a trainer is given."""
+class AllReduceGroup:
+    """A worker's membership. Before `join`, `all_reduce` leaves tensors as they are."""
 
     def __init__(self, timeout_s: float, *, nccl: bool = False) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._nccl = nccl
         self._group: Any = None
-        self.sums = 0  # calls of `add_up` that ended well since it joined
+        self.sums = 0  # calls of `all_reduce` that succeeded since it joined
 
-    def join(self, meeting: Meeting, rank: int, size: int, address: str) -> None:
-        """`address`: of this machine, as the others reach it."""
+    def join(self, rendezvous: Rendezvous, rank: int, size: int, address: str) -> None:
+        """`address`: of this machine, as the other members reach it."""
         self.leave()
         self.sums = 0
         if size == 1:
             return
         try:
             _stay_where(address)
-            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=self._timeout)
-            named = dist.PrefixStore(meeting.name, store)
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout)
+            named = dist.PrefixStore(rendezvous.name, store)
             self._group = (
                 _nccl(named, rank, size, self._timeout)
                 if self._nccl
                 else _gloo(named, rank, size, self._timeout, address)
             )
-            self._add([torch.zeros(1, device="cuda" if self._nccl else "cpu")])  # connects, or says so now
+            self._add([torch.zeros(1, device="cuda" if self._nccl else "cpu")])  # connects, or fails here
         except (RuntimeError, ValueError) as error:
             self.leave()
-            raise RingBroken(f"ring {meeting.name}: member {rank} of {size} found no others: {error}") from error
+            raise AllReduceBroken(
+                f"group {rendezvous.name}: member {rank} of {size} found no other member: {error}"
+            ) from error
 
-    def mesh(self, meeting: Meeting, rank: int, size: int, address: str) -> Any:
-        """The same members as torch's own sharding wants them. That is global: once in the life of a process."""
+    def mesh(self, rendezvous: Rendezvous, rank: int, size: int, address: str) -> Any:
+        """The same members as a torch device mesh. Its process group is global: call it once per process."""
         _stay_where(address)
-        store = dist.PrefixStore(f"{meeting.name}/mesh", dist.TCPStore(meeting.host, meeting.port, is_master=False))
+        store = dist.PrefixStore(
+            f"{rendezvous.name}/mesh", dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
+        )
         dist.init_process_group(
             "nccl" if self._nccl else "gloo", store=store, rank=rank, world_size=size, timeout=self._timeout
         )
@@ -108,7 +112,7 @@ class WorkerRing:
             group.abort()
 
     @torch.no_grad()
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor becomes, in place, its sum over all members."""
         if self._group is not None:
             try:
@@ -116,7 +120,7 @@ class WorkerRing:
                     self._add(bucket)
             except RuntimeError as error:
                 self.leave()
-                raise RingBroken(f"a worker was lost while gradients were added up: {error}") from error
+                raise AllReduceBroken(f"a worker was lost while gradients were added up: {error}") from error
         self.sums += 1
 
     def _add(self, tensors: Sequence[Tensor]) -> None:
@@ -131,14 +135,14 @@ class WorkerRing:
 
 
 def _stay_where(address: str) -> None:
-    """Where all members are on one machine, what NCCL and torch's own groups listen on is its loopback, too."""
+    """Makes NCCL and gloo listen on the loopback interface if all members are on one machine."""
     if address == LOOPBACK:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one kind that are added up together, in the same way on every member."""
+    """Splits tensors into buckets of one dtype and device, identically on every member."""
     for _, same in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
         bucket: list[Tensor] = []
         size = 0
@@ -159,7 +163,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) ->
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost peer is an exception here, not the process's end
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost peer raises an exception; the process lives on
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

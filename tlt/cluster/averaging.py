@@ -1,11 +1,11 @@
-"""Training the drafter together: gradients meet at the leader's, and everyone takes the same micro-step.
+"""Data-parallel drafter training: the leader averages the gradients of all members, and all take the same micro-step.
 
-A session is a number of micro-steps with the same members. Who wants to join asks the leader, who ends the session at
-the next micro-step and opens another; the newcomer starts from a copy of the leader's drafter. So all members hold the
-same drafter, bit by bit, at every micro-step. The leader decides when a session ends and says so with the mean of a
-micro-step: all members stop at the same one. A member that is lost is waited for no longer; without their leader the
-others part, and what they hold is replaced by a copy when they join again. Nobody outside the group is ever waited for.
-Knows nothing of how calls travel from one process to another.
+A session is a number of micro-steps with the same members. A worker asks the leader to join; the leader ends the
+session at the next micro-step and opens another, and the new member starts from a copy of the leader's drafter. So all
+members hold the same drafter, bit by bit, at every micro-step. The leader decides when a session ends and sends that
+with the mean gradient, so all members stop at the same micro-step. A lost member is dropped from the round. If the
+leader is lost, the members leave the session and copy a drafter when they join the next one. Workers outside the group
+are never waited for. Does not know how calls reach other processes.
 """
 
 import threading
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from tlt.drafting.idle import Rounds
 
-_LOOK_S = 0.005  # between two looks around while waiting
+_LOOK_S = 0.005  # seconds between two checks of who is present, while waiting
 
 Vector = NDArray[Any]
 
 
-class Parted(Exception):
-    """The group has gone on, or ended, without this worker: the micro-step is void."""
+class LeftSession(Exception):
+    """The session has continued, or ended, without this worker: its micro-step is void."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """The leader to a newcomer: the session opens with these members, from this state of the drafter."""
+    """Leader to a new member: the session opens with these members, from this state of the drafter."""
 
     session: int
     members: tuple[int, ...]
@@ -40,44 +40,44 @@ class SessionOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """The leader to the members: the mean of what they gave, and whether the session is over."""
+class MeanGradient:
+    """Leader to members: the mean of their gradients, and whether the session is over."""
 
     vector: Vector
     stop: bool
 
 
-class GradientDesk:
-    """The leader's side of a session. Other threads call `request_join` and `give` for members and wait for it."""
+class GradientReducer:
+    """The leader's side of a session. Other threads call `request_join` and `give` on behalf of members, and block."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._changed = threading.Condition()
-        self._wishes: dict[int, int] = {}  # member → how often it has asked: the last time counts
+        self._requests: dict[int, int] = {}  # member → number of its join requests; only the last one counts
         self._admitted: dict[int, SessionOpened] = {}
         self._session = 0
         self._members: frozenset[int] = frozenset()
         self._rounds = Rounds()
         self._given: dict[int, Vector] = {}
-        self._means: dict[tuple[int, int], Mean] = {}  # of the last two rounds
+        self._means: dict[tuple[int, int], MeanGradient] = {}  # of the last two rounds
 
-    # ---- on behalf of members
+    # ---- called for members
 
     def request_join(self, member: int, patience_s: float) -> SessionOpened | None:
         """Waits until a session opens with this member; None if none did in time."""
         with self._changed:
-            asked = self._wishes[member] = self._wishes.get(member, 0) + 1
+            asked = self._requests[member] = self._requests.get(member, 0) + 1
             self._admitted.pop(member, None)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: member in self._admitted or self._wishes.get(member) != asked, timeout=patience_s
+                lambda: member in self._admitted or self._requests.get(member) != asked, timeout=patience_s
             )
-            if self._wishes.get(member) == asked and member not in self._admitted:
-                del self._wishes[member]
+            if self._requests.get(member) == asked and member not in self._admitted:
+                del self._requests[member]
             return self._admitted.pop(member, None)
 
-    def give(self, session: int, step: int, member: int, vector: Vector, patience_s: float) -> Mean | None:
-        """Waits for the mean of the round; None if the round goes without this member."""
+    def give(self, session: int, step: int, member: int, vector: Vector, patience_s: float) -> MeanGradient | None:
+        """Waits for the mean of the round; None if the round is closed without this member."""
         with self._changed:
             if session != self._session or not self._rounds.give(member, step):
                 return None
@@ -88,14 +88,14 @@ class GradientDesk:
             )
             return self._means.get((session, step))
 
-    # ---- the leader's own
+    # ---- called by the leader
 
-    def wishers(self, among: Collection[int]) -> tuple[int, ...]:
+    def requesters(self, among: Collection[int]) -> tuple[int, ...]:
         with self._changed:
-            return tuple(sorted(member for member in self._wishes if member in among))
+            return tuple(sorted(member for member in self._requests if member in among))
 
     def open(self, members: Sequence[int], state: Any) -> int:
-        """A session with these members, who have asked for it, and the leader."""
+        """Opens a session of the leader and these members, which have asked to join."""
         with self._changed:
             self._session += 1
             self._members = frozenset(members) | {self._worker}
@@ -104,19 +104,19 @@ class GradientDesk:
                 self._rounds.join(member)
             self._rounds.advance()
             for member in members:
-                self._wishes.pop(member, None)
+                self._requests.pop(member, None)
                 self._admitted[member] = SessionOpened(self._session, tuple(sorted(self._members)), state)
             self._changed.notify_all()
             return self._session
 
     def close(self) -> None:
-        """Whoever still waits for a mean goes without."""
+        """Ends the session. Members that still wait for a mean get None."""
         with self._changed:
             self._session += 1
             self._changed.notify_all()
 
-    def mean(self, own: Vector, present: Callable[[], Collection[int]], stop: Callable[[], bool]) -> Mean:
-        """Closes a round: the mean over all members that are present. `present` and `stop` may look at the mail."""
+    def mean(self, own: Vector, present: Callable[[], Collection[int]], stop: Callable[[], bool]) -> MeanGradient:
+        """Closes a round: the mean over all present members. `present` and `stop` may read the inbox."""
         with self._changed:
             self._rounds.give(self._worker, self._rounds.step)
             self._given[self._worker] = own
@@ -127,7 +127,7 @@ class GradientDesk:
         with self._changed:
             contributors = self._rounds.contributors
             total = sum((self._given[member] for member in contributors[1:]), self._given[contributors[0]])
-            mean = Mean(total / len(contributors), ends)
+            mean = MeanGradient(total / len(contributors), ends)
             self._means = {key: old for key, old in self._means.items() if key[1] == self._rounds.step - 1}
             self._means[self._session, self._rounds.step] = mean
             self._given = {}
@@ -136,22 +136,22 @@ class GradientDesk:
             return mean
 
     def _complete(self, present: Collection[int]) -> bool:
-        """Whoever asks to join has left the session; whoever is gone has too."""
+        """Drops members that are gone or ask to join anew. True if all others have given their gradients."""
         with self._changed:
-            self._rounds.keep({*(m for m in present if m not in self._wishes), self._worker})
+            self._rounds.keep({*(m for m in present if m not in self._requests), self._worker})
             return self._rounds.complete
 
 
-class Together:
-    """A worker's trainer sees the group through this: `average` is handed to it, and does nothing for one alone."""
+class GradientAveraging:
+    """The trainer's view of a session: `average` is its gradient hook, which does nothing outside a session."""
 
     def __init__(self) -> None:
-        self._exchange: Callable[[Vector], Mean] | None = None
-        self.over = False  # the session ends: no micro-step any more
+        self._exchange: Callable[[Vector], MeanGradient] | None = None
+        self.over = False  # the session has ended: take no further micro-step
         self.rounds = 0
         self.waited_s = 0.0
 
-    def enter(self, exchange: Callable[[Vector], Mean]) -> None:
+    def enter(self, exchange: Callable[[Vector], MeanGradient]) -> None:
         self._exchange, self.over, self.rounds, self.waited_s = exchange, False, 0, 0.0
 
     def leave(self) -> None:
@@ -168,7 +168,7 @@ class Together:
         self.waited_s += time.perf_counter() - started
         self.rounds += 1
         self.over = self.over or mean.stop
-        result = torch.from_numpy(np.array(mean.vector))  # what arrived may be read-only
+        result = torch.from_numpy(np.array(mean.vector))  # a copy: Ray's arrays are read-only
         offset = 0
         for tensor in tensors:
             tensor.copy_(result[offset : offset + tensor.numel()].view(tensor.shape))
