@@ -69,7 +69,7 @@ def append_piece(name: str, content: NDArray[np.uint8], directory: Path) -> None
 
 
 def bytes_written(directory: Path) -> int:
-    """A number that grows while files are written: sizes plus allocated bytes, as a file may be sized before its data."""
+    """A number that grows while files are written: sizes plus allocation: a file may be sized before its data."""
     total = 0
     for place, _, names in os.walk(directory):  # skips directories that were renamed meanwhile
         for name in names:
