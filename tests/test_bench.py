@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+import tlt.bench.options
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.bench import bandwidth, fidelity, overheads, peers, steps
 from tlt.bench.bandwidth import read_bandwidth
-from tlt.bench.lab import Lab
+from tlt.bench.lab import Lab, check_shape
 from tlt.bench.options import FULL, QUICK, SECTIONS, BenchOptions, read_options
 from tlt.bench.peer_file import PeerFile, read_peer
 from tlt.bench.report import BenchReport, Clock, Subject
@@ -27,6 +28,8 @@ from tlt.errors import ConfigError, ModelError, TaskError
 from tlt.machine import GIB, Machine, describe
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
+from tlt.model.shapes import MODEL_SHAPES, shape_config
+from tlt.model.transformer import Transformer
 from tlt.model.widen import wide_config
 from tlt.tasks.token_prompts import token_prompts
 from tlt.types import SamplingParams
@@ -470,7 +473,35 @@ def test_a_bug_is_not_swallowed(tmp_path: Path) -> None:
 def test_an_unknown_shape_is_refused_before_anything_is_loaded() -> None:
     from tlt.bench.engine import bench_engine
 
-    with pytest.raises(ConfigError, match=r"predefined: 1\.5B, 7B"):
+    with pytest.raises(ConfigError, match=r"predefined: 1\.5B, 7B, Qwen2\.5-1\.5B, Qwen3-4B"):
         bench_engine(RunConfig(), BenchOptions(shape="3B"))
+    with pytest.raises(ConfigError, match=r"predefined: 1\.5B, 7B$"):
+        check_shape("Qwen3-4B")
     with pytest.raises(ModelError, match="no model at"):
         bench_engine(replace(RunConfig(), model=replace(RunConfig().model, path="nowhere")), BenchOptions())
+
+
+# ---- the shapes of known policies
+
+
+def test_named_shapes_have_the_sizes_of_their_policies() -> None:
+    billions = {"Qwen2.5-1.5B": 1.54, "Qwen3-4B": 4.02, "Qwen2.5-7B": 7.62, "Llama-3.1-8B": 8.03, "Qwen3-8B": 8.19}
+    billions["Qwen2.5-14B"] = 14.77  # as their model cards say
+    assert list(MODEL_SHAPES) == list(billions)
+    for name, expected in billions.items():
+        model = Transformer(shape_config(name), device="meta")
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e9 * expected, rel=4e-3), name
+
+
+def test_the_engine_is_measured_in_a_named_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = MODEL_SHAPES["Qwen2.5-1.5B"] | {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 5000}
+    monkeypatch.setitem(MODEL_SHAPES, "Qwen2.5-1.5B", sizes)
+    monkeypatch.setattr(tlt.bench.options, "QUICK", SMALL)
+    small = ["--model.device", "cpu", "--engine.kv_gib", "0.05", "--json", str(tmp_path / "x.json")]
+    assert main(["bench", "engine", "--shape", "Qwen2.5-1.5B", "--sections", "floor,step", "--no-peers", *small]) == 0
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert written["subject"]["shape"] == "random weights in the shape of Qwen2.5-1.5B"
+    (floor,) = written["sections"]["floor"]["records"]
+    assert floor["parameters"] == sum(p.numel() for p in Transformer(shape_config("Qwen2.5-1.5B")).parameters())
+    assert written["sections"]["step"]["records"][0]["step_ms"] > 0

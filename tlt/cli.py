@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, StateLost, Terminated, TltError, shown
+from tlt.model.shapes import MODEL_SHAPES
 from tlt.recipe import load_config, nearest_key, take_flags, to_toml
 from tlt.shipped import recipe_names, recipe_summary, recipe_text
 from tlt.signals import sigterm_raises
@@ -176,6 +177,8 @@ def _bench(options: Namespace, flags: list[str]) -> None:
     for name in ("new", "tolerance"):
         if getattr(options, name) is not None:
             raise ConfigError(f"{shown(getattr(options, name))} is only for tlt bench compare; leave it out")
+    if options.model is None and options.what == "engine" and options.shape in MODEL_SHAPES:
+        options.model = "tiny"  # its tokenizer alone is used
     if options.model is None and not (options.what == "train" and options.recipe):
         raise ConfigError(f"tlt bench {options.what} needs a MODEL; see tlt bench --help")
     config = _config(options, flags)
@@ -390,7 +393,12 @@ VERBS: dict[str, Verb] = {
                 "engine rollout",
             ),
             ("--raw", "no chat template: plain prompts", "engine rollout"),
-            ("--shape", "widen the policy to this shape first: 1.5B or 7B", "engine rollout train"),
+            (
+                "--shape",
+                "widen the policy to this shape first: 1.5B or 7B; engine: or, with MODEL left out, random weights in "
+                f"the shape of {', '.join(MODEL_SHAPES)}",
+                "engine rollout train",
+            ),
             ("--sections", "some of floor,start,step,context,natural,identity,logprobs,features,sync,peers", "engine"),
             ("--batches", "batch sizes of the step section, as in 1,8,64", "engine"),
             ("--cap", "tokens of a natural answer, at most", "engine rollout train fleet"),

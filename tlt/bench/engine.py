@@ -8,12 +8,13 @@ from typing import Any
 
 from tlt.bench import fidelity, overheads, steps
 from tlt.bench import peers as foreign
-from tlt.bench.lab import Lab, check_shape, widened
+from tlt.bench.lab import Lab, check_shape, shaped
 from tlt.bench.options import BenchOptions
 from tlt.bench.peer_file import read_peer
 from tlt.bench.report import BenchReport, Clock, Subject
 from tlt.config import RunConfig
 from tlt.machine import describe
+from tlt.model.shapes import MODEL_SHAPES
 from tlt.policy import open_policy
 from tlt.tasks.token_prompts import token_prompts
 
@@ -32,19 +33,19 @@ _SECTIONS: dict[str, Callable[[Lab], Iterator[Any]]] = {
 
 
 def bench_engine(config: RunConfig, options: BenchOptions) -> None:
-    check_shape(options.shape)
+    check_shape(options.shape, random_weights=True)
     peer = read_peer(options.peer) if options.peer else None
     clock = Clock()
     policy = open_policy(config.model)
     scale = options.scale(policy.model.embed.is_cuda)
     prompts = token_prompts(policy.tokenizer, scale.rows, options.prompts, options.raw)
-    model = widened(policy.model, options.shape)
+    model = shaped(policy.model, options.shape)
     machine = describe(model.embed.device, options.commit)
     if peer and options.peer:
         peer.check(machine.device, model.config, options.peer)
     subject = Subject(
         model=config.model.path,
-        shape=f"widened to {options.shape}" if options.shape else "as it is",
+        shape=_told_shape(options.shape),
         prompts=options.prompts.name if options.prompts else "built in",
         prompt_tokens_mean=sum(map(len, prompts)) / len(prompts),
         seed=config.run.seed,
@@ -57,3 +58,9 @@ def bench_engine(config: RunConfig, options: BenchOptions) -> None:
         if not report.section(name, _SECTIONS[name](lab), clock):
             lab.release()  # what a failed section left behind must not disturb the next
     report.close()
+
+
+def _told_shape(shape: str | None) -> str:
+    if shape is None:
+        return "as it is"
+    return f"random weights in the shape of {shape}" if shape in MODEL_SHAPES else f"widened to {shape}"

@@ -20,6 +20,7 @@ from tlt.engine.graphs import buckets
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.machine import Machine, free_memory, wait_for
+from tlt.model.shapes import MODEL_SHAPES, shape_config
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES, wide_config, widen
 from tlt.text import Tokenizer
@@ -54,10 +55,21 @@ class FreshStart:
     pool_bytes: int
 
 
-def check_shape(shape: str | None) -> None:
-    """Before anything is loaded."""
-    if shape is not None and shape not in SHAPES:
-        raise ConfigError(f"--shape is {shape!r}; predefined: {', '.join(SHAPES)}")
+def check_shape(shape: str | None, *, random_weights: bool = False) -> None:
+    """Raises ConfigError for an unknown shape. `random_weights`: those of `MODEL_SHAPES` are allowed, too."""
+    known = [*SHAPES, *(MODEL_SHAPES if random_weights else ())]
+    if shape is not None and shape not in known:
+        raise ConfigError(f"--shape is {shape!r}; predefined: {', '.join(known)}")
+
+
+def shaped(model: Transformer, shape: str | None) -> Transformer:
+    """`model` widened to a shape of `SHAPES`, or in its place random weights in a shape of `MODEL_SHAPES`."""
+    if shape not in MODEL_SHAPES:
+        return widened(model, shape)
+    with torch.no_grad():
+        other = Transformer(shape_config(shape), dtype=model.embed.dtype, device=model.embed.device)
+        other.init_weights(0)
+    return other
 
 
 def widened(model: Transformer, shape: str | None) -> Transformer:
