@@ -140,7 +140,7 @@ def with_shape(counters: int, tiles: int, warps: int, rows: SamplingRows, out: S
         sampling_triton.sample(
             logits_RV,
             (rows.seed_R, rows.request_R, rows.position_R),
-            (rows.temperature_R, rows.top_k_R, rows.top_p_R),
+            (rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.log_min_p_R),
             (out.token_R, out.logprob_R, out.policy_logprob_R),
             filtered=False,
             greedy_below=sampler.GREEDY_BELOW,

@@ -307,7 +307,7 @@ def test_log_probabilities_do_not_depend_on_the_company(monkeypatch: pytest.Monk
         sampling_triton.sample(
             logits[first:last].contiguous(),
             (some.seed_R, some.request_R, some.position_R),
-            (some.temperature_R, some.top_k_R, some.top_p_R),
+            (some.temperature_R, some.top_k_R, some.top_p_R, some.log_min_p_R),
             (out.token_R, out.logprob_R, out.policy_logprob_R),
             filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params[first:last]),
             greedy_below=1e-5,

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from tlt.engine import sampler
-from tlt.engine.sampler import Sampled, SamplingRows, sample
+from tlt.engine.sampler import Sampled, SamplingRows, log_min_p, sample
 from tlt.kernels.sampling import noise
 from tlt.types import Key, SamplingParams
 
@@ -30,14 +30,13 @@ FLAT = torch.zeros(6)
 SKEWED = torch.tensor([0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.5])
 
 
-def rows_of(
-    seed_R: Tensor, request_R: Tensor, position_R: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> SamplingRows:
+def rows_of(seed_R: Tensor, request_R: Tensor, position_R: Tensor, **settings: float) -> SamplingRows:
     """Rows with one setting for all."""
+    params = SamplingParams(**settings)  # type: ignore[arg-type]
     full = torch.full_like(seed_R, 0, dtype=torch.float32)
-    filtered = top_k > 0 or top_p < 1.0
     return SamplingRows(
-        seed_R, request_R, position_R, full + temperature, torch.full_like(seed_R, top_k), full + top_p, filtered
+        *(seed_R, request_R, position_R, full + params.temperature, torch.full_like(seed_R, params.top_k)),
+        *(full + params.top_p, full + log_min_p(params), params.filtered),
     )
 
 
@@ -155,6 +154,8 @@ def test_draws_follow_the_filtered_softmax() -> None:
     assert goodness(keyed, SKEWED, top_3_V / top_3_V.sum(), count=300_000, top_k=3) > ACCEPT
     # 0.64 + 0.23 < 0.9 ≤ 0.64 + 0.23 + 0.09
     assert goodness(keyed, SKEWED, top_3_V / top_3_V.sum(), count=100_000, top_p=0.9) > ACCEPT
+    # 0.09 / 0.64 ≥ 0.1 > 0.03 / 0.64
+    assert goodness(keyed, SKEWED, top_3_V / top_3_V.sum(), count=100_000, min_p=0.1) > ACCEPT
     # of the top 3, 0.67 + 0.24 ≥ 0.9: top-p counts what top-k left
     top_2_V = torch.where(torch.arange(7) < 2, probs_V, 0)
     assert goodness(keyed, SKEWED, top_2_V / top_2_V.sum(), count=100_000, top_k=3, top_p=0.9) > ACCEPT
@@ -262,6 +263,7 @@ def mixed_rows(count: int) -> SamplingRows:
         SamplingParams(temperature=0.6, top_k=5),
         SamplingParams(top_p=0.8),
         SamplingParams(temperature=1.7, top_k=20, top_p=0.9),
+        SamplingParams(temperature=1.2, min_p=0.1),
     ]
     keys = [Key(seed=(1 << 64) - 1 - k, request=(k << 40) - 3) for k in range(count)]
     return SamplingRows.of(keys, [7 * k for k in range(count)], [settings[k % len(settings)] for k in range(count)])
@@ -275,6 +277,7 @@ def pick(rows: SamplingRows, index: Tensor) -> SamplingRows:
         rows.temperature_R[index],
         rows.top_k_R[index],
         rows.top_p_R[index],
+        rows.log_min_p_R[index],
         rows.filtered,
     )
 
@@ -307,7 +310,12 @@ def kept_tokens(logits: list[float], params: SamplingParams) -> list[bool]:
         if mass >= params.top_p:
             break
         mass, last = mass + probs[v].item(), logits[v]
-    return [x >= (last if params.top_p < 1 else kth) for x in logits]
+    ratios = (torch.tensor(logits, dtype=torch.float64) / params.temperature).softmax(-1)
+    floor = params.min_p * ratios.max().item() * (1 - 1e-6)
+    return [
+        x >= (last if params.top_p < 1 else kth) and ratio >= floor
+        for x, ratio in zip(logits, ratios.tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -315,7 +323,7 @@ def test_logprobs_are_those_of_the_filtered_softmax(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     logits_RV = 2 * torch.randn(30, 60, dtype=dtype, generator=generator)
     settings = [
-        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=0.05 if top_k == 10 else 0.0)
         for temperature in (0.5, 1.0, 1.5)
         for top_k in (0, 1, 10, 60, 100)
         for top_p in (1.0, 0.7)

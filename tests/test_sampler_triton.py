@@ -50,6 +50,8 @@ FILTERED = [
     SamplingParams(temperature=0.0, top_k=3, top_p=0.5),
     SamplingParams(top_k=1),
     SamplingParams(temperature=0.7, top_p=1e-4),
+    SamplingParams(temperature=0.7, min_p=0.2),
+    SamplingParams(temperature=1.4, top_k=200, min_p=0.01),
     SamplingParams(),
 ]
 
@@ -139,7 +141,7 @@ def test_the_split_of_the_vocabulary_changes_no_token(tiles: int) -> None:
     sampling_triton.sample(
         logits_RV,
         (rows.seed_R, rows.request_R, rows.position_R),
-        (rows.temperature_R, rows.top_k_R, rows.top_p_R),
+        (rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.log_min_p_R),
         (out.token_R, out.logprob_R, out.policy_logprob_R),
         filtered=False,
         greedy_below=sampler.GREEDY_BELOW,

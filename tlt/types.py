@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from tlt.errors import RequestError, shown
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "abort"]
 _SHOWN = 60  # characters of a text in a repr
 
 
@@ -49,14 +49,21 @@ class SamplingParams:
     temperature: float = 1.0  # 0 takes the most probable token
     top_k: int = 0  # keep the k most probable tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    min_p: float = 0.0  # keep tokens with at least this fraction of the likeliest token's probability; 0 keeps all
     max_tokens: int = 256  # tokens generated at most, the end token included
     stop: tuple[str, ...] = ()  # texts that end the answer; the answer contains the stop text
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the answer, as its last token
     ignore_eos: bool = False  # go on past the end token (benchmarks of a fixed length)
 
     @property
     def filtered(self) -> bool:
         """Whether some tokens are left out."""
-        return self.top_k > 0 or self.top_p < 1.0
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def stops(self) -> bool:
+        """Whether other tokens than the end token may end the answer."""
+        return bool(self.stop or self.stop_token_ids)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
@@ -65,10 +72,15 @@ class SamplingParams:
             raise RequestError(f"top_k is {self.top_k!r}; expected 0 (off) or a positive integer")
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p is {self.top_p!r}; expected a number in (0, 1]")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise RequestError(f"min_p is {self.min_p!r}; expected a number in [0, 1]")
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens!r}; expected at least 1")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(f"stop is {self.stop!r}; expected a tuple of non-empty strings")
+        tokens = self.stop_token_ids
+        if not isinstance(tokens, tuple) or not all(type(token) is int and token >= 0 for token in tokens):
+            raise RequestError(f"stop_token_ids is {tokens!r}; expected a tuple of integers ≥ 0")
 
 
 @dataclass(frozen=True, slots=True)

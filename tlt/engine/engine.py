@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tlt.config import EngineSettings
@@ -21,9 +22,10 @@ from tlt.engine.graphs import PoolReport
 from tlt.engine.memory import cache_pages
 from tlt.engine.output import InFlightTick, TickOutput
 from tlt.engine.pages import PageAllocator, PageStats
-from tlt.engine.request import Limits, Request, RequestState, check, check_keys
+from tlt.engine.request import Limits, Request, RequestState, Written, check, check_keys, check_text
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
+from tlt.engine.scoring import Scores, score
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
@@ -273,6 +275,39 @@ class EngineCore:
         """What a request in flight has been answered so far."""
         return tuple(self._in_flight[key].tokens)
 
+    def written_since(self, key: Key, start: int) -> Written:
+        """What a request in flight has been answered so far, from token number `start` on."""
+        state = self._in_flight[key]
+        return Written(tuple(state.tokens[start:]), tuple(state.logprobs[start:]), tuple(state.policy_logprobs[start:]))
+
+    def abort(self, key: Key) -> Completion:
+        """Ends a request at once, wherever it stands: its row and pages are free. What was read of its answer, with
+        finish reason "abort"."""
+        state = self._in_flight.get(key)
+        if state is None:
+            raise RequestError(f"key (seed {key.seed}, request {key.request}) is not in flight; nothing to abort")
+        self._scheduler.abort(state)
+        now = time.perf_counter()
+        state.first_token_s = state.first_token_s or now
+        completion = self._complete(state, "abort", now)
+        if self.idle:
+            self._settle()
+        return completion
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[Sequence[int]], top: int = 0) -> list[Scores]:
+        """Log-probabilities of every token of these texts but the first, by one forward of the policy as it is now.
+
+        Each position also names the `top` likeliest tokens. Requests under way are not disturbed.
+        """
+        for text in texts:
+            check_text(text, self._limits)
+        return score(self._runner.model, texts, top)
+
+    def drop_prefixes(self) -> None:
+        """Keys and values of prompts and of kept answers are computed again when they are next asked for."""
+        self._scheduler.drop_prefixes()
+
     def load_policy(self, version: int) -> None:
         """The policy's tensors now hold other weights: nothing computed with the old ones is used again.
 
@@ -337,7 +372,7 @@ class EngineCore:
             state = req.state
             if not state.tokens:
                 state.first_token_s = now
-            if req.left > 0 and not state.request.params.stop and self._endings.isdisjoint(tokens):
+            if req.left > 0 and not state.request.params.stops and self._endings.isdisjoint(tokens):
                 state.tokens.extend(tokens)  # nothing can end: as almost always
                 state.logprobs.extend(logprobs[: len(tokens)])
                 state.policy_logprobs.extend(policy_logprobs[: len(tokens)])
@@ -369,7 +404,7 @@ class EngineCore:
         params = state.request.params
         if token in self._tokenizer.eos_ids and not params.ignore_eos:
             return "eos"
-        if params.stop and self._stopped(state, token):
+        if token in params.stop_token_ids or (params.stop and self._stopped(state, token)):
             return "stop"
         return "length" if len(state.tokens) == params.max_tokens else None
 
@@ -402,7 +437,7 @@ class EngineCore:
     def _fail(self, req: RunningRequest) -> None:
         """A request whose logits are no distribution ends; everyone else goes on."""
         state = req.state
-        self._scheduler.finish(req)
+        self._scheduler.finish(req, keep=False)
         self._forget(state)
         self._failures.append(
             f"request {state.request.key.request}: the policy's logits at position "

@@ -5,7 +5,7 @@ of a group compute their prompt once; a page that only the shelf holds is cached
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -61,6 +61,7 @@ class Prefix:
     pages: list[int] = field(default_factory=list)
     done: int = 0  # tokens whose keys and values are (or will be, in stream order) in the pages
     private: bool = False  # the resumption of one request: of no use to others
+    starts: tuple[int, ...] = ()  # hashes of its starts, page by page, under which others may find them
 
     @property
     def complete(self) -> bool:
@@ -70,9 +71,11 @@ class Prefix:
 class PrefixCache:
     """Prefixes by their tokens, least recently used first."""
 
-    def __init__(self, book: PageAllocator) -> None:
+    def __init__(self, book: PageAllocator, page_size: int) -> None:
         self._book = book
+        self._page_size = page_size
         self._prefix_cache: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._starts: dict[int, Prefix] = {}  # hash of a number of full pages → the newest prefix that starts with them
 
     def find(self, tokens: tuple[int, ...]) -> Prefix | None:
         prefix = self._prefix_cache.get(tokens)
@@ -80,11 +83,34 @@ class PrefixCache:
             self._prefix_cache.move_to_end(tokens)
         return prefix
 
-    def put(self, prefix: Prefix) -> None:
+    def put(self, prefix: Prefix, *, shared: bool = False) -> None:
+        """`shared`: texts that only start alike may begin with its full pages."""
         self._prefix_cache[prefix.tokens] = prefix
+        if shared:
+            prefix.starts = tuple(self._hashes(prefix.tokens))
+            self._starts.update(dict.fromkeys(prefix.starts, prefix))
+
+    def longest_start(self, tokens: tuple[int, ...]) -> list[int]:
+        """Pages of the longest start of these tokens that a shared prefix has computed, in full pages."""
+        hashes = list(self._hashes(tokens))
+        for count in range(len(hashes), 0, -1):
+            prefix, length = self._starts.get(hashes[count - 1]), count * self._page_size
+            if prefix and prefix.done >= length and prefix.tokens[:length] == tokens[:length]:
+                self._prefix_cache.move_to_end(prefix.tokens)
+                return prefix.pages[:count]
+        return []
+
+    def _hashes(self, tokens: tuple[int, ...]) -> Iterator[int]:
+        found = 0
+        for end in range(self._page_size, len(tokens) + 1, self._page_size):
+            found = hash((found, tokens[end - self._page_size : end]))
+            yield found
 
     def drop(self, prefix: Prefix) -> None:
         del self._prefix_cache[prefix.tokens]
+        for start in prefix.starts:
+            if self._starts.get(start) is prefix:
+                del self._starts[start]
         self._book.release(prefix.pages)
 
     def clear(self) -> None:

@@ -1,6 +1,6 @@
 """A request: what a caller asks of the engine. Checked here, before it can disturb anything that runs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tlt.errors import RequestError
@@ -15,6 +15,12 @@ class Request:
     prompt: tuple[int, ...]  # token ids
     params: SamplingParams
     prompt_id: str = ""  # what lengths are remembered under; the requests of a group have the same
+    noise: Key | None = None  # the key it draws with, where that is not its own: several in flight may share one
+    keep: bool = False  # keep its full pages when it ends: a request whose prompt goes on from it starts there
+
+    @property
+    def noise_key(self) -> Key:
+        return self.key if self.noise is None else self.noise
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +47,15 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """Part of an answer in the making."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What this engine and its policy can hold."""
 
@@ -54,13 +69,7 @@ def check(request: Request, limits: Limits) -> None:
     name = f"request {request.key.request}"
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"{name}: params is a {type(request.params).__name__}; expected SamplingParams")
-    if not isinstance(request.prompt, tuple) or not all(isinstance(token, int) for token in request.prompt):
-        raise RequestError(f"{name}: the prompt is {_glimpse(request.prompt)}; expected a tuple of integers")
-    if not request.prompt:
-        raise RequestError(f"{name}: the prompt has no tokens; expected at least one")
-    strange = [token for token in request.prompt if not 0 <= token < limits.vocab]
-    if strange:
-        raise RequestError(f"{name}: token {strange[0]} is outside the policy's vocabulary of {limits.vocab}")
+    _check_tokens(f"{name}: the prompt", request.prompt, limits)
     total = len(request.prompt) + request.params.max_tokens
     if total > limits.context:
         raise RequestError(
@@ -72,6 +81,23 @@ def check(request: Request, limits: Limits) -> None:
             f"{name}: needs {total} tokens of key-value cache, the whole cache holds {limits.cache_tokens}; "
             "raise engine.kv_gib or lower max_tokens"
         )
+
+
+def check_text(text: Sequence[int], limits: Limits) -> None:
+    """Raises RequestError where the text could never be scored."""
+    _check_tokens("the text", tuple(text), limits)
+    if len(text) > limits.context:
+        raise RequestError(f"the text has {len(text)} tokens, more than the policy's context of {limits.context}")
+
+
+def _check_tokens(name: str, tokens: tuple[int, ...], limits: Limits) -> None:
+    if not isinstance(tokens, tuple) or not all(isinstance(token, int) for token in tokens):
+        raise RequestError(f"{name} is {_glimpse(tokens)}; expected a tuple of integers")
+    if not tokens:
+        raise RequestError(f"{name} has no tokens; expected at least one")
+    strange = [token for token in tokens if not 0 <= token < limits.vocab]
+    if strange:
+        raise RequestError(f"{name}: token {strange[0]} is outside the policy's vocabulary of {limits.vocab}")
 
 
 def _glimpse(prompt: object, shown: int = 40) -> str:

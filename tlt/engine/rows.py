@@ -8,11 +8,12 @@ nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
-from tlt.engine.sampler import Sampled, SamplingRows
+from tlt.engine.sampler import Sampled, SamplingRows, log_min_p
 from tlt.engine.scheduler import Plan
 from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.dispatch import dispatch
@@ -54,7 +55,7 @@ class Rows:
         self._page_size = page_size
         self._device = device
         self._ints = torch.zeros((rows, 5), dtype=torch.int64, device=device)  # token, position, seed, request, top-k
-        self._floats = torch.ones((rows, 2), dtype=torch.float32, device=device)  # temperature, top-p
+        self._floats = torch.tensor([[1.0, 1.0, -inf]], device=device).repeat(rows, 1)  # temperature, top-p, ln min-p
         self._pages = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self._ends = torch.zeros(rows, dtype=torch.int64, device=device)  # position of the last token it may have
         self._remaining_bias = torch.zeros((), dtype=torch.float32, device=device)  # of those that are far from it
@@ -97,8 +98,8 @@ class Rows:
         int64s, int32s, float32s = dispatch(batch_state.prepare_decode, self._ints.is_cuda)(
             *self._state(), rows, self._page_size
         )
-        token, position, next_position, seed, request, top_k = int64s
-        sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
+        token, position = int64s[:2]
+        sampling = _sampling(int64s, float32s, filtered)
         return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
 
     def finish(self, rows: int, drawn: Sampled) -> Tensor:
@@ -122,8 +123,8 @@ class Rows:
         int64s, slot_T, context_R, float32s, mask_TW = dispatch(tree_kernels.prepare, on_gpu)(
             state, laid, start_R1, tokens, self._page_size
         )
-        token_T, position_T, next_position, seed, request, top_k = int64s
-        sampling = SamplingRows(seed, request, next_position, float32s[0], top_k, float32s[1], filtered)
+        token_T, position_T = int64s[:2]
+        sampling = _sampling(int64s, float32s, filtered)
         pages_RP = self._pages[:rows]
         return TreeInputs(start_R1, token_T, position_T, slot_T, mask_TW, context_R, pages_RP, sampling)
 
@@ -148,9 +149,9 @@ class Rows:
         ints, floats, pages = [], [], []
         width = max(len(entry.pages) for entry in entries)
         for entry in entries:
-            key, params = entry.request.key, entry.request.params
+            key, params = entry.request.noise_key, entry.request.params
             ints.append([entry.token, entry.position, as_int64(key.seed), as_int64(key.request), params.top_k])
-            floats.append([params.temperature, params.top_p])
+            floats.append([params.temperature, params.top_p, log_min_p(params)])
             pages.append([*entry.pages, *[0] * (width - len(entry.pages))])
         row, ends = self._send([(entry.row, entry.position + entry.left) for entry in entries], torch.int64).unbind(1)
         self._ends[row] = ends
@@ -160,6 +161,12 @@ class Rows:
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return send(values, dtype, self._device)
+
+
+def _sampling(int64s: Tensor, float32s: Tensor, filtered: bool) -> SamplingRows:
+    next_position, seed, request, top_k = int64s[2:]
+    temperature, top_p, min_p = float32s
+    return SamplingRows(seed, request, next_position, temperature, top_k, top_p, min_p, filtered)
 
 
 def send(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:

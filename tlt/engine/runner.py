@@ -120,6 +120,10 @@ class Runner:
 
     # ---- a drafter's stage
 
+    @property
+    def model(self) -> Transformer:
+        return self._model
+
     def view(self) -> RowView:
         return self._rows.view()
 

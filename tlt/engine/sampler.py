@@ -14,6 +14,7 @@ Exactly:
 - top-k keeps every logit ≥ the k-th largest: equals at the threshold all stay. k ≤ 0 or k ≥ V keeps all.
 - top-p then keeps every logit ≥ the largest threshold whose tokens hold at least top_p of what top-k left. Probability
   is counted in whole units of 2^-40 of the likeliest token, so the sum has no rounding and no order.
+- min_p keeps, of what is left, every scaled logit ≥ the largest scaled logit + ln min_p.
 - The likeliest token always stays. Equal sums of logit and noise: the lowest index wins.
 - −inf is a token that cannot be drawn. A row with a NaN or +inf logit, or with no finite one, has no distribution: its
   token is −1 and both of its log-probabilities are NaN.
@@ -21,6 +22,7 @@ Exactly:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -45,7 +47,8 @@ class SamplingRows:
     temperature_R: Tensor  # float32
     top_k_R: Tensor  # int64; ≤ 0 is off
     top_p_R: Tensor  # float32 in (0, 1]; 1 is off
-    filtered: bool  # whether any row may use top-k or top-p; known on the host, so choosing the path needs no sync
+    log_min_p_R: Tensor  # float32, ln min_p ≤ 0; −inf is off
+    filtered: bool  # whether any row may use a filter; known on the host, so choosing the path needs no sync
 
     @classmethod
     def of(
@@ -67,7 +70,8 @@ class SamplingRows:
             temperature_R=on_device([p.temperature for p in params], torch.float32),
             top_k_R=on_device([p.top_k for p in params], torch.int64),
             top_p_R=on_device([p.top_p for p in params], torch.float32),
-            filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params),
+            log_min_p_R=on_device([log_min_p(p) for p in params], torch.float32),
+            filtered=any(p.filtered for p in params),
         )
 
     def slice(self, start: int, stop: int) -> "SamplingRows":
@@ -79,8 +83,14 @@ class SamplingRows:
             self.temperature_R[start:stop],
             self.top_k_R[start:stop],
             self.top_p_R[start:stop],
+            self.log_min_p_R[start:stop],
             self.filtered,
         )
+
+
+def log_min_p(params: SamplingParams) -> float:
+    """As rows hold it: how far below the largest scaled logit a token may lie, as a number ≤ 0."""
+    return log(params.min_p) if params.min_p else -inf
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ def _sample_fused(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None, ex
     sampling_triton.sample(
         logits_RV,
         (rows.seed_R, rows.request_R, rows.position_R),
-        (rows.temperature_R, rows.top_k_R, rows.top_p_R),
+        (rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.log_min_p_R),
         (out.token_R, out.logprob_R, out.policy_logprob_R),
         filtered=rows.filtered,
         greedy_below=GREEDY_BELOW,
@@ -159,7 +169,8 @@ def _sample_chunk(logits_RV: Tensor, rows: SamplingRows) -> Sampled:
     scaled_RV = logits_RV * inverse_R1
     if rows.filtered:
         threshold_R1 = filter_thresholds(logits_RV, inverse_R1, rows).masked_fill_(greedy_R1, float("-inf"))
-        scaled_RV.masked_fill_(logits_RV < threshold_R1, float("-inf"))
+        floor_R1 = scaled_RV.amax(-1, keepdim=True) + rows.log_min_p_R.unsqueeze(-1).masked_fill(greedy_R1, -inf)
+        scaled_RV.masked_fill_((logits_RV < threshold_R1) | (scaled_RV < floor_R1), -inf)
     noise_RV = noise.gumbel(rows.seed_R, rows.request_R, rows.position_R, logits_RV.shape[-1])
     perturbed_RV = noise_RV.mul_(~greedy_R1) + scaled_RV
     token_R1 = perturbed_RV.argmax(-1, keepdim=True)

@@ -14,7 +14,7 @@ What always holds:
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from math import inf
 
 from tlt.engine.admission import Admission
@@ -81,7 +81,7 @@ class Plan:
     entries: tuple[Entry, ...]
     new_pages: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
     reqs: tuple[RunningRequest, ...]  # row → whose token will come out
-    filtered: bool  # some request uses top-k or top-p
+    filtered: bool  # some request uses top-k, top-p or min-p
     nodes: int = 1  # of each request's tree; 1 = plain decoding
     has_waiting: bool = False  # others will enter when these leave
 
@@ -95,7 +95,7 @@ class Scheduler:
         self, book: PageAllocator, page_size: int, max_rows: int, prefill_tokens: int, admission: Admission
     ) -> None:
         self._allocator = book
-        self._prefix_cache = PrefixCache(book)
+        self._prefix_cache = PrefixCache(book, page_size)
         self._page_size = page_size
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
@@ -108,8 +108,9 @@ class Scheduler:
         self._ticks_held = 0  # ticks for which free rows were left free
         self._preempted: list[RequestState] = []  # preempted: they go before anyone new
         self._reqs: list[RunningRequest] = []
+        self._retired: dict[RunningRequest, list[int]] = {}  # last token in flight → pages to keep
         self._moves: list[tuple[int, int]] = []
-        self._filtered = 0  # stays with top-k or top-p
+        self._filtered = 0  # stays with top-k, top-p or min-p
 
     # ---- what callers ask
 
@@ -145,18 +146,40 @@ class Scheduler:
         self._waiting.add(state)
         self._awaited_prefixes[state.prefix] += 1
 
-    def finish(self, req: RunningRequest) -> None:
-        """The answer is complete: the row and the pages are free at once."""
+    def finish(self, req: RunningRequest, *, keep: bool = True) -> None:
+        """The answer is complete: the row and the pages are free at once, or kept if the request asks for it."""
         self._admission.finished(req.state.request, len(req.state.tokens))
         self._waiting.rank_changed(req.state.request.prompt_id)
-        if not req.over:
-            self._leave(req)
+        if keep and req.state.request.keep:
+            self._keep(req.state, self._retired.get(req) or req.pages)
+        self._leave(req)
+
+    def abort(self, state: RequestState) -> None:
+        """The request is over wherever it stands, and holds nothing any more."""
+        stay = next((req for req in chain(self._reqs, self._retired) if req.state is state), None)
+        if stay is not None:
+            self._leave(stay)
+            return
+        (self._preempted if state.preemptions else self._waiting).remove(state)
+        own = self._prefix_cache.find(state.prefix)
+        if own is not None and own.private:
+            self._prefix_cache.drop(own)
+        self._no_longer_awaits(state.prefix)
+        self._blocked = False
 
     def forget_cache(self) -> None:
         """The policy changed: no key or value computed before may be used again."""
         for req in list(self._reqs):
             self._preempt(req)
+        for req, pages in self._retired.items():
+            self._allocator.release(pages)
+            self._retired[req] = []
+        self.drop_prefixes()
+
+    def drop_prefixes(self) -> None:
+        """Nobody who enters from now on starts from what is computed already."""
         self._prefix_cache.clear()
+        self._blocked = False
 
     def advance(self, reqs: Iterable[RunningRequest], steps: Iterable[int]) -> None:
         """Each stay's verified tree emitted so many tokens."""
@@ -186,12 +209,26 @@ class Scheduler:
     def _retire(self) -> None:
         """Stays whose last token is in flight need no row any more."""
         for req in [req for req in self._reqs if req.left <= 0]:
+            self._retired[req] = list(req.pages) if req.state.request.keep else []
+            self._allocator.share(self._retired[req])
             self._vacate(req)
 
     def _leave(self, req: RunningRequest) -> None:
         req.over = True
         if req.row >= 0:
             self._vacate(req)
+        if retained := self._retired.pop(req, []):
+            self._allocator.release(retained)
+            self._blocked = False
+
+    def _keep(self, state: RequestState, pages: list[int]) -> None:
+        """The full pages of prompt and answer become a prefix. Its last token has no key and no value yet."""
+        full = len(state.prefix) // self._page_size
+        tokens = state.prefix[: full * self._page_size]
+        of_prompt = (len(state.request.prompt) - 1) // self._page_size  # these are kept already
+        if of_prompt < full <= len(pages) and self._prefix_cache.find(tokens) is None:
+            self._allocator.share(pages[:full])
+            self._prefix_cache.put(Prefix(tokens, pages[:full], len(tokens)), shared=True)
 
     def _vacate(self, req: RunningRequest) -> None:
         """Frees row and pages; the last row moves into the hole."""
@@ -236,10 +273,11 @@ class Scheduler:
         """Makes that many pages free by dropping cached prefixes, if it can: first those nobody waits for."""
         if self._allocator.free >= pages:
             return True
-        prefix_cache = [prefix for prefix in self._prefix_cache.oldest_first() if prefix is not keep]
-        for prefix in sorted(prefix_cache, key=lambda prefix: prefix.tokens in self._awaited_prefixes):
-            if prefix.tokens in self._awaited_prefixes and len(self._reqs) > 1:
-                break  # while others run, giving up computed prompts is worse than preempting the youngest
+        prefixes = [prefix for prefix in self._prefix_cache.oldest_first() if prefix is not keep]
+        unwanted = (prefix for prefix in prefixes if prefix.tokens not in self._awaited_prefixes)
+        # while others run, giving up computed prompts is worse than preempting the youngest
+        awaited = [prefix for prefix in prefixes if len(self._reqs) <= 1 and prefix.tokens in self._awaited_prefixes]
+        for prefix in chain(unwanted, awaited):
             self._prefix_cache.drop(prefix)
             if self._allocator.free >= pages:
                 return True
@@ -293,11 +331,13 @@ class Scheduler:
             self._allocator.release(shared)
             return None
         prefix = Prefix(tokens, shared + self._allocator.take(pages), len(shared) * self._page_size, bool(state.tokens))
-        self._prefix_cache.put(prefix)
+        self._prefix_cache.put(prefix, shared=state.request.keep and not prefix.private)
         return prefix
 
     def _shared_start(self, state: RequestState) -> list[int]:
-        """Full pages of the prompt, if a resumed request finds its prompt still on the shelf."""
+        """Full pages that are computed already: of texts that are kept, or of a resumed request's own prompt."""
+        if state.request.keep:
+            return self._prefix_cache.longest_start(state.prefix)
         prompt = self._prefix_cache.find(state.request.prompt[:-1]) if state.tokens else None
         if prompt is None or not prompt.complete:
             return []
@@ -345,9 +385,12 @@ class Scheduler:
         (self._preempted if state.preemptions else self._waiting).remove(state)
         self._admission.started(state.request)
         self._waiting.rank_changed(state.request.prompt_id)
-        self._awaited_prefixes[state.prefix] -= 1
-        if not self._awaited_prefixes[state.prefix]:
-            del self._awaited_prefixes[state.prefix]
+        self._no_longer_awaits(state.prefix)
+
+    def _no_longer_awaits(self, prefix: tuple[int, ...]) -> None:
+        self._awaited_prefixes[prefix] -= 1
+        if not self._awaited_prefixes[prefix]:
+            del self._awaited_prefixes[prefix]
 
 
 def net_moves(moves: Iterable[tuple[int, int]], reqs: int) -> tuple[tuple[int, int], ...]:

@@ -396,11 +396,11 @@ def _check(model: Transformer, grpo: GrpoSettings, reference: Transformer | None
         raise ConfigError(f"grpo.kl is {grpo.kl} but there is no reference policy; give one, or set grpo.kl to 0")
     if sampling.temperature == 0:
         raise ConfigError("sampling.temperature is 0: all answers of a group are the same; set it to 1")
-    if sampling.temperature != 1 and (sampling.top_k or sampling.top_p < 1):
+    if sampling.temperature != 1 and sampling.filtered:
         raise ConfigError(
-            f"sampling.temperature is {sampling.temperature} with top_k {sampling.top_k} and top_p {sampling.top_p}: "
-            "the engine has no unfiltered log-probabilities at that temperature; set temperature to 1, or top_k to 0 "
-            "and top_p to 1"
+            f"sampling.temperature is {sampling.temperature} with top_k {sampling.top_k}, top_p {sampling.top_p} and "
+            f"min_p {sampling.min_p}: the engine has no unfiltered log-probabilities at that temperature; set "
+            "temperature to 1, or top_k and min_p to 0 and top_p to 1"
         )
 
 

@@ -21,16 +21,16 @@ UNUSED = -1  # a slot that holds no position
 
 
 def prepare_decode(
-    ints_R5: Tensor, floats_R2: Tensor, pages_RP: Tensor, count: Tensor, rows: int, page_size: int
+    ints_R5: Tensor, floats_R3: Tensor, pages_RP: Tensor, count: Tensor, rows: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int64 [6, R]: token, position, position of the next, seed, request, top-k; int32 [2, R]: slot, context;
-    float32 [2, R]: temperature, top-p."""
+    float32 [3, R]: temperature, top-p, ln min-p."""
     token, position, seed, request, top_k = ints_R5[:rows].t()
     live = torch.arange(rows, device=count.device) < count
     page = pages_RP[:rows].gather(1, (position // page_size)[:, None]).squeeze(1)
     slot = (page * page_size + position % page_size).masked_fill(~live, -1)
     int64s = torch.stack((token, position, position + 1, seed, request, top_k))
-    return int64s, torch.stack((slot, (position + 1) * live)).int(), floats_R2[:rows].t().contiguous()
+    return int64s, torch.stack((slot, (position + 1) * live)).int(), floats_R3[:rows].t().contiguous()
 
 
 def finish_decode(

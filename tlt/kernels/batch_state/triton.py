@@ -46,8 +46,8 @@ def _prepare_decode_kernel(
         tl.store(int64s_ptr + (column + 1) * rows + row, tl.load(ints_ptr + row * 5 + column, mask=inside), mask=inside)
     tl.store(int32s_ptr + row, tl.where(live, slot, -1), mask=inside)
     tl.store(int32s_ptr + rows + row, tl.where(live, position.to(tl.int32) + 1, 0), mask=inside)
-    for column in tl.static_range(2):  # temperature, top-p
-        tl.store(float32s_ptr + column * rows + row, tl.load(floats_ptr + row * 2 + column, mask=inside), mask=inside)
+    for column in tl.static_range(3):  # temperature, top-p, ln min-p
+        tl.store(float32s_ptr + column * rows + row, tl.load(floats_ptr + row * 3 + column, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -69,16 +69,16 @@ def _finish_decode_kernel(
 
 
 def prepare_decode(
-    ints_R5: Tensor, floats_R2: Tensor, pages_RP: Tensor, count: Tensor, rows: int, page_size: int
+    ints_R5: Tensor, floats_R3: Tensor, pages_RP: Tensor, count: Tensor, rows: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int64 [6, R]: token, position, position of the next, seed, request, top-k; int32 [2, R]: slot, context;
-    float32 [2, R]: temperature, top-p."""
+    float32 [3, R]: temperature, top-p, ln min-p."""
     device = ints_R5.device
     int64s = torch.empty((6, rows), dtype=torch.int64, device=device)
     int32s = torch.empty((2, rows), dtype=torch.int32, device=device)
-    float32s = torch.empty((2, rows), dtype=torch.float32, device=device)
+    float32s = torch.empty((3, rows), dtype=torch.float32, device=device)
     _prepare_decode_kernel[(triton.cdiv(rows, _ROWS_BLOCK),)](
-        ints_R5, floats_R2, pages_RP, count, int64s, int32s, float32s, rows, pages_RP.stride(0),
+        ints_R5, floats_R3, pages_RP, count, int64s, int32s, float32s, rows, pages_RP.stride(0),
         PAGE=page_size, BLOCK=_ROWS_BLOCK, num_warps=2,
     )  # fmt: skip
     return int64s, int32s, float32s

@@ -31,14 +31,14 @@ def prepare(
     tokens: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows (ints [R, 5], floats [R, 2], pages [R, P], count) and trees (token, depth [R, Q], mask [R, Q, W]) → inputs.
+    """Rows (ints [R, 5], floats [R, 3], pages [R, P], count) and trees (token, depth [R, Q], mask [R, Q, W]) → inputs.
 
     Puts each row's newest token at the root of its tree. Returns int64 [6, T]: token, position, position of the next,
     seed, request, top-k; int32 slots [T]; int32 context [R]; float32 [2, T]: temperature, top-p; int32 mask [T, W].
     """
-    (ints_R5, floats_R2, pages_RP, count), (token_RQ, depth_RQ, mask_RQW) = state, trees
+    (ints_R5, floats_R3, pages_RP, count), (token_RQ, depth_RQ, mask_RQW) = state, trees
     rows, device = len(token_RQ), count.device
-    ints, floats = ints_R5[:rows], floats_R2[:rows]
+    ints, floats = ints_R5[:rows], floats_R3[:rows]
     token_RQ[:, 0] = ints[:, 0]
     row_T, node_T, owned_T = _places(start_R1, tokens)
     live_R = torch.arange(rows, device=device) < count

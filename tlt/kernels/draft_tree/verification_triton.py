@@ -50,8 +50,8 @@ def _prepare_kernel(
         same = tl.zeros((BLOCK,), tl.int64) + tl.load(ints_ptr + row * 5 + column)
         tl.store(int64s_ptr + (column + 1) * tokens + cell, same, mask=inside)
     tl.store(slot_ptr + cell, tl.where(live, slot, -1), mask=inside)
-    for column in tl.static_range(2):  # temperature, top-p
-        same = tl.zeros((BLOCK,), tl.float32) + tl.load(floats_ptr + row * 2 + column)
+    for column in tl.static_range(3):  # temperature, top-p, ln min-p
+        same = tl.zeros((BLOCK,), tl.float32) + tl.load(floats_ptr + row * 3 + column)
         tl.store(float32s_ptr + column * tokens + cell, same, mask=inside)
     for word in tl.static_range(W):
         bits = tl.load(mask_ptr + (row * Q + node) * W + word, mask=inside, other=0)
@@ -125,16 +125,16 @@ def prepare(
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `verification.prepare`."""
-    (ints_R5, floats_R2, pages_RP, count), (token_RQ, depth_RQ, mask_RQW) = state, trees
+    (ints_R5, floats_R3, pages_RP, count), (token_RQ, depth_RQ, mask_RQW) = state, trees
     (rows, nodes, words), device = mask_RQW.shape, ints_R5.device
     int64s = torch.empty((6, tokens), dtype=torch.int64, device=device)
     slot_T = torch.empty(tokens, dtype=torch.int32, device=device)
     context_R = torch.empty(rows, dtype=torch.int32, device=device)
-    float32s = torch.empty((2, tokens), dtype=torch.float32, device=device)
+    float32s = torch.empty((3, tokens), dtype=torch.float32, device=device)
     mask_TW = torch.empty((tokens, words), dtype=torch.int32, device=device)
     block = triton.next_power_of_2(nodes)
     _prepare_kernel[(rows + triton.cdiv(tokens - rows, block),)](
-        ints_R5, floats_R2, pages_RP, count, token_RQ, depth_RQ, mask_RQW, start_R1,
+        ints_R5, floats_R3, pages_RP, count, token_RQ, depth_RQ, mask_RQW, start_R1,
         int64s, slot_T, context_R, float32s, mask_TW, rows, tokens, nodes, pages_RP.stride(0),
         PAGE=page_size, W=words, BLOCK=block, num_warps=1,
     )  # fmt: skip

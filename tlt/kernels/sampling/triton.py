@@ -66,17 +66,17 @@ def _laid_out_like(counter, x):
 
 
 @triton.jit
-def _scaled(x, inverse, threshold, FILTERED: tl.constexpr):
+def _scaled(x, inverse, threshold, floor, FILTERED: tl.constexpr):
     scaled = x * inverse
     if FILTERED:
-        scaled = tl.where(x < threshold, float("-inf"), scaled)
+        scaled = tl.where((x < threshold) | (scaled < floor), float("-inf"), scaled)
     return scaled
 
 
 @triton.jit
 def _scan(
     logits_ptr, row_stride, V,
-    seed_ptr, request_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, sums_ptr,
+    seed_ptr, request_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, row_top_ptr, sums_ptr,
     best_ptr, token_ptr, top_ptr, mass_ptr, policy_mass_ptr,
     C: tl.constexpr, TILES: tl.constexpr,
     FILTERED: tl.constexpr, SELECT_DIGITS: tl.constexpr, GREEDY_BELOW: tl.constexpr,
@@ -87,10 +87,11 @@ def _scan(
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature < GREEDY_BELOW
     inverse = _inverse_temperature(temperature, GREEDY_BELOW)
-    threshold = float("-inf")
+    threshold, floor = float("-inf"), float("-inf")
     if FILTERED:
         if not greedy:
             threshold = _threshold(sums_ptr, row, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), V, SELECT_DIGITS)
+            floor = _row_top(row_top_ptr + row) * inverse + tl.load(log_min_p_ptr + row)
 
     # One slot per counter: everything below runs per slot and meets only after the loop.
     best = tl.full((C,), float("-inf"), tl.float32)
@@ -107,8 +108,8 @@ def _scan(
 
         new_top = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
         policy_mass = _rescaled_sum(policy_mass, top, new_top, x0, x1, x2, x3)
-        s0, s1 = _scaled(x0, inverse, threshold, FILTERED), _scaled(x1, inverse, threshold, FILTERED)
-        s2, s3 = _scaled(x2, inverse, threshold, FILTERED), _scaled(x3, inverse, threshold, FILTERED)
+        s0, s1 = _scaled(x0, inverse, threshold, floor, FILTERED), _scaled(x1, inverse, threshold, floor, FILTERED)
+        s2, s3 = _scaled(x2, inverse, threshold, floor, FILTERED), _scaled(x3, inverse, threshold, floor, FILTERED)
         if FILTERED or inverse != 1.0:
             # scaling is monotone: the top of the scaled logits is the scaled top
             old_scaled_top, scaled_top = tl.maximum(top * inverse, _LOWEST), tl.maximum(new_top * inverse, _LOWEST)
@@ -236,6 +237,11 @@ def _row_tops(logits_ptr, row_stride, V, top_ptr, TOKENS: tl.constexpr):
     tl.atomic_max(top_ptr + row, (tl.max(_ordered(x)) ^ 0x80000000).to(tl.int32, bitcast=True), sem="relaxed")
 
 
+@triton.jit
+def _row_top(top_ptr):
+    return _as_threshold(tl.load(top_ptr).to(tl.uint32, bitcast=True) ^ 0x80000000)
+
+
 @triton.jit(do_not_specialize=["passes"])
 def _select(
     logits_ptr, row_stride, V, temperature_ptr, top_k_ptr, top_p_ptr, top_ptr, sums_ptr, passes,
@@ -266,7 +272,7 @@ def _select(
         return
     if BY_MASS:
         inverse = _inverse_temperature(temperature, GREEDY_BELOW)
-        top = _as_threshold(tl.load(top_ptr + row).to(tl.uint32, bitcast=True) ^ 0x80000000)
+        top = _row_top(top_ptr + row)
         weight = (exp(x * inverse - top * inverse) * WEIGHT_UNITS).to(tl.int64)
         weight = tl.where(x < _count_threshold(sums_ptr, row, top_k, V, SELECT_DIGITS), 0, weight)
     else:
@@ -280,7 +286,7 @@ def _select(
 def sample(
     logits_RV: Tensor,
     keys: tuple[Tensor, Tensor, Tensor],  # seed, request, position: int64 [R]
-    settings: tuple[Tensor, Tensor, Tensor],  # temperature float32, top-k integer, top-p float32: [R]
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],  # float32 but top-k: temperature, top-k, top-p, ln min-p: [R]
     out: tuple[Tensor, Tensor, Tensor],  # token int64, logprob float32, policy logprob float32: [R], written
     *,
     filtered: bool,
@@ -306,15 +312,16 @@ def sample(
     partial_4RS = torch.empty((4, rows, splits), dtype=torch.float32, device=logits_RV.device)
     token_RS = torch.empty((rows, splits), dtype=torch.int32, device=logits_RV.device)
     best_RS, top_RS, mass_RS, policy_mass_RS = partial_4RS.unbind()
-    temperature_R, top_k_R, top_p_R = settings
+    temperature_R = settings[0]
     digits = _digits(logits_RV.dtype)
-    sums = token_RS  # never read unless filtered
+    sums = row_top_R = token_RS  # never read unless filtered
     if filtered:
-        sums = _select_sums(logits_RV, settings, digits, greedy_below, weight_units)
+        sums, row_top_R = _select_sums(logits_RV, settings, digits, greedy_below, weight_units)
     elif exact:
         sums = torch.zeros((rows, 2, DIGITS, 16), dtype=torch.int64, device=logits_RV.device)
+        row_top_R = torch.zeros(rows, dtype=torch.int32, device=logits_RV.device)  # 0: ln min-p is −inf in every row
     _scan[(rows, splits)](
-        logits_RV, logits_RV.stride(0), vocab_size, *keys, temperature_R, top_k_R, top_p_R, sums,
+        logits_RV, logits_RV.stride(0), vocab_size, *keys, *settings, row_top_R, sums,
         best_RS, token_RS, top_RS, mass_RS, policy_mass_RS,
         C=counters, TILES=tiles, FILTERED=filtered or exact, SELECT_DIGITS=digits, GREEDY_BELOW=greedy_below,
         num_warps=warps, enable_fp_fusion=False,
@@ -328,9 +335,9 @@ def sample(
 
 
 def _select_sums(
-    logits_RV: Tensor, settings: tuple[Tensor, Tensor, Tensor], digits: int, greedy_below: float, weight_units: float
-) -> Tensor:
-    """The sums from which every row's threshold is read, int64 [R, 2, DIGITS, 16]."""
+    logits_RV: Tensor, settings: tuple[Tensor, ...], digits: int, greedy_below: float, weight_units: float
+) -> tuple[Tensor, Tensor]:
+    """The sums from which every row's threshold is read, int64 [R, 2, DIGITS, 16]; and its largest logit, ordered."""
     rows, vocab_size = logits_RV.shape
     sums = torch.zeros((rows, 2, DIGITS, 16), dtype=torch.int64, device=logits_RV.device)
     top_R = torch.full((rows,), torch.iinfo(torch.int32).min, dtype=torch.int32, device=logits_RV.device)
@@ -339,11 +346,11 @@ def _select_sums(
     for by_mass in (False, True):
         for passes in range(digits):
             _select[grid](
-                logits_RV, logits_RV.stride(0), vocab_size, *settings, top_R, sums, passes,
+                logits_RV, logits_RV.stride(0), vocab_size, *settings[:3], top_R, sums, passes,
                 BY_MASS=by_mass, SELECT_DIGITS=digits, TOKENS=SELECT_TOKENS,
                 GREEDY_BELOW=greedy_below, WEIGHT_UNITS=weight_units, enable_fp_fusion=False,
             )  # fmt: skip
-    return sums
+    return sums, top_R
 
 
 def _tiles(total: int) -> int:
