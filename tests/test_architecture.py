@@ -393,7 +393,7 @@ def test_a_line_of_the_structure_page_is_recognised() -> None:
 SURFACE = {
     "Completion": "(key: tlt.types.Key, prompt_tokens: tuple[int, ...], tokens: tuple[int, ...], text: str, "
     "logprobs: tuple[float, ...], policy_logprobs: tuple[float, ...], "
-    "finish_reason: Literal['eos', 'stop', 'length'], policy_version: int, timing: tlt.types.Timing) -> None",
+    "finish_reason: Literal['eos', 'stop', 'length', 'abort'], policy_version: int, timing: tlt.types.Timing) -> None",
     "Engine": "(policy: tlt.policy.Policy, config: tlt.config.RunConfig) -> None",
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "
@@ -404,7 +404,8 @@ SURFACE = {
     "drafting: tlt.config.DraftingSettings = <factory>, checkpoint: tlt.config.CheckpointSettings = <factory>, "
     "watch: tlt.config.WatchSettings = <factory>, cluster: tlt.config.ClusterSettings = <factory>) -> None",
     "SamplingParams": "(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, max_tokens: int = 256, "
-    "stop: tuple[str, ...] = (), ignore_eos: bool = False) -> None",
+    "stop: tuple[str, ...] = (), ignore_eos: bool = False, min_p: float = 0.0, "
+    "stop_token_ids: tuple[int, ...] = ()) -> None",
     "load_config": "(recipe: str | pathlib.Path | tlt.config.RunConfig | None = None, flags: Sequence[str] = (), *, "
     "overrides: Mapping[str, Any] | None = None) -> tlt.config.RunConfig",
     "read_run": "(directory: str | pathlib.Path) -> tlt.watch.events.Run",

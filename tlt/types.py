@@ -49,11 +49,11 @@ class SamplingParams:
     temperature: float = 1.0  # 0 takes the most probable token
     top_k: int = 0  # keep the k most probable tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
-    min_p: float = 0.0  # keep tokens with at least this fraction of the likeliest token's probability; 0 keeps all
     max_tokens: int = 256  # tokens generated at most, the end token included
     stop: tuple[str, ...] = ()  # texts that end the answer; the answer contains the stop text
-    stop_token_ids: tuple[int, ...] = ()  # tokens that end the answer, as its last token
     ignore_eos: bool = False  # go on past the end token (benchmarks of a fixed length)
+    min_p: float = 0.0  # keep tokens with at least this fraction of the likeliest token's probability; 0 keeps all
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the answer, as its last token
 
     @property
     def filtered(self) -> bool:
