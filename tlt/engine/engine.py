@@ -22,7 +22,7 @@ from tlt.engine.graphs import PoolReport
 from tlt.engine.memory import cache_pages
 from tlt.engine.output import InFlightTick, TickOutput
 from tlt.engine.pages import PageAllocator, PageStats
-from tlt.engine.request import Limits, Request, RequestState, Written, check, check_keys, check_text
+from tlt.engine.request import Limits, PartialOutput, Request, RequestState, check, check_keys, check_text
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
 from tlt.engine.scoring import Scores, score
@@ -275,10 +275,12 @@ class EngineCore:
         """What a request in flight has been answered so far."""
         return tuple(self._in_flight[key].tokens)
 
-    def written_since(self, key: Key, start: int) -> Written:
+    def written_since(self, key: Key, start: int) -> PartialOutput:
         """What a request in flight has been answered so far, from token number `start` on."""
         state = self._in_flight[key]
-        return Written(tuple(state.tokens[start:]), tuple(state.logprobs[start:]), tuple(state.policy_logprobs[start:]))
+        return PartialOutput(
+            tuple(state.tokens[start:]), tuple(state.logprobs[start:]), tuple(state.policy_logprobs[start:])
+        )
 
     def abort(self, key: Key) -> Completion:
         """Ends a request at once, wherever it stands: its row and pages are free. What was read of its answer, with

@@ -47,7 +47,7 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PartialOutput:
     """Part of an answer in the making."""
 
     tokens: tuple[int, ...]

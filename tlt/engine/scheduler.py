@@ -156,9 +156,9 @@ class Scheduler:
 
     def abort(self, state: RequestState) -> None:
         """The request is over wherever it stands, and holds nothing any more."""
-        stay = next((req for req in chain(self._reqs, self._retired) if req.state is state), None)
-        if stay is not None:
-            self._leave(stay)
+        req = next((req for req in chain(self._reqs, self._retired) if req.state is state), None)
+        if req is not None:
+            self._leave(req)
             return
         (self._preempted if state.preemptions else self._waiting).remove(state)
         own = self._prefix_cache.find(state.prefix)
