@@ -15,7 +15,7 @@ def test_rows_are_prepared_and_finished_alike(rows: int, count: int) -> None:
     ints = torch.randint(-(2**60), 2**60, (140, 5), generator=generator)
     ints[:, 0] = torch.randint(0, 1000, (140,), generator=generator)
     ints[:, 1] = torch.randint(0, 64, (140,), generator=generator)
-    floats = torch.rand((140, 2), generator=generator)
+    floats = torch.rand((140, 3), generator=generator)
     pages = torch.randint(0, 999, (140, 9), generator=generator, dtype=torch.int32)
     drawn = torch.randint(-1, 1000, (rows,), generator=generator)
     logprob, policy_logprob = torch.randn((2, rows), generator=generator)

@@ -37,7 +37,7 @@ def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, 
     dice, generator = random.Random(nodes), torch.Generator().manual_seed(nodes)
     ints = torch.randint(-(2**60), 2**60, (72, 5), generator=generator)
     ints[:, :2] = torch.randint(0, 64, (72, 2), generator=generator)
-    floats = torch.rand((72, 2), generator=generator)
+    floats = torch.rand((72, 3), generator=generator)
     pages = torch.randint(0, 999, (72, 20), generator=generator, dtype=torch.int32)
     drawn = torch.randint(-1, 3, (tokens,), generator=generator)
     logprobs = torch.randn((2, tokens), generator=generator)
