@@ -48,6 +48,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.reinforce",
         "tlt.checkpoint_size",
         "tlt.replay",
+        "tlt.evaluate",
         "tlt.resume",
         "tlt.event_builders",
         "tlt.sim",
@@ -398,6 +399,7 @@ SURFACE = {
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "
     "task: tlt.config.TaskSettings = <factory>, sampling: tlt.types.SamplingParams = <factory>, "
+    "eval: tlt.config.EvalSettings = <factory>, "
     "engine: tlt.config.EngineSettings = <factory>, spec: tlt.config.SpecSettings = <factory>, "
     "warmup: tlt.config.WarmupSettings = <factory>, draft: tlt.config.DraftSettings = <factory>, "
     "train: tlt.config.TrainSettings = <factory>, grpo: tlt.config.GrpoSettings = <factory>, "
@@ -410,8 +412,8 @@ SURFACE = {
     "overrides: Mapping[str, Any] | None = None) -> tlt.config.RunConfig",
     "read_run": "(directory: str | pathlib.Path) -> tlt.watch.events.Run",
     "train": "(recipe: str | pathlib.Path | tlt.config.RunConfig, task: tlt.tasks.task.Task | None = None, *, "
-    "overrides: Mapping[str, Any] | None = None, resume: bool = False, resume_from: str = '', "
-    "open_fleet: 'OpenFleet | None' = None) -> tlt.watch.events.Run",
+    "overrides: Mapping[str, Any] | None = None, eval_task: tlt.tasks.task.Task | None = None, resume: bool = False, "
+    "resume_from: str = '', open_fleet: 'OpenFleet | None' = None) -> tlt.watch.events.Run",
 }
 
 

@@ -120,7 +120,7 @@ def test_a_run_that_lost_its_state_goes_on_from_its_last_checkpoint(
     resumed: list[bool] = []
     named: list[str] = []
 
-    def train(config: RunConfig, task: None, resume: bool, resume_from: str, open_fleet: object) -> None:
+    def train(config: RunConfig, task: None, *, resume: bool, resume_from: str, **_: object) -> None:
         resumed.append(resume)
         named.append(resume_from)
         if len(resumed) <= lost:

@@ -213,6 +213,15 @@ def test_a_worker_that_is_killed_in_a_replay_is_done_without(crowd: Crowd, alone
     assert crowd.fleet._dispatch._expected == expected
 
 
+def test_an_evaluation_is_answered_by_all_and_learned_from_by_nobody(crowd: Crowd, alone: Story) -> None:
+    asked = ask(0, crowd.config, Letters(), letters())
+    actors = [member.actor for member in crowd.fleet._actors.members.values()]
+    before = sum(ray.get([actor.micro_steps.remote() for actor in actors]))
+    completions = list(crowd.fleet.evaluate(1, [request for one in asked for request in one.requests]))
+    assert {completion.key: completion.tokens for completion in completions} == alone.tokens[0]
+    assert sum(ray.get([actor.micro_steps.remote() for actor in actors])) == before
+
+
 def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
     story = crowd.run(1)
     before = len(story.of(DrafterTrained))

@@ -31,8 +31,9 @@ def checkpoints_planned(config: RunConfig, directory: Path) -> CheckpointsPlanne
     run, kept = config.run, config.checkpoint
     written = -(-run.steps // kept.every) if kept.every else 1
     keep_optimizer = kept.keep_optimizer or kept.keep
+    best = bool(config.eval.every and config.eval.best)  # the best one, which may be older than those that are kept
     # one more than is kept is there while it is written
-    most = min(written, kept.keep + 1) * weights + min(written, keep_optimizer + 1) * state
+    most = (min(written, kept.keep + 1) + best) * weights + min(written, keep_optimizer + 1) * state
     there = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())  # of a run that goes on
     return CheckpointsPlanned(
         path=str(directory),

@@ -164,6 +164,13 @@ def _rollout(options: Namespace, flags: list[str]) -> None:
     rollout(config)
 
 
+def _evaluate(options: Namespace, flags: list[str]) -> None:
+    config = _config(options, flags)
+    from tlt.evaluate import evaluate
+
+    evaluate(config)
+
+
 def _warmup(options: Namespace, flags: list[str]) -> None:
     config = _config(options, flags)
     from tlt.warmup import warmup
@@ -446,12 +453,18 @@ VERBS: dict[str, Verb] = {
             ("--resume-from", "go on from this checkpoint, as in step_20; later ones are removed by the next"),
         ),
         _train,
-        (*_RUN, "draft", "train", "grpo", "drafting", "checkpoint", "cluster"),
+        (*_RUN, "eval", "draft", "train", "grpo", "drafting", "checkpoint", "cluster"),
     ),
     "init": Verb(
         "print a recipe of tlt's own, to make it yours: tlt init gsm8k > my.toml; without a name, list them",
         (("name", "the recipe's name"),),
         _init,
+    ),
+    "eval": Verb(
+        "answer held-out prompts and judge the answers: the recipe's [eval], for any model",
+        (_MODEL, _RECIPE),
+        _evaluate,
+        ("eval", *_RUN),
     ),
     "simulate": Verb(
         "foresee a rollout on so many workers, plainly and with TLT, from the lengths of answers",

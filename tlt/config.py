@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from tlt.errors import ConfigError, shown
@@ -153,6 +154,43 @@ class TaskSettings:
         _require(bool(known), "reward", self.reward, "exact, gsm8k, math or FILE.py:FUNCTION")
         _require(self.reward_processes >= 1, "reward_processes", self.reward_processes, "at least 1")
         _require(self.reward_timeout_s > 0, "reward_timeout_s", self.reward_timeout_s, "a number > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """Evaluation on held-out prompts: before the first step, every so many steps, and after the last one."""
+
+    every: int = 0  # steps between two evaluations. 0: no evaluation, not at the start and the end either
+    paths: tuple[str, ...] = ()  # files of held-out prompts, each evaluated on its own, read as task.path is.
+    # []: prompts of the toy or steps task that training does not ask
+    prompts: int = 0  # prompts of each file, the first ones. 0: all; of the toy and steps tasks 256
+    answers: int = 1  # answers to each prompt; more than 1 needs a temperature
+    pass_at: tuple[int, ...] = (1,)  # k of pass@k, the probability that one of k answers is correct; at most `answers`
+    correct: float = 1.0  # an answer with this reward or more is correct (any number)
+    temperature: float = 0.0  # 0: greedy, the most probable token
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    max_tokens: int = 0  # tokens of an answer at most; 0: as sampling.max_tokens
+    reward: str = ""  # judges the answers, as task.reward does; "" takes the task's
+    best: str = "reward"  # metric whose best checkpoint is kept: reward, pass@K or another one that is evaluated,
+    # of the first file or as FILE/METRIC, where FILE is the name without ending. "" keeps none
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("every", 0), ("prompts", 0), ("answers", 1), ("max_tokens", 0)):
+            expected = f"at least {lowest}" if lowest else "0 or more"
+            _require(getattr(self, name) >= lowest, name, getattr(self, name), expected)
+        known = all(1 <= k <= self.answers for k in self.pass_at)
+        _require(known, "pass_at", self.pass_at, f"numbers from 1 to eval.answers, which is {self.answers}")
+        _require(self.temperature >= 0, "temperature", self.temperature, "a number ≥ 0")
+        differ = self.temperature > 0 or self.answers == 1
+        _require(differ, "answers", self.answers, "1, as temperature is 0 and all answers to a prompt are the same")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        names = [evaluation_name(path) for path in self.paths]
+        _require(len({*names}) == len(names), "paths", self.paths, "files of different names, endings left out")
+
+
+def evaluation_name(path: str) -> str:
+    """What the results of a file of held-out prompts are called."""
+    return PurePath(path).name.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +450,7 @@ class RunConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    eval: EvalSettings = field(default_factory=EvalSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     spec: SpecSettings = field(default_factory=SpecSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)

@@ -85,6 +85,7 @@ class Worker:
         self._keeper = keeper
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
+        self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
 
@@ -150,10 +151,10 @@ class Worker:
         return self._writer.idle
 
     def tick(self) -> list[Completion]:
-        """The answers that ended in one tick. The drafter will learn from them, unless this is a replay."""
+        """The answers that ended in one tick. The drafter learns from them, but not in a replay or an evaluation."""
         completions = self._writer.tick()
         ids = [self._prompt_ids.pop(completion.key) for completion in completions]
-        if self.drafter and completions and self._plain is None:
+        if self.drafter and completions and self._plain is None and self._states_wanted is None:
             self.drafter.learn_from(completions, self.engine.version, ids)
         return completions
 
@@ -170,6 +171,17 @@ class Worker:
 
     def end_replay(self) -> None:
         self._plain = None
+
+    def begin_evaluation(self) -> None:
+        """Until `end_evaluation`, nobody learns from what is written, and no states are kept for it."""
+        self._states_wanted = self._keeper is not None and self._keeper.wanted
+        self.keep_states(False)
+
+    def end_evaluation(self) -> None:
+        """Also of a worker that came while the others evaluated."""
+        if self._states_wanted is not None:
+            self.keep_states(self._states_wanted)
+        self._states_wanted = None
 
     def plain_engine(self) -> EngineCore:
         """Another engine for the same policy, that does not speculate."""
@@ -273,7 +285,6 @@ class LocalFleet:
         return self._planner.account if self._planner else None
 
     def leave_out(self, seconds: float) -> None:
-        """The run stood still for so long, between two steps: that is no part of a step."""
         if self._since:
             self._apart_s += seconds
 
@@ -386,6 +397,12 @@ class LocalFleet:
         if self._planner and len(requests) == len(self._lengths):  # not the sample that is decoded to compare
             self._planner.replayed(seconds)
         return completions, seconds
+
+    def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._step = step
+        self.worker.begin_evaluation()
+        yield from self._write(requests)
+        self.worker.end_evaluation()
 
     def snapshot(self) -> Callable[[Path], None]:
         return self.worker.snapshot()

@@ -41,13 +41,15 @@ def train(
     task: Task | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
+    eval_task: Task | None = None,
     resume: bool = False,
     resume_from: str = "",
     open_fleet: "OpenFleet | None" = None,
 ) -> Run:
     """Trains the policy that `recipe` names, a TOML file's path or a configuration, and returns the run.
 
-    `task` asks and judges instead of the configured one. `overrides` maps dotted keys to values, `{"run.steps": 3}`.
+    `task` asks and judges instead of the configured one, and `eval_task` where held-out prompts are evaluated and
+    `eval.paths` names none. `overrides` maps dotted keys to values, `{"run.steps": 3}`.
     `resume` goes on from the run's newest checkpoint that is whole, or begins where there is none yet; `resume_from`
     names another, as in "step_20". `open_fleet` starts the workers; None starts those that the recipe's `cluster`
     section asks for.
@@ -56,7 +58,7 @@ def train(
 
     config = load_config(recipe, overrides=overrides)
     workers = open_fleet or fleet_of(config)
-    return train_with(config, task, resume=resume, resume_from=resume_from, open_fleet=workers)
+    return train_with(config, task, eval_task=eval_task, resume=resume, resume_from=resume_from, open_fleet=workers)
 
 
 def fleet_of(config: RunConfig) -> "OpenFleet":

@@ -73,6 +73,12 @@ class Fleet(Protocol):
         """The same requests once more without speculation, and the seconds of the rollout alone: they do not include
         building, compiling and measuring the engines that write it."""
 
+    def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Every request's answer, once, as it ends, by the engines of the rollout. No drafter learns from them."""
+
+    def leave_out(self, seconds: float) -> None:
+        """The run did something else for so long, between two steps: that is no part of a step."""
+
     def snapshot(self) -> Callable[[Path], None]:
         """Everything `restore` needs to go on bit by bit, as it is now. What comes back writes it into an empty
         directory, whenever it is called, from any thread, but before the next snapshot is taken."""

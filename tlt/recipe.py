@@ -194,6 +194,8 @@ def nearest_key(key: str) -> str | None:
     """The knob that was probably meant; a key without its section is looked for in all of them."""
     keys = [knob.key for knob in knobs()]
     tails = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    if key in tails:
+        return tails[key]
     match = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
     tail = difflib.get_close_matches(key.rpartition(".")[2], tails, n=1, cutoff=0.7)
     return match[0] if match else tails[tail[0]] if tail else None

@@ -17,6 +17,7 @@ from tlt import __version__
 from tlt.checkpoint_size import checkpoints_planned
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
+from tlt.evaluate import Evaluation, refuse_long
 from tlt.event_builders import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
@@ -28,13 +29,15 @@ from tlt.signals import raise_if_terminated, sigterm_raises
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.files import FileTask
+from tlt.tasks.held_out import HeldOut, held_out_of
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
 from tlt.text import Tokenizer
 from tlt.train.checkpoint import Checkpoints
-from tlt.watch.directory import TRAIN, held
+from tlt.watch.directory import TRAIN, directory_of, held
 from tlt.watch.events import (
     CheckpointSaved,
+    Evaluated,
     MachineDescribed,
     PhaseStarted,
     Run,
@@ -43,6 +46,7 @@ from tlt.watch.events import (
     StartupPhase,
     read_run,
 )
+from tlt.watch.history import events_of
 from tlt.watch.log import EventLog
 from tlt.watch.session import Watched
 
@@ -53,12 +57,14 @@ def train(
     config: RunConfig,
     task: Task | None = None,
     *,
+    eval_task: Task | None = None,
     resume: bool = False,
     resume_from: str = "",
     open_fleet: OpenFleet = LocalFleet,
 ) -> Run:
     """Trains `config.model` on `task` (the configured one, if none is given) and returns what the run has told.
 
+    `eval_task` has the held-out prompts where `eval.paths` names none.
     `resume` goes on from the run's newest checkpoint that is whole, or begins where there is none yet. `resume_from`
     names the checkpoint to go on from, as in "step_20"; later ones are then removed by the next one that is written.
     """
@@ -75,11 +81,13 @@ def train(
         for damaged in start.passed_over if start else ():
             log.emit(damaged)
         run = _Run(config, checkpoints, log)
-        if task is None:
-            log.emit(StartupPhase("reading the prompts"))
-            task = task_of(config)
+        log.emit(StartupPhase("reading the prompts"))
+        held_out = held_out_of(config, task, eval_task) if config.eval.every else []
+        task = task or task_of(config)
         judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
-        run.go(task, judge, start, open_fleet)
+        for one in held_out:
+            stack.enter_context(one.judge)
+        run.go(task, judge, held_out, start, open_fleet)
     return read_run(directory)
 
 
@@ -91,13 +99,17 @@ class _Run:
         self._checkpoints, self._saver = checkpoints, _Saver(checkpoints, log)
         self._started = time.perf_counter()
 
-    def go(self, task: Task, judge: Judge, start: ResumePoint | None, open_fleet: OpenFleet) -> None:
+    def go(
+        self, task: Task, judge: Judge, held_out: list[HeldOut], start: ResumePoint | None, open_fleet: OpenFleet
+    ) -> None:
         self._describe()
         source = source_of(self._config.model)
         context = read_config(source).max_positions
         tokenizer = Tokenizer.load(source)
         if isinstance(task, FileTask):
             refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
+        refuse_long(self._config, held_out, tokenizer, context)
+        evaluation = Evaluation(self._config, held_out, tokenizer, self._log.emit, self._evaluated(start))
         self._log.emit(checkpoints_planned(self._config, self._checkpoints.directory))
         raise_if_terminated()
         fleet = open_fleet(self._config, self._log.emit)
@@ -106,9 +118,11 @@ class _Run:
                 restored = self._restore(fleet, start)
                 self._log.emit(StartupFinished(seconds=time.perf_counter() - self._started))
                 loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
+                self._evaluate(evaluation, fleet, restored)
                 for taken in range(restored, self._config.run.steps):
                     raise_if_terminated()
                     self._step(loop, taken)
+                    self._evaluate(evaluation, fleet, taken + 1)
                 self._saver.wait()
         finally:
             self._saver.close()
@@ -138,6 +152,22 @@ class _Run:
         if step.report.chosen:
             self._log.emit(shapes_chosen(step.number, step.report))
 
+    # ---- evaluations
+
+    def _evaluate(self, evaluation: Evaluation, fleet: Fleet, step: int) -> None:
+        """If there is one at this step. The best policy so far gets a checkpoint, and keeps it."""
+        started = time.perf_counter()
+        if evaluation.due(step):
+            evaluation.run(step, fleet.evaluate)
+        self._checkpoints.best = best = evaluation.best
+        if best == step > self._saver.newest:
+            self._saver.save(step, self._copy(fleet, step))
+        fleet.leave_out(time.perf_counter() - started)
+
+    def _evaluated(self, start: ResumePoint | None) -> tuple[Evaluated, ...]:
+        """What the run that is resumed has told."""
+        return events_of(read_run(directory_of(self._config, TRAIN)), Evaluated) if start else ()
+
     # ---- checkpoints
 
     def _copy(self, fleet: Fleet, step: int) -> Callable[[Path], None]:
@@ -159,6 +189,7 @@ class _Run:
         self._log.emit(StartupPhase(f"reading {start.path}"))
         fleet.restore(start.path, start.step)
         self._checkpoints.go_on_from(start.step)
+        self._saver.newest = start.step
         return start.step
 
     def _describe(self) -> None:
@@ -184,9 +215,11 @@ class _Saver:
         self._checkpoints, self._log = checkpoints, log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[CheckpointSaved] | None = None
+        self.newest = 0  # step of the newest checkpoint, which may be under way; 0: none
 
     def save(self, step: int, fill: Callable[[Path], None]) -> None:
         self.wait()
+        self.newest = step
         self._pending = self._thread.submit(self._write, step, fill)
 
     def _write(self, step: int, fill: Callable[[Path], None]) -> CheckpointSaved:

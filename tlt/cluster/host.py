@@ -244,6 +244,12 @@ class Host:
     def end_replay(self) -> None:
         self._worker.end_replay()
 
+    def begin_evaluation(self) -> None:
+        self._worker.begin_evaluation()
+
+    def end_evaluation(self) -> None:
+        self._worker.end_evaluation()
+
     # ---- interference: how training on other workers slows ticks here
 
     def timed_ticks(self, requests: Sequence[Request]) -> Ticks:

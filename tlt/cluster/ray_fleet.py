@@ -132,6 +132,16 @@ class RayFleet:
         self._actors.ask_all("end_replay")
         return completions, seconds
 
+    def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._step = step
+        self._recover("evaluation")
+        self._actors.ask_all("begin_evaluation")
+        yield from self._write(requests, drafting=False)
+        self._actors.ask_all("end_evaluation")
+
+    def leave_out(self, seconds: float) -> None:
+        """Its account knows rollouts only."""
+
     def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns:
         """Times the ticks of the first worker while it decodes the requests plainly, `repeats` times each while the
         other workers of its machine train in turns and while they count in turns."""

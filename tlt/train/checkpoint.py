@@ -32,7 +32,8 @@ _SET_ASIDE = re.compile(r"step_\d+\.aside")
 
 
 class Checkpoints:
-    """The checkpoints of one run. Keeps the newest `keep`, and the state files of the newest `keep_state`.
+    """The checkpoints of one run. Keeps the newest `keep`, the weights of the `best`, and the state files of the newest
+    `keep_state`.
 
     `state`: patterns of the files that only a resumed run needs. `keep_state` = 0 keeps them in all kept checkpoints.
     """
@@ -40,6 +41,7 @@ class Checkpoints:
     def __init__(self, directory: Path | str, keep: int = 2, *, keep_state: int = 0, state: Sequence[str] = ()) -> None:
         self.directory = Path(directory)
         self._keep, self._keep_state, self._state = keep, keep_state or keep, tuple(state)
+        self.best: int | None = None  # step of a checkpoint that is not removed
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, oldest first."""
@@ -109,12 +111,13 @@ class Checkpoints:
         kept = [step for step in self.steps() if step <= newest]
         for name in filter(_SET_ASIDE.fullmatch, self._names()):
             shutil.rmtree(self.directory / name, ignore_errors=True)
-        for step in kept[: -self._keep]:
+        for step in (old for old in kept[: -self._keep] if old != self.best):
             path, going = self.path(step), self.directory / f".step_{step}.replaced"
             with suppress(OSError):
                 path.rename(going)  # first, so that no directory step_N is ever partly removed
                 shutil.rmtree(going)
-        for step in kept[-self._keep : -self._keep_state]:
+        with_state = kept[-self._keep_state :]
+        for step in (old for old in kept if old not in with_state and (old == self.best or old in kept[-self._keep :])):
             with suppress(OSError, CheckpointError):
                 self._drop_state(self.path(step))
 

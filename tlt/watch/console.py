@@ -23,6 +23,7 @@ from tlt.watch.events import (
     CheckpointsPlanned,
     DrafterSwapped,
     DrafterTrained,
+    Evaluated,
     Event,
     PhaseStarted,
     ReaderFailed,
@@ -39,7 +40,7 @@ from tlt.watch.events import (
     TrainingForecast,
 )
 from tlt.watch.history import drafted
-from tlt.watch.summary import duration, first_line, forecast_in_words, size
+from tlt.watch.summary import duration, evaluation_in_words, first_line, forecast_in_words, size, when_evaluated
 from tlt.watch.verdict import Replayed, both_ratios, in_short, whole_steps
 from tlt.watch.workers import FleetWaits, WorkerLost, WorkerReturned
 
@@ -53,6 +54,7 @@ _DOING = {
     "drafting": "training the drafter",
     "checkpoint": "saving a checkpoint",
     "replay": "writing the rollout again, plainly, to compare",
+    "evaluation": "evaluating on held-out prompts",
 }
 _LOUD = {"more": "bold yellow", "fault": "bold red"}  # verdicts on a replay; the others are quiet
 
@@ -161,6 +163,9 @@ def notice(event: Event) -> tuple[str, str] | None:
             return _plan(planned)
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
+        case Evaluated() as evaluated:
+            best = ", the best so far" if evaluated.best and evaluated.step else ""
+            return f"{when_evaluated(evaluated)}: {evaluation_in_words(evaluated)}{best}", "bold"
         case TrainingForecast() as told:
             return f"step {told.step}: {forecast_in_words(told)}", "dim"
         case DrafterTrained() as trained:
@@ -352,7 +357,7 @@ class _Now:
             return self._row(Text(""), "")
         seconds = max(0.0, time.time() - progress.phase_since)
         doing = f"{_DOING.get(progress.phase, progress.phase)} · {duration(seconds)}"
-        if progress.phase not in ("rollout", "replay") or rollout is None:
+        if progress.phase not in ("rollout", "replay", "evaluation") or rollout is None:
             return self._row(Text("…"), doing)
         words = f"{doing} · {rollout.finished} of {rollout.n} answers, {rollout.running} running"
         return self._row(ProgressBar(rollout.n, rollout.finished, width=28), f"{words} · {rollout.tokens:,} tokens")

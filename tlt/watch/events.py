@@ -22,7 +22,7 @@ EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.toml"
 FORMAT = 2  # of a line; 1, which is not written down, counted steps from 0
 
-Phase = Literal["rollout", "reward", "update", "drafting", "checkpoint", "replay"]
+Phase = Literal["rollout", "reward", "update", "drafting", "checkpoint", "replay", "evaluation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,23 @@ class StepFinished(Event):
     step_s: float  # the whole step, everything included but replays
     saved_s: float  # seconds of rollout saved, by the engine's measured cost of plain ticks; negative if lost
     verifies: int = 0  # drafts checked, each of one answer: what accept_length is the mean over
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    """The policy after a step answered held-out prompts. No training step's numbers or times have any of this."""
+
+    step: int  # 0: before the first
+    name: str  # of the prompts: their file, without ending, or the task
+    prompts: int
+    answers: int  # to all prompts
+    mean_reward: float  # over all answers
+    reward_error: float  # its standard error, over prompts
+    pass_at: tuple[tuple[int, float], ...]  # k; probability that one of k answers is correct
+    length_mean: float  # of the answers, in tokens
+    truncated: float  # share of the answers that ran into the limit
+    seconds: float  # rewards included
+    best: bool = False  # the best policy so far by eval.best, which says so of one set of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +370,7 @@ _KINDS: dict[str, type[Event]] = {
         RolloutFinished,
         AnswerShown,
         StepFinished,
+        Evaluated,
         ShapesChosen,
         TrainingForecast,
         DrafterTrained,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlt.watch.events import DrafterSwapped, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
+from tlt.watch.events import DrafterSwapped, Evaluated, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
 from tlt.watch.history import counted, drafted, events_of, steps_of
 from tlt.watch.lanes import Lane, LaneSpan, lane_chart
 from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
-from tlt.watch.summary import PHASES, duration, is_estimated, phase_seconds
+from tlt.watch.summary import PHASES, duration, evaluation_in_words, is_estimated, phase_seconds, when_evaluated
 from tlt.watch.verdict import Replayed, WholeSteps, both_ratios, in_short, whole_steps
 from tlt.watch.workers import WorkerSpans
 
@@ -55,7 +55,8 @@ def figures_of(run: Run) -> list[Figure]:
     if not steps:
         return []
     rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
-    drawn = [_reward(steps), _time(steps), _lengths(steps)]
+    evaluations = events_of(run, Evaluated)
+    drawn = [_reward(steps), *([_evaluations(evaluations)] if evaluations else []), _time(steps), _lengths(steps)]
     drawn += [_distribution(rollouts), _still_running(rollouts)] if rollouts else []
     if any(map(drafted, steps)):
         drawn.append(_accept_length(steps, events_of(run, DrafterSwapped)))
@@ -87,6 +88,30 @@ def _reward(steps: Sequence[StepFinished]) -> Figure:
         columns=_columns(steps, lambda step: f"mean reward {step.mean_reward:.4g}, spread {step.reward_std:.3g}"),
     )
     return Figure("Reward", "Mean over all answers of a step.", _entries(lines), svg)
+
+
+def _evaluations(told: Sequence[Evaluated]) -> Figure:
+    by_name: dict[str, list[Evaluated]] = {}
+    for one in {(one.name, one.step): one for one in told}.values():
+        by_name.setdefault(one.name, []).append(one)
+    colours = [_SHAPE_COLOURS[index % len(_SHAPE_COLOURS)] for index in range(len(by_name))]
+    lines = [
+        Line(name, [(one.step, one.mean_reward) for one in each], colour)
+        for (name, each), colour in zip(by_name.items(), colours, strict=True)
+    ]
+    steps = sorted({one.step for one in told})
+    columns = [
+        Column(step, f"after step {step}: " + ", ".join(evaluation_in_words(one) for one in told if one.step == step))
+        for step in steps
+    ]
+    lowest = min(one.mean_reward for one in told)
+    y = Axis("mean reward", (0.0,) if lowest >= 0 else ())
+    svg = line_chart(lines, _step_axis(), y, columns=columns)
+    best = [one for one in told if one.best]
+    words = "Mean reward on prompts that are not trained on."
+    if best:
+        words += f" The best policy is that {when_evaluated(best[-1])}."
+    return Figure("Evaluation", words, _entries(lines), svg)
 
 
 def _accept_length(steps: Sequence[StepFinished], swaps: Sequence[DrafterSwapped]) -> Figure:

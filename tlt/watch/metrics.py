@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from tlt.watch.events import DrafterTrained, Event, ReplayCompared, ShapesChosen, StepFinished
+from tlt.watch.events import DrafterTrained, Evaluated, Event, ReplayCompared, ShapesChosen, StepFinished
 
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
@@ -44,12 +44,26 @@ class Metrics:
     values: dict[str, float]
 
 
+def evaluation_metrics(told: Evaluated) -> dict[str, float]:
+    """What `eval.best` can name."""
+    return {
+        "reward": told.mean_reward,
+        "reward_error": told.reward_error,
+        **{f"pass@{k}": value for k, value in told.pass_at},
+        "length": told.length_mean,
+        "truncated": told.truncated,
+    }
+
+
 def metrics_of(event: Event) -> Metrics | None:
     """What an event adds to the curves; None for one that adds nothing."""
     match event:
         case StepFinished():
             values = {name: float(getattr(event, field)) for name, field in STEP_METRICS.items()}
             values["rollout/tokens_per_s"] = event.tokens / event.rollout_s if event.rollout_s else 0.0
+            return Metrics(event.step, values)
+        case Evaluated():
+            values = {f"eval/{event.name}/{name}": value for name, value in evaluation_metrics(event).items()}
             return Metrics(event.step, values)
         case ShapesChosen():
             shares = [(drafter, *pair) for drafter, shares in event.by_depth for pair in enumerate(shares, start=1)]

@@ -18,7 +18,7 @@ from tlt.watch.events import AnswerShown, Run, RunFailed, StepFinished, read_run
 from tlt.watch.figures import Figure, figures_of
 from tlt.watch.history import counted, events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS
-from tlt.watch.summary import Ends, Summary, duration, in_words, machine_of, started_of, summarise
+from tlt.watch.summary import Ends, Evaluations, Summary, duration, in_words, machine_of, started_of, summarise
 from tlt.watch.verdict import in_short
 
 REPORT_FILE = "report.html"
@@ -88,6 +88,7 @@ def _tiles(summary: Summary) -> Iterator[str]:
     if not summary.taken:
         return
     tiles = [("mean reward", *_change(summary.reward, ".3f"))]
+    tiles += [_evaluation(told) for told in summary.evaluations]
     if summary.drafted:
         tiles.append(("accept length", *_change(summary.accept_length, ".2f")))
         tiles += _speeds(summary) if summary.replayed or summary.estimated else []
@@ -100,6 +101,12 @@ def _tiles(summary: Summary) -> Iterator[str]:
         words = f"{escape(value)}<small>{escape(note)}</small>"
         yield f'<div class="tile"><dt>{escape(name)}</dt><dd>{words}</dd></div>'
     yield "</dl>"
+
+
+def _evaluation(told: Evaluations) -> tuple[str, str, str]:
+    first, last = told.first, told.last
+    value = f"{last.mean_reward:.3f}" if first is last else f"{first.mean_reward:.3f} → {last.mean_reward:.3f}"
+    return (f"reward on {first.name}", value, f"held out, ± {last.reward_error:.3f}, {last.prompts} prompts")
 
 
 def _change(ends: Ends, form: str) -> tuple[str, str]:

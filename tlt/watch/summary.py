@@ -11,6 +11,7 @@ from tlt.config import RunConfig
 from tlt.watch.events import (
     AcceptanceCollapsed,
     DrafterTrained,
+    Evaluated,
     MachineDescribed,
     ReaderFailed,
     Recorded,
@@ -42,6 +43,25 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluations:
+    """Of one set of held-out prompts."""
+
+    first: Evaluated
+    last: Evaluated
+    best: Evaluated | None  # by eval.best, which names one set
+
+    @classmethod
+    def of(cls, told: Sequence[Evaluated]) -> "tuple[Evaluations, ...]":
+        by_name: dict[str, dict[int, Evaluated]] = {}
+        for one in told:
+            by_name.setdefault(one.name, {})[one.step] = one
+        each = [list(found.values()) for found in by_name.values()]
+        return tuple(
+            cls(found[0], found[-1], next((one for one in reversed(found) if one.best), None)) for found in each
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What there is to say. Numbers of steps that do not exist are 0."""
 
@@ -52,6 +72,7 @@ class Summary:
     failure: str  # what stopped it
     resumes: int
     reward: Ends
+    evaluations: tuple[Evaluations, ...]
     length: Ends
     accept_length: Ends  # over the steps that drafted: all their verifies pooled
     forecast: TrainingForecast | None  # whether drafter training pays, as it was told last
@@ -94,6 +115,7 @@ def summarise(run: Run) -> Summary:
         failure=failure,
         resumes=len(events_of(run, RunResumed)),
         reward=_ends([step.mean_reward for step in steps]),
+        evaluations=Evaluations.of(events_of(run, Evaluated)),
         length=_ends([step.length_mean for step in steps]),
         accept_length=_accept_length([step for step in steps if drafted(step)]),
         forecast=next(reversed(events_of(run, TrainingForecast)), None),
@@ -204,6 +226,20 @@ def forecast_in_words(told: TrainingForecast) -> str:
     return f"{what}: expected {told.gain:+.1%} over the {_steps(told.steps_left)} left"
 
 
+def evaluation_in_words(told: Evaluated) -> str:
+    """As in `test: reward 0.512 ± 0.020, pass@1 51.2%, 312 tokens an answer (256 prompts, 12.0 s)`."""
+    passed = "".join(f", pass@{k} {value:.1%}" for k, value in told.pass_at)
+    cut = f", {told.truncated:.0%} cut off" if told.truncated else ""
+    text = (
+        f"{told.name}: reward {told.mean_reward:.3f} ± {told.reward_error:.3f}{passed}, {told.length_mean:.0f} tokens"
+    )
+    return f"{text} an answer{cut} ({told.prompts} prompts, {duration(told.seconds)})"
+
+
+def when_evaluated(told: Evaluated) -> str:
+    return f"after step {told.step}" if told.step else "before the first step"
+
+
 def first_line(message: str) -> str:
     return message.partition("\n")[0]
 
@@ -212,7 +248,8 @@ def in_words(summary: Summary) -> str:
     """One paragraph."""
     if not summary.taken:
         return f"{_opening(summary)} No step was finished, so there is nothing to draw yet."
-    sentences = [_opening(summary), _learned(summary), _time(summary), _saved(summary), _troubles(summary)]
+    held_out = " ".join(map(_held_out, summary.evaluations))
+    sentences = [_opening(summary), _learned(summary), held_out, _time(summary), _saved(summary), _troubles(summary)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -221,7 +258,7 @@ def last_lines(summary: Summary, where: str) -> list[str]:
     if not summary.taken:
         return [f"No step was finished. Everything is in {where}."]
     reward, accept = summary.reward, summary.accept_length
-    lines = [f"Mean reward: {_both(reward, '.3f', '')}."]
+    lines = [f"Mean reward: {_both(reward, '.3f', '')}.", *map(_held_out, summary.evaluations)]
     if summary.drafted:
         lines.append(f"Accept length: {_both(accept, '.2f', ' tokens per verify', ' with drafts')}.")
     else:
@@ -279,6 +316,21 @@ def _learned(summary: Summary) -> str:
     before, after = f"{length.first:.0f}", f"{length.last:.0f}"
     went = f"went from {before} to {after}" if before != after else f"stayed at {after}"
     return f"{text}, while answers {went} tokens on average."
+
+
+def _held_out(told: Evaluations) -> str:
+    """As in `Reward on held-out test: 0.312 ± 0.020 before the first step, 0.498 ± 0.021 after step 60 (best: …).`"""
+    first, last, best = (when_evaluated(one) if one else "" for one in (told.first, told.last, told.best))
+    text = f"Reward on held-out {told.first.name}: {_with_error(told.first)} {first}"
+    if told.first is not told.last:
+        text += f", {_with_error(told.last)} {last}"
+    if told.best and told.best not in (told.first, told.last):
+        text += f", {_with_error(told.best)} {best}"
+    return f"{text}; the best policy is that {best}." if told.best and told.first is not told.last else f"{text}."
+
+
+def _with_error(told: Evaluated) -> str:
+    return f"{told.mean_reward:.3f} ± {told.reward_error:.3f}"
 
 
 def _time(summary: Summary) -> str:

@@ -1,0 +1,67 @@
+"""Held-out prompts and their judges, as `[eval]` names them: a set for each file, or one of a task's own.
+
+Prompts of the toy and steps tasks are drawn with another seed than training's. Does not know policies or scores.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from tlt.config import RunConfig, evaluation_name
+from tlt.errors import ConfigError, TaskError
+from tlt.tasks.choose import BUILT_IN, built_in, judge_of
+from tlt.tasks.files import FileTask
+from tlt.tasks.judge import Judge
+from tlt.tasks.task import Task
+from tlt.types import Prompt
+
+_DRAWN = 256  # prompts of a task that has as many as one asks for
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Prompts that are evaluated together."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    judge: Judge
+
+
+def evaluation_seed(config: RunConfig) -> int:
+    """A seed for all that evaluation draws. No rollout of training uses it."""
+    return random.Random(f"evaluation/{config.run.seed}").getrandbits(62)
+
+
+def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | None = None) -> list[HeldOut]:
+    """The sets that `[eval]` asks for. `task`: the user's own, if training has one; `eval_task`: its held-out side."""
+    if config.eval.paths:
+        return [_of_file(path, config) for path in config.eval.paths]
+    if eval_task is not None:
+        return [_drawn("held_out", eval_task, config)]
+    if task is None and config.task.name in BUILT_IN:
+        name = config.task.name
+        return [_drawn(name, built_in(name, config, evaluation_seed(config)), config)]
+    raise ConfigError(
+        "eval.paths is empty, and this task has no prompts that are held out; expected files of prompts that are not "
+        "trained on: name them in eval.paths"
+        + ("" if task is None else ", give tlt.train an eval_task")
+        + ", or set eval.every to 0"
+    )
+
+
+def _of_file(path: str, config: RunConfig) -> HeldOut:
+    reward = config.eval.reward or config.task.reward
+    task = FileTask(replace(config.task, name="files", path=path, reward=reward), seed=config.run.seed)
+    return HeldOut(evaluation_name(path), tuple(task.prompts[: config.eval.prompts or None]), task.judge)
+
+
+def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
+    if config.eval.reward:
+        raise ConfigError(
+            f"eval.reward is {config.eval.reward!r}, and the task judges its prompts itself; leave it empty, or name "
+            "files in eval.paths"
+        )
+    drawn = task.sample(0, config.eval.prompts or _DRAWN)
+    prompts = {prompt.id: prompt for prompt in drawn}
+    if not prompts:
+        raise TaskError("the task returned no prompts to evaluate; expected at least one")
+    return HeldOut(name, tuple(prompts.values()), judge_of(task))
