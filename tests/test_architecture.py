@@ -34,6 +34,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.watch.history",
         "tlt.watch.log",
         "tlt.watch.directory",
+        "tlt.watch.trace",
+        "tlt.watch.sampling",
         "tlt.outputs",
         "tlt.shipped",
         "tlt.verb_help",
@@ -51,6 +53,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.evaluate",
         "tlt.resume",
         "tlt.event_builders",
+        "tlt.step_file",
         "tlt.sim",
         "tlt.simulate",
         "tlt.dispatch",
@@ -394,7 +397,8 @@ def test_a_line_of_the_structure_page_is_recognised() -> None:
 SURFACE = {
     "Completion": "(key: tlt.types.Key, prompt_tokens: tuple[int, ...], tokens: tuple[int, ...], text: str, "
     "logprobs: tuple[float, ...], policy_logprobs: tuple[float, ...], "
-    "finish_reason: Literal['eos', 'stop', 'length', 'abort'], policy_version: int, timing: tlt.types.Timing) -> None",
+    "finish_reason: Literal['eos', 'stop', 'length', 'abort'], policy_version: int, timing: tlt.types.Timing, "
+    "drafted: bytes = b'') -> None",
     "Engine": "(policy: tlt.policy.Policy, config: tlt.config.RunConfig) -> None",
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "

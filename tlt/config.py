@@ -370,6 +370,14 @@ class WatchSettings:
     tensorboard: bool = False  # write TensorBoard files into tensorboard/ in the run's directory
     wandb: str = ""  # Weights & Biases project to write to; "" writes to none
     report: bool = True  # write report.html into the run's directory when the run ends
+    groups: int = 2  # groups of each step whose completions are kept token by token in steps/; 0 writes no step files
+    step_kib: int = 256  # KiB of a step's file at most
+    disk_mib: int = 256  # MiB of all step files at most; older steps are then kept more and more sparsely
+
+    def __post_init__(self) -> None:
+        _require(self.groups >= 0, "groups", self.groups, "0 or more")
+        _require(self.step_kib >= 16, "step_kib", self.step_kib, "at least 16")
+        _require(self.disk_mib >= 1, "disk_mib", self.disk_mib, "at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,23 @@ Numbers in, records out.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from tlt.drafting.budget import RunBudget
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.trainer import DraftingResult
 from tlt.loop import ByDepth, RolloutReport, Step
 from tlt.spec.alarm import Alarm
-from tlt.spec.shape import by_batch
+from tlt.spec.shape import Shape, by_batch
 from tlt.spec.speculation import SpeculationReport
 from tlt.tasks.judge import Verdict
 from tlt.types import Rollout
 from tlt.watch.events import (
     MOST_LENGTHS,
     AcceptanceCollapsed,
+    AccountUpdated,
     AnswerShown,
     DrafterTrained,
     RewardsFailed,
@@ -27,6 +29,7 @@ from tlt.watch.events import (
     StepFinished,
     TrainingForecast,
 )
+from tlt.watch.trace import RequestSpan, ShapeSpan, TickCost, WorkerTrace, host_bytes, wall_time_of
 
 _SHOWN = 600  # characters of either end of a text that is shown
 
@@ -122,6 +125,9 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         step_s=step_s,
         saved_s=step.report.saved_s,
         verifies=step.report.verifies,
+        entropy=update.entropy,
+        host_bytes=sum(trace.host_bytes for trace in step.report.traces),
+        device_bytes=max((trace.device_bytes for trace in step.report.traces), default=0),
     )
 
 
@@ -145,6 +151,50 @@ def rollout_report(spent: SpeculationReport | None) -> RolloutReport:
     )
 
 
+def worker_trace(
+    spent: SpeculationReport | None,
+    requests: Sequence[RequestSpan],
+    expected: Callable[[Shape, int], tuple[float, float | None]] | None,
+    *,
+    device_bytes: int,
+) -> WorkerTrace:
+    """One worker's part of a rollout. `expected`: accept length and seconds of a tick, as its tuner estimates them."""
+    spans = spent.spans if spent else ()
+    return WorkerTrace(
+        requests=tuple(requests),
+        shapes=tuple(ShapeSpan(wall_time_of(start), running, shape) for start, running, shape in spans),
+        costs=_tick_costs(spent, expected) if spent else (),
+        host_bytes=host_bytes(),
+        device_bytes=device_bytes,
+    )
+
+
+def _tick_costs(
+    spent: SpeculationReport, expected: Callable[[Shape, int], tuple[float, float | None]] | None
+) -> tuple[TickCost, ...]:
+    """Means over the ticks of one shape, and of batch sizes up to the same power of two."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for (running, shape), (ticks, seconds) in spent.timed.items():
+        tick_s = expected(shape, running)[1] if expected else None
+        sums = found.setdefault((1 << max(0, running - 1).bit_length(), str(shape)), [0, 0.0, 0.0])
+        for place, value in enumerate((ticks, seconds, ticks * (tick_s or 0.0))):
+            sums[place] += value
+    return tuple(
+        TickCost(size, shape, int(ticks), measured_s / ticks, expected_s / ticks)
+        for (size, shape), (ticks, measured_s, expected_s) in sorted(found.items())
+    )
+
+
+def account_updated(step: int, account: RunBudget) -> AccountUpdated:
+    return AccountUpdated(
+        step=step,
+        plain_s=account.plain_s,
+        saved_s=account.saved_s,
+        spent_s={str(kind): seconds for kind, seconds in account.spent.items()},
+        balance_s=account.balance_s,
+    )
+
+
 def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
     """All workers'. What each of them saved cannot be added up, for they wait for each other."""
     return RolloutReport(
@@ -155,6 +205,7 @@ def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
         by_depth=_mean_by_depth(reports),
         switches=sum(report.switches for report in reports),
         one_off_s=sum(report.one_off_s for report in reports),
+        traces=tuple(trace for report in reports for trace in report.traces),
     )
 
 

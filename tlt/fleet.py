@@ -25,9 +25,16 @@ from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding
 from tlt.engine.memory import gib_beside_training
 from tlt.engine.request import Request
-from tlt.event_builders import acceptance_collapsed, drafter_trained, rollout_report, training_forecast
+from tlt.event_builders import (
+    acceptance_collapsed,
+    account_updated,
+    drafter_trained,
+    rollout_report,
+    training_forecast,
+    worker_trace,
+)
 from tlt.loop import Emit, RolloutReport
-from tlt.model.device import free_bytes
+from tlt.model.device import free_bytes, most_reserved
 from tlt.model.transformer import Transformer
 from tlt.model.weights import hf_tensors, write_policy
 from tlt.policy import open_policy
@@ -44,6 +51,7 @@ from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateR
 from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped, StartupPhase
+from tlt.watch.trace import RequestSpan, request_spans
 
 T = TypeVar("T")
 _MOMENT_S = 0.05
@@ -86,8 +94,10 @@ class Worker:
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
+        self._before: SpeculationReport | None = None  # of the engine, when the last rollout began
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
+        self._spans: list[RequestSpan] = []  # of the completions of a rollout
 
     def _trainer(self, peers: Peers, model: Transformer, reference: Transformer | None) -> PolicyTrainer:
         train, grpo, sampling = self.config.train, self.config.grpo, self.config.sampling
@@ -154,8 +164,10 @@ class Worker:
         """The answers that ended in one tick. The drafter learns from them, but not in a replay or an evaluation."""
         completions = self._writer.tick()
         ids = [self._prompt_ids.pop(completion.key) for completion in completions]
-        if self.drafter and completions and self._plain is None and self._states_wanted is None:
-            self.drafter.learn_from(completions, self.engine.version, ids)
+        if completions and self._plain is None and self._states_wanted is None:
+            self._spans += request_spans(completions)
+            if self.drafter:
+                self.drafter.learn_from(completions, self.engine.version, ids)
         return completions
 
     def finish(self) -> None:
@@ -164,6 +176,19 @@ class Worker:
 
     def speculation(self) -> SpeculationReport | None:
         return self.engine.report().speculation
+
+    def begin_rollout(self) -> None:
+        """What `report` tells begins here."""
+        self._before, self._spans = self.speculation(), []
+
+    def report(self) -> RolloutReport:
+        """Of the rollout since `begin_rollout`."""
+        after, before = self.speculation(), self._before
+        spent = after.since(before) if after and before else after
+        expected = self.tuner.expected if self.tuner else None
+        device = self.policy.model.embed.device
+        trace = worker_trace(spent, self._spans, expected, device_bytes=most_reserved(device))
+        return replace(rollout_report(spent), traces=(trace,))
 
     def begin_replay(self) -> None:
         """Until `end_replay`, requests are written by an engine without speculation that shares only the policy."""
@@ -267,7 +292,6 @@ class LocalFleet:
     def __init__(self, config: RunConfig, emit: Emit) -> None:
         self.worker = Worker(config, emit=emit)
         self._emit = emit
-        self._before: SpeculationReport | None = None
         self._step = self._told = 0  # _told: alarms
         self._planner = _planner_of(self.worker) if self.worker.drafter else None
         if self.worker.drafter:
@@ -289,7 +313,8 @@ class LocalFleet:
             self._apart_s += seconds
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
-        self._step, self._before = step, self.worker.speculation()
+        self._step = step
+        self.worker.begin_rollout()
         return self._rolled_out(requests)
 
     def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:
@@ -318,8 +343,7 @@ class LocalFleet:
             self._told += 1
 
     def report(self) -> RolloutReport:
-        after = self.worker.speculation()
-        return rollout_report(after.since(self._before) if after and self._before else after)
+        return self.worker.report()
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         """As long as a step may wait for it, and in the time in which others are waited for."""
@@ -385,6 +409,8 @@ class LocalFleet:
         swapped = self._charge(Cost.SWAPPING, self.worker.swap_drafter)
         if swapped is not None:
             self._emit(DrafterSwapped(step, swapped, time.perf_counter() - started))
+        if self._planner:
+            self._emit(account_updated(step, self._planner.account))
 
     def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
         begun = time.perf_counter()

@@ -6,7 +6,7 @@ Knows nothing of engines, processes or devices: a fleet is whoever has these met
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,8 @@ from tlt.train.grpo import advantages
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience, Key, Prompt, Rollout
 from tlt.watch.events import Event, PhaseStarted, RolloutProgress
+from tlt.watch.sampling import sampled_groups
+from tlt.watch.trace import WorkerTrace
 
 Emit = Callable[[Event], None]
 ByDepth = tuple[tuple[str, tuple[float, ...]], ...]  # drafter; share accepted at depth 1, 2, … of what got there
@@ -41,6 +43,7 @@ class RolloutReport:
     by_depth: ByDepth = ()  # as the tuners knew it afterwards, of those that were asked
     switches: int = 0  # ticks in another shape than the tick before
     one_off_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
+    traces: tuple[WorkerTrace, ...] = ()  # one per worker
 
     @property
     def accept_length(self) -> float:
@@ -151,7 +154,8 @@ class Loop:
         self._replay(number, asked, judged, rollout_s)
         update_started = time.perf_counter()
         self.emit(PhaseStarted(number, "update"))
-        update = self.fleet.update(experiences(judged, self.config.grpo))
+        sampled = sampled_groups(number, len(judged), self.config.watch.groups)
+        update = self.fleet.update(experiences(judged, self.config.grpo, sampled))
         self.fleet.publish(number, number)
         late = judging.last_verdict_s
         waited = max(0.0, min(late, drafted) - answered)  # for rewards; drafting beside it costs nothing
@@ -215,11 +219,11 @@ def ask(taken: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list
     return asked
 
 
-def experiences(judged: Sequence[Judged], grpo: GrpoSettings) -> list[Experience]:
-    """Every rollout with its advantage over its group, in the order they were asked."""
+def experiences(judged: Sequence[Judged], grpo: GrpoSettings, sampled: Collection[int] = ()) -> list[Experience]:
+    """Every rollout with its advantage over its group, in the order they were asked. `sampled`: indices of groups."""
     found = []
-    for one in judged:
-        rollouts = one.group.rollouts
+    for index, one in enumerate(judged):
+        rollouts, kept = one.group.rollouts, index in sampled
         gains = advantages([rollout.reward for rollout in rollouts], grpo)
-        found += [Experience(rollout, gain) for rollout, gain in zip(rollouts, gains, strict=True)]
+        found += [Experience(rollout, gain, kept) for rollout, gain in zip(rollouts, gains, strict=True)]
     return found

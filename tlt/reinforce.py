@@ -26,13 +26,14 @@ from tlt.model.weights import read_config
 from tlt.policy import device_of, source_of
 from tlt.resume import ResumePoint, checkpoints_of, resumed, starting_point, write_record
 from tlt.signals import raise_if_terminated, sigterm_raises
+from tlt.step_file import encode_step
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.files import FileTask
 from tlt.tasks.held_out import HeldOut, held_out_of
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
-from tlt.text import Tokenizer
+from tlt.text import Tokenizer, TokenTexts
 from tlt.train.checkpoint import Checkpoints
 from tlt.watch.directory import TRAIN, directory_of, held
 from tlt.watch.events import (
@@ -48,6 +49,7 @@ from tlt.watch.events import (
 )
 from tlt.watch.history import events_of
 from tlt.watch.log import EventLog
+from tlt.watch.sampling import StepFiles, sampled_groups
 from tlt.watch.session import Watched
 
 OpenFleet = Callable[[RunConfig, Emit], Fleet]
@@ -119,6 +121,7 @@ class _Run:
                 self._log.emit(StartupFinished(seconds=time.perf_counter() - self._started))
                 loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
                 self._evaluate(evaluation, fleet, restored)
+                self._keeper = StepKeeper(self._config, tokenizer, after=restored)
                 for taken in range(restored, self._config.run.steps):
                     raise_if_terminated()
                     self._step(loop, taken)
@@ -151,6 +154,7 @@ class _Run:
         self._log.emit(answer_shown(step.number, step.rollouts[0]))
         if step.report.chosen:
             self._log.emit(shapes_chosen(step.number, step.report))
+        self._keeper.keep(step)
 
     # ---- evaluations
 
@@ -206,6 +210,20 @@ class _Run:
                 command=found.command,
             )
         )
+
+
+class StepKeeper:
+    """Writes the step files, if any are wanted."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, after: int) -> None:
+        self._watch = config.watch
+        self._files = StepFiles(directory_of(config, TRAIN), self._watch.disk_mib * 2**20, after=after)
+        self._texts = TokenTexts(tokenizer)
+
+    def keep(self, step: Step) -> None:
+        if self._watch.groups:
+            sampled = sampled_groups(step.number, len(step.judged), self._watch.groups)
+            self._files.write(step.number, encode_step(step, sampled, self._texts, self._watch.step_kib * 2**10))
 
 
 class _Saver:

@@ -14,6 +14,7 @@ from tlt.strict_json import read_object
 from tlt.types import Message
 
 _PENDING = "\ufffd"  # the decoding of an incomplete multi-byte character
+_MOST_BYTES = 8  # tokens that one character may need
 
 _SAMPLE = "1 + 2 = 3\n"  # every tokenizer must encode and decode this
 _FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
@@ -122,6 +123,42 @@ class TextStream:
             return ""
         self._context, self._shown = self._shown, len(self._tokens)
         return after[len(before) :]
+
+
+class TokenTexts:
+    """The text of each single token. Together they are the decoded text: a character of several tokens belongs to the
+    last of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = tokenizer.encode_text("a")[-1:]  # in front: some tokenizers drop a leading space
+        self._before = len(tokenizer.decode(self._anchor))
+        self._known: dict[int, str] = {}
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        texts: list[str] = []
+        waiting: list[int] = []
+        for token in tokens:
+            text = self._of_one(token)
+            if waiting or _PENDING in text:
+                waiting.append(token)
+                text = self._decode(waiting)
+                if text.endswith(_PENDING) and len(waiting) < _MOST_BYTES:
+                    texts.append("")
+                    continue
+                waiting = []
+            texts.append(text)
+        if waiting:
+            texts[-1] = self._decode(waiting)
+        return texts
+
+    def _of_one(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._decode([token])
+        return self._known[token]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode([*self._anchor, *tokens])[self._before :]
 
 
 class StopWatch:

@@ -105,6 +105,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int  # of the weights that wrote the last token
     timing: Timing
+    drafted: bytes = b""  # of each token: 1 if it was an accepted draft, 0 if the policy's forward pass drew it
 
     def __repr__(self) -> str:
         text = shown(self.text, _SHOWN)
@@ -141,3 +142,4 @@ class Experience:
 
     rollout: Rollout
     advantage: float  # how much better than its group it did, as GRPO counts it
+    sampled: bool = False  # its step file holds this completion: the update reports the entropy of its tokens

@@ -44,7 +44,6 @@ from tlt.config import RunConfig
 from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
-from tlt.event_builders import rollout_report
 from tlt.fleet import Peers, Worker
 from tlt.model.transformer import Transformer
 from tlt.train.policy import PolicyTrainer, UpdateResult
@@ -202,7 +201,7 @@ class Host:
         """Decodes requests, trains the drafter while there are none, until the coordinator ends the rollout."""
         self._sessions.begin({worker_id: RayReducer(actor) for worker_id, actor in peers.items()})
         self._swaps = 0
-        before = self._worker.speculation()
+        self._worker.begin_rollout()
         while not (self._status.epoch == epoch and self._status.state is State.READY):
             self._read_inbox()
             state = self._status.state
@@ -216,7 +215,7 @@ class Host:
                 self._worker.finish()  # raises if a request failed: the driver would wait for it for ever
                 self._wait_for_inbox()
         self._timeline.end()
-        return self._rollout_report(before)
+        return self._rollout_report()
 
     def _tick(self) -> None:
         completions = self._worker.tick()
@@ -226,11 +225,10 @@ class Host:
             self._status.answered(len(completions))
             self._send_status(completions=tuple(completions), alarms=new)
 
-    def _rollout_report(self, before: Any) -> WorkerRolloutReport:
-        after = self._worker.speculation()
+    def _rollout_report(self) -> WorkerRolloutReport:
         return WorkerRolloutReport(
             spans=self._timeline.take(),
-            rollout=rollout_report(after.since(before) if after and before else after),
+            rollout=self._worker.report(),
             drafted=tuple(self._sessions.led),
             joins=self._sessions.joins,
             join_s=self._sessions.join_s,

@@ -105,9 +105,10 @@ class RayFleet:
 
     def report(self) -> RolloutReport:
         reports = self._reports.values()
+        ranks = {worker_id: member.rank for worker_id, member in self._actors.members.items()}
         last = max(reports, key=lambda report: seconds_of(report.spans, "rolling"), default=None)
         saved_s = last.rollout.saved_s if last else 0.0  # of the slowest worker: the others would have waited for it
-        return together([report.rollout for report in reports], saved_s)
+        return together([_of_worker(report.rollout, ranks.get(w, w)) for w, report in self._reports.items()], saved_s)
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         """All workers train the drafter together while rewards are computed, and stop as soon as `until` is True."""
@@ -362,12 +363,17 @@ class RayFleet:
             self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
 
 
+def _of_worker(report: RolloutReport, rank: int) -> RolloutReport:
+    return replace(report, traces=tuple(replace(trace, worker=rank) for trace in report.traces))
+
+
 def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
     """Means are already over all workers; counts are summed."""
     return replace(
         results[0],
         tokens=sum(result.tokens for result in results),
         answer_tokens=sum(result.answer_tokens for result in results),
+        entropies=tuple(found for result in results for found in result.entropies),
         mismatch_max=max(result.mismatch_max for result in results),
     )
 

@@ -37,6 +37,8 @@ from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
 
 _NONE_DRAWN = -1  # what the sampler says where the logits were no distribution
+# of a tick's tokens, by their number: all but the last were accepted drafts
+_DRAFTED = tuple(b"\1" * (tokens - 1) + b"\0" for tokens in range(1, MOST_NODES + 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +374,7 @@ class EngineCore:
                 self._dropped += 1
                 continue
             state = req.state
+            state.drafted += _DRAFTED[len(tokens) - 1]  # an answer that ends within them is cut in `_complete`
             if not state.tokens:
                 state.first_token_s = now
             if req.left > 0 and not state.request.params.stops and self._endings.isdisjoint(tokens):
@@ -434,6 +437,7 @@ class EngineCore:
                 finished_s=now - state.submitted_s,
                 preemptions=state.preemptions,
             ),
+            drafted=bytes(state.drafted[: len(state.tokens)]),
         )
 
     def _fail(self, req: RunningRequest) -> None:

@@ -33,6 +33,7 @@ class RequestState:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_logprobs: list[float] = field(default_factory=list)
+    drafted: bytearray = field(default_factory=bytearray)  # of each token, 1 if it was an accepted draft
     first_token_s: float = 0.0
     preemptions: int = 0
 

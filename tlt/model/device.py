@@ -27,6 +27,11 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
+def most_reserved(device: torch.device) -> int:
+    """The most bytes of a GPU's memory that torch has reserved so far; 0 on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def upload_columns(columns: "Sequence[np.ndarray[Any, Any]]", device: torch.device) -> list[Tensor]:
     """Host numbers as int64 on a device, in one copy."""
     together = torch.from_numpy(np.concatenate(columns).astype(np.int64, copy=False))

@@ -7,7 +7,7 @@ tokens are those of plain decoding; drafters get begin and end in the order of e
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, R
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
 from tlt.spec.shape_policy import Outcome, ShapePolicy, forever
 from tlt.types import Key, SamplingParams
+from tlt.watch.trace import MOST_SPANS
 
 _LOOKED_INTO = 8  # rows per tick whose drafts are compared with the emitted tokens, drafter by drafter
 
@@ -36,6 +37,8 @@ class SpeculationReport:
     one_off_s: float  # one-off work for speculation: draft-extends and captures
     alarms: tuple[Alarm, ...]
     tuner: TunerReport | None  # None: the shape policy keeps no report
+    timed: Mapping[tuple[int, Shape], tuple[int, float]] = field(default_factory=dict)  # timed ticks, seconds
+    spans: tuple[tuple[float, int, str], ...] = ()  # from this reading of the clock on: requests, shape; the newest
 
     @property
     def accept_length(self) -> float:
@@ -60,7 +63,20 @@ class SpeculationReport:
             one_off_s=self.one_off_s - before.one_off_s,
             alarms=self.alarms[len(before.alarms) :],
             tuner=self.tuner.since(before.tuner) if self.tuner and before.tuner else self.tuner,
+            timed=_timed_since(self.timed, before.timed),
+            spans=tuple(span for span in self.spans if not before.spans or span > before.spans[-1]),
         )
+
+
+def _timed_since(
+    now: Mapping[tuple[int, Shape], tuple[int, float]], before: Mapping[tuple[int, Shape], tuple[int, float]]
+) -> dict[tuple[int, Shape], tuple[int, float]]:
+    found = {}
+    for which, (ticks, seconds) in now.items():
+        earlier, earlier_s = before.get(which, (0, 0.0))
+        if ticks > earlier:
+            found[which] = (ticks - earlier, seconds - earlier_s)
+    return found
 
 
 class Speculation:
@@ -217,6 +233,8 @@ class Speculating(Speculation):
         self._last: Shape | None = None  # of the tick before, if requests ran in it
         self._plain: Counter[int] = Counter()  # running requests → plain ticks
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
+        self._timed: dict[tuple[int, Shape], tuple[int, float]] = {}
+        self._spans: deque[tuple[float, int, str]] = deque(maxlen=MOST_SPANS)
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._one_off_s = 0.0
         self._alarms: list[Alarm] = []
@@ -283,7 +301,9 @@ class Speculating(Speculation):
         else:
             self._ticks[running, shape] += 1
         if shape is not self._last:
-            self._switches += self._last is not None and shape != self._last
+            if shape != self._last:
+                self._switches += self._last is not None
+                self._spans.append((time.perf_counter(), running, str(shape)))
             self._last = shape
 
     def needs_no_tokens(self, shape: Shape) -> bool:
@@ -379,6 +399,7 @@ class Speculating(Speculation):
 
     def decoded(self, running: int, seconds: float) -> None:
         self._learn()
+        self._time(running, OFF, seconds)
         arrived = self._newly_arrived()
         self._shape_policy.observe(
             Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come, due_s=self._due_s)
@@ -395,6 +416,7 @@ class Speculating(Speculation):
         if feedback.seconds is not None and (proposed.ingested is None or (ingested and self._asynchronous)):
             seconds = feedback.seconds - proposed.extend_s
         one_off_s = feedback.one_off_s + proposed.extend_s
+        self._time(len(feedback.emitted), feedback.shape, seconds)
         self._verifies += len(results)
         self._accepted += sum(map(len, feedback.emitted)) - len(results)
         self._drafting_s += sum(proposed.drafts_s)
@@ -445,7 +467,14 @@ class Speculating(Speculation):
             one_off_s=self._one_off_s,
             alarms=tuple(self._alarms),
             tuner=self._shape_policy.report(),
+            timed=dict(self._timed),
+            spans=tuple(self._spans),
         )
+
+    def _time(self, running: int, shape: Shape, seconds: float | None) -> None:
+        if seconds is not None:
+            ticks, total_s = self._timed.get((running, shape), (0, 0.0))
+            self._timed[running, shape] = (ticks + 1, total_s + seconds)
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:

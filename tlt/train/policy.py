@@ -48,7 +48,7 @@ from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.restore import expect_keys
 from tlt.train.sums import Sums, UpdateReport
-from tlt.types import Completion, Experience, SamplingParams
+from tlt.types import Completion, Experience, Key, SamplingParams
 
 _ROUND_OFF = {
     torch.float32: 1e-3,
@@ -87,6 +87,7 @@ class UpdateResult:
     mismatch_max: float  # likewise, of this worker
     weight_mean: float  # of the truncated importance weights; 1 without them
     drafting_s: float = 0.0  # of the step's seconds, those of drafter training inside it
+    entropies: tuple[tuple[Key, tuple[float, ...]], ...] = ()  # per token, of sampled completions
 
 
 class PolicyTrainer:
@@ -140,11 +141,14 @@ class PolicyTrainer:
             for part in parts if self._train.epochs > 1 else parts[1:]:
                 part.rows = [self._anchored(row) for row in self._rows(part)]
         reports: list[UpdateReport] = []
+        entropies: dict[Key, Tensor] = {}
         for part in parts * self._train.epochs:
             if part.something_to_learn:
-                reports.append(self._learn(part, rate, first=not reports, observer=None if reports else observer))
+                seen = None if reports else observer
+                reports.append(self._learn(part, rate, entropies, first=not reports, observer=seen))
         self.steps_taken += 1
-        return _result(reports, parts, rate)
+        told = tuple((key, tuple(entropy_N.tolist())) for key, entropy_N in entropies.items())
+        return replace(_result(reports, parts, rate), entropies=told)
 
     def state(self) -> dict[str, Any]:
         """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
@@ -169,7 +173,13 @@ class PolicyTrainer:
     # ---- one update
 
     def _learn(
-        self, part: "_Minibatch", rate: float, *, first: bool, observer: RowObserver | None = None
+        self,
+        part: "_Minibatch",
+        rate: float,
+        entropies: dict[Key, Tensor],
+        *,
+        first: bool,
+        observer: RowObserver | None = None,
     ) -> UpdateReport:
         sums = Sums(self._model.embed.device)
         if observer is not None:
@@ -184,6 +194,8 @@ class PolicyTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.gather()
             sums.add(loss=loss.detach(), entropy=entropy_N.sum())
+            if index < len(part.packed):
+                _keep_sampled(part, index, entropy_N, entropies)
             if observer is not None and index < len(part.packed):
                 observer.see(part.packed[index], states.detached())
         try:
@@ -378,6 +390,18 @@ def _result(reports: Sequence[UpdateReport], parts: Sequence[_Minibatch], rate: 
         mismatch_max=reports[0].mismatch_max if reports else 0.0,
         weight_mean=mean("weight_mean") if reports else 1.0,
     )
+
+
+def _keep_sampled(part: _Minibatch, index: int, entropy_N: Tensor, kept: dict[Key, Tensor]) -> None:
+    """The entropies of sampled completions in a row, unless an earlier epoch computed them."""
+    start = 0
+    for member in part.packed[index].members:
+        experience = part.learned[member]
+        completion = experience.rollout.completion
+        end = start + len(completion.tokens)
+        if experience.sampled:
+            kept.setdefault(completion.key, entropy_N[start:end])
+        start = end
 
 
 def _example(experience: Experience) -> Example:

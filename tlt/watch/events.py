@@ -168,6 +168,9 @@ class StepFinished(Event):
     step_s: float  # the whole step, everything included but replays
     saved_s: float  # seconds of rollout saved, by the engine's measured cost of plain ticks; negative if lost
     verifies: int = 0  # drafts checked, each of one answer: what accept_length is the mean over
+    entropy: float = 0.0  # of the policy over the answer tokens that the update computed, nats per token
+    host_bytes: int = 0  # resident memory after the rollout, all workers' processes together
+    device_bytes: int = 0  # most that torch has reserved on a GPU so far, of the worker that has most
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,17 @@ class AcceptanceCollapsed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class AccountUpdated(Event):
+    """The account of everything that exists because of speculation, after a step: seconds of the whole run so far."""
+
+    step: int
+    plain_s: float  # of the steps, without speculation
+    saved_s: float  # in their rollouts, by measured costs
+    spent_s: dict[str, float]  # that steps waited for: training, measuring, swapping
+    balance_s: float  # may be spent
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupStep(Event):
     """One optimizer step of supervised training."""
 
@@ -379,6 +393,7 @@ _KINDS: dict[str, type[Event]] = {
         ReplayCompared,
         RewardsFailed,
         AcceptanceCollapsed,
+        AccountUpdated,
         WarmupStep,
         ReaderFailed,
         RunFailed,

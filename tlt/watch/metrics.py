@@ -23,6 +23,7 @@ STEP_METRICS = {  # name → field of StepFinished
     "policy/loss": "loss",
     "policy/grad_norm": "grad_norm",
     "policy/kl": "kl",
+    "policy/entropy": "entropy",
     "policy/clipped": "clipped",
     "policy/mismatch_mean": "mismatch_mean",
     "policy/mismatch_max": "mismatch_max",
@@ -33,6 +34,8 @@ STEP_METRICS = {  # name → field of StepFinished
     "time/drafting_s": "drafting_s",
     "time/checkpoint_s": "checkpoint_s",
     "time/step_s": "step_s",
+    "memory/host_bytes": "host_bytes",
+    "memory/device_bytes": "device_bytes",
 }
 
 

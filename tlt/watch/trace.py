@@ -1,0 +1,75 @@
+"""What a worker's part of a rollout looked like in time: its requests, the shapes and costs of its ticks, its memory.
+
+Plain numbers that cross from workers to the run. Times are seconds since 1970, so that workers of several machines lie
+on one axis as far as their clocks agree. What always holds: the size of a trace is bounded by the number of requests
+and `MOST_SPANS`.
+"""
+
+import resource
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tlt.types import Completion
+
+MOST_SPANS = 4096  # changes of shape that a worker remembers
+
+
+class RequestSpan(NamedTuple):
+    """When a request was written."""
+
+    request: int  # of its key
+    submitted: float
+    first: float  # its first token
+    finished: float
+
+
+class ShapeSpan(NamedTuple):
+    """From here on, ticks had this shape, until the next span. An empty shape: nothing ran."""
+
+    start: float
+    running: int  # requests in the first of these ticks
+    shape: str
+
+
+class TickCost(NamedTuple):
+    """What the ticks of one shape took, and what the cost model expects of them."""
+
+    running: int  # requests in a tick, up to that power of two
+    shape: str
+    ticks: int  # that were timed
+    measured_s: float  # of a tick, on average
+    expected_s: float  # likewise, as estimated after the rollout; 0: nobody estimates
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTrace:
+    worker: int = 0  # its rank
+    requests: tuple[RequestSpan, ...] = ()
+    shapes: tuple[ShapeSpan, ...] = ()
+    costs: tuple[TickCost, ...] = ()
+    host_bytes: int = 0  # resident memory of the worker's process
+    device_bytes: int = 0  # most that torch has reserved on its device so far
+
+
+def request_spans(completions: Iterable[Completion]) -> Iterable[RequestSpan]:
+    """Of completions that have just ended."""
+    now = time.time()
+    for completion in completions:
+        submitted = now - completion.timing.finished_s
+        yield RequestSpan(completion.key.request, submitted, submitted + completion.timing.first_token_s, now)
+
+
+def wall_time_of(counter_s: float) -> float:
+    """A reading of `time.perf_counter` as seconds since 1970."""
+    return time.time() - time.perf_counter() + counter_s
+
+
+def host_bytes() -> int:
+    """Resident memory of this process; where the system does not tell, the most it has had."""
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
