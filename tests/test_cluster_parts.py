@@ -18,9 +18,10 @@ from tlt.cluster import transfer
 from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, RendezvousStore
 from tlt.cluster.averaging import GradientAveraging, GradientReducer, LeftSession, MeanGradient
 from tlt.cluster.timeline import TimelineSpan, seconds_of
-from tlt.cluster.transfer import fingerprint, on_host, read_files, write_files
+from tlt.cluster.transfer import on_host, read_files, write_files
 from tlt.dispatch import Dispatch, deal
 from tlt.engine.request import Request
+from tlt.model.fingerprint import fingerprint
 from tlt.types import Completion, Experience, Key, Prompt, Rollout, SamplingParams, Timing
 
 DEAD_S = 300.0  # after which something that is waited for will not happen any more

@@ -18,7 +18,7 @@ from tlt.model.weights import Place, places, read_config
 from tlt.policy import dtype_of, source_of
 from tlt.spec import eagle_files
 from tlt.spec.eagle import EagleConfig
-from tlt.train.lora import ADAPTED
+from tlt.train.adapter import adapted_places, adapter_bytes
 from tlt.watch.events import CheckpointsPlanned
 
 _ID_BYTES, _MARK_BYTES = 8, 1  # of a token that the drafter can name, and of any
@@ -56,9 +56,8 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     of_policy = places(policy)
     weights = _count(of_policy.values()) * dtype.itemsize
     if config.train.lora_rank:
-        adapted = [place for place in of_policy.values() if place.parameter.rpartition(".")[2] in ADAPTED]
-        adapters = config.train.lora_rank * _sides(adapted)
-        state = adapters * 3 * wide + _count(adapted) * dtype.itemsize  # the weights they are added to
+        weights = adapter_bytes(policy, config.train.lora_rank, dtype) + (weights if config.checkpoint.merge else 0)
+        state = config.train.lora_rank * _sides(adapted_places(policy).values()) * 3 * wide  # themselves, two moments
     else:
         state = _count(of_policy.values()) * adam
     if config.spec.learned and not config.drafting.frozen:

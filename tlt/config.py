@@ -352,6 +352,7 @@ class CheckpointSettings:
     every: int = 10  # steps between two checkpoints; the end of the run always writes one. 0: only that one
     keep: int = 2  # number of newest checkpoints whose weights are kept
     keep_optimizer: int = 0  # number of newest checkpoints that keep optimizer state, needed to resume; 0: all
+    merge: bool = False  # of a run with train.lora_rank: write policy/ too, with the adapter merged, beside adapter/
     buffer: bool = False  # save the drafter's training buffer too, so that its training resumes at once
 
     def __post_init__(self) -> None:

@@ -37,12 +37,13 @@ from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes, most_reserved
 from tlt.model.transformer import Transformer
 from tlt.model.weights import hf_tensors, write_policy
-from tlt.policy import open_policy
+from tlt.policy import base_name, open_policy
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
 from tlt.spec.speculation import SpeculationReport
 from tlt.spec.tuner import Tuner
+from tlt.train.adapter import AdapterWords, write_adapter
 from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.host_copy import HostCopy
@@ -55,7 +56,7 @@ from tlt.watch.trace import RequestSpan, request_spans
 
 T = TypeVar("T")
 _MOMENT_S = 0.05
-POLICY, OPTIMIZER, DRAFTER = "policy", "optimizer", "drafter"  # names in a checkpoint
+POLICY, ADAPTER, OPTIMIZER, DRAFTER = "policy", "adapter", "optimizer", "drafter"  # names in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +243,23 @@ class Worker:
         """A copy on the host of policy, optimizer and drafter, to be written whenever there is time. A drafter that has
         learned nothing yet is left out: a resumed run begins with the same one."""
         model, source = self.policy.model, self.policy.source
-        live: dict[str, Any] = {POLICY: hf_tensors(model), OPTIMIZER: self.trainer.state()}
+        live: dict[str, Any] = {OPTIMIZER: self.trainer.state()}
+        adapters = self.trainer.adapters
+        if adapters:
+            live[ADAPTER] = adapters.peft_tensors()
+            words = AdapterWords(*base_name(self.config.model), adapters.rank, adapters.scale)
+        if not adapters or self.config.checkpoint.merge:
+            live[POLICY] = hf_tensors(model)
         if self.drafter and (self.drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer):
             origin = Origin(self.config.model.path, tuple(model.config.source.get("architectures") or ()))
             live[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
         copied = self._host.take(live)
 
         def write(directory: Path) -> None:
-            write_policy(copied[POLICY], model.config, directory / POLICY, tokenizer_from=source)
+            if ADAPTER in copied:
+                write_adapter(copied[ADAPTER], words, directory / ADAPTER)
+            if POLICY in copied:
+                write_policy(copied[POLICY], model.config, directory / POLICY, tokenizer_from=source)
             save_state(copied[OPTIMIZER], directory, OPTIMIZER)
             if DRAFTER in copied:
                 write_contents(copied[DRAFTER], directory / DRAFTER)
@@ -258,7 +268,8 @@ class Worker:
 
     def restore(self, directory: Path, version: int) -> None:
         """In place: the engine keeps its tensors. A drafter that the checkpoint has none of begins as configured."""
-        restore_policy(self.policy.model, directory / POLICY)
+        if not (directory / ADAPTER).is_dir():  # which is learned on the policy that model.path names
+            restore_policy(self.policy.model, directory / POLICY)
         state = load_state(directory, OPTIMIZER, self.policy.model.embed.device)
         with reading(directory / OPTIMIZER):
             self.trainer.restore(state)

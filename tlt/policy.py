@@ -1,4 +1,7 @@
-"""Opens a policy from its directory, on the configured device and in the configured dtype."""
+"""Opens a policy from its directory, on the configured device and in the configured dtype.
+
+A directory may hold an adapter alone (PEFT): then its policy is opened, and the adapter merged.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +10,11 @@ import torch
 
 from tlt.config import ModelSettings
 from tlt.errors import ConfigError
-from tlt.model.hub import find_policy
+from tlt.model.hub import find_policy, hub_name
 from tlt.model.transformer import Transformer
 from tlt.model.weights import load_policy
 from tlt.text import Tokenizer
+from tlt.train.adapter import is_adapter, merge_adapter, read_words
 
 TINY_POLICY = Path(__file__).parent / "data" / "tiny_policy"
 
@@ -24,18 +28,34 @@ class Policy:
 
 def open_policy(settings: ModelSettings) -> Policy:
     """The policy at `settings.path`; "tiny" names the one shipped with tlt."""
-    source = source_of(settings)
+    named, source = _named(settings), source_of(settings)
     device = device_of(settings.device)
     if device.type == "cpu":
         # Flush denormals (below 1e-38) to zero, in this thread and its child threads. They are frequent in softmax and
         # its gradients, and a CPU computes with them about a hundred times slower.
         torch.set_flush_denormal(True)
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
+    if is_adapter(named):
+        merge_adapter(model, named)
     return Policy(model, Tokenizer.load(source, vocab=model.config.vocab), source)
 
 
 def source_of(settings: ModelSettings) -> Path:
     """The directory of the policy and its tokenizer; a name on the Hugging Face hub is looked up in the local cache."""
+    named = _named(settings)
+    if not is_adapter(named):
+        return named
+    words = read_words(named)
+    return find_policy(f"{words.base}@{words.revision}" if words.revision else words.base)
+
+
+def base_name(settings: ModelSettings) -> tuple[str, str | None]:
+    """What an adapter calls its policy: its name on the Hugging Face hub and the revision, or else its directory."""
+    return hub_name(settings.path) or (str(source_of(settings).resolve()), None)
+
+
+def _named(settings: ModelSettings) -> Path:
+    """The directory of the policy, or of an adapter of it."""
     return TINY_POLICY if settings.path == "tiny" else find_policy(settings.path)
 
 

@@ -34,6 +34,7 @@ from tlt.tasks.held_out import HeldOut, held_out_of
 from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
 from tlt.text import Tokenizer, TokenTexts
+from tlt.train.adapter import is_adapter
 from tlt.train.checkpoint import Checkpoints
 from tlt.watch.directory import TRAIN, directory_of, held
 from tlt.watch.events import (
@@ -269,6 +270,12 @@ def _check(config: RunConfig, open_fleet: OpenFleet) -> None:
         raise ConfigError(
             f"task.group is {config.task.group}: an answer is learned from by comparing it with others to the same "
             "prompt; set task.group to 2 or more, 8 for instance"
+        )
+    if config.train.lora_rank and is_adapter(Path(config.model.path)):
+        raise ConfigError(
+            f"train.lora_rank is {config.train.lora_rank} and model.path {config.model.path} is an adapter, and "
+            "one of an adapter would be learned. Give the policy/ that checkpoint.merge writes beside it, or "
+            "go on with the run it is from: --resume"
         )
     if config.cluster.workers > 1 and open_fleet is LocalFleet:
         raise ConfigError(

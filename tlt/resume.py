@@ -6,13 +6,14 @@ skipped in favour of the newest older undamaged one, which is an event. A named 
 
 import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.drafting.saving import TRAINER
 from tlt.errors import CheckpointError, ConfigError, shown
-from tlt.fleet import DRAFTER, OPTIMIZER, POLICY
+from tlt.fleet import ADAPTER, DRAFTER, OPTIMIZER, POLICY
 from tlt.recipe import flat, load_config, to_toml
 from tlt.strict_json import read_object
 from tlt.train.checkpoint import Checkpoints
@@ -97,9 +98,9 @@ def _in_words(problems: dict[str, str]) -> str:
 
 def _weights_of(checkpoints: Checkpoints, found: dict[int, dict[str, str]]) -> str:
     """A remedy for the error message: the policy of a checkpoint may be undamaged while its optimizer is not."""
-    for step, problems in found.items():
-        path = checkpoints.path(step) / POLICY
-        if SUMS not in problems and not any(name.startswith(f"{POLICY}/") for name in problems):
+    for step, name in product(found, (POLICY, ADAPTER)):
+        path, problems = checkpoints.path(step) / name, found[step]
+        if path.is_dir() and SUMS not in problems and not any(file.startswith(f"{name}/") for file in problems):
             return f"start a new run from weights that are whole with --model.path {path} --run.name NEW"
     return "start a new run with another run.name"
 

@@ -38,13 +38,14 @@ from tlt.cluster.messages import (
 from tlt.cluster.placement import Environment, WorkerSlot, cores_of, pin
 from tlt.cluster.sessions import Sessions
 from tlt.cluster.timeline import Timeline, TimelineSpan
-from tlt.cluster.transfer import Files, bytes_written, fingerprint, on_host, pieces_of, write_files
+from tlt.cluster.transfer import Files, bytes_written, on_host, pieces_of, write_files
 from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
 from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
 from tlt.fleet import Peers, Worker
+from tlt.model.fingerprint import fingerprint
 from tlt.model.transformer import Transformer
 from tlt.train.policy import PolicyTrainer, UpdateResult
 from tlt.train.sharded import ShardedTrainer

@@ -1,20 +1,18 @@
-"""Transfer between workers: states copied to host memory, directories as file contents, fingerprints of weights."""
+"""Transfer between workers: states copied to host memory, directories as file contents."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 Files = dict[str, NDArray[np.uint8]]  # contents by path
 _PIECE = 64 * 1024**2  # bytes
 _BLOCK = 512  # bytes, the unit of `st_blocks`
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
 
 def on_host(value: Any) -> Any:
@@ -26,19 +24,6 @@ def on_host(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(on_host(part) for part in value)
     return value
-
-
-@torch.no_grad()
-def fingerprint(tensors: Sequence[Tensor]) -> int:
-    """A checksum of all bits of the tensors. Computed on their device, fetched to the host once."""
-    sums = []
-    for tensor in tensors:
-        words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
-        sums += [words[:: 2 * skip + 1].sum(dtype=torch.int64) for skip in range(3)]  # strides make order count
-    total = 0
-    for value in torch.stack(sums).tolist():
-        total = (total * 1_000_003 + value) % (2**61 - 1)
-    return total
 
 
 def read_files(directory: Path) -> Files:

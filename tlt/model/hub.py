@@ -9,18 +9,18 @@ from pathlib import Path
 
 from tlt.errors import ModelError
 
-_NAME = re.compile(r"([\w.-]{1,96})/([\w.-]{1,96})(?:@([\w.-]{1,200}))?", re.ASCII)
+_NAME = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w.-]{1,200}))?", re.ASCII)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def find_policy(path: str) -> Path:
     """The directory at `path`, or of the cached policy of that name. A ModelError says how to download one."""
-    named = _NAME.fullmatch(path)
-    if not named or path.startswith(".") or Path(path).exists():
+    named = hub_name(path)
+    if named is None:
         return Path(path)
-    owner, name, revision = named.groups()
-    download = f"hf download {owner}/{name}" + (f" --revision {revision}" if revision else "")
-    snapshot = _snapshot(cache_directory() / f"models--{owner}--{name}", revision or "main")
+    name, revision = named
+    download = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    snapshot = _snapshot(cache_directory() / f"models--{name.replace('/', '--')}", revision or "main")
     if snapshot is None:
         raise ModelError(
             f"no model at {path}: expected a directory with config.json and safetensors weights, or a name in the "
@@ -32,6 +32,12 @@ def find_policy(path: str) -> Path:
             f"go on with {download}"
         )
     return snapshot
+
+
+def hub_name(path: str) -> tuple[str, str | None] | None:
+    """Name and revision, unless it is a path."""
+    named = _NAME.fullmatch(path)
+    return None if not named or path.startswith(".") or Path(path).exists() else (named[1], named[2])
 
 
 def cache_directory() -> Path:

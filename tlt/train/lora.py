@@ -10,16 +10,17 @@ adapted; queries, keys and values are one matrix here and share an A. Knows weig
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tlt.errors import ConfigError
+from tlt.errors import CheckpointError, ConfigError
+from tlt.model.fingerprint import fingerprint
 from tlt.model.transformer import Transformer
+from tlt.train.adapter import ADAPTED, peft_tensors
 from tlt.train.restore import expect_keys, expect_list
-
-ADAPTED = ("qkv", "o", "gate_up", "down")
 
 
 class Lora(nn.Module):
@@ -27,7 +28,9 @@ class Lora(nn.Module):
 
     def __init__(self, model: Transformer, rank: int, alpha: float = 0.0) -> None:
         super().__init__()
-        self.scale = alpha / rank if alpha else 1.0
+        self.rank, self.scale = rank, alpha / rank if alpha else 1.0
+        self._config = model.config
+        self._names = [f"blocks.{index}.{name}" for index in range(len(model.blocks)) for name in ADAPTED]
         self._weights = [getattr(block, name) for block in model.blocks for name in ADAPTED]
         _check_rank(rank, self._weights)
         model.requires_grad_(False)
@@ -45,17 +48,28 @@ class Lora(nn.Module):
             weight.copy_(torch.addmm(base.to(a_rK.dtype), b_Nr, a_rK, alpha=self.scale))
 
     def state(self) -> dict[str, Any]:
-        """The adapters and the base weights, as the policy holds only their sum. Live tensors."""
-        return {
-            "a": [a.detach() for a in self.a],
-            "b": [b.detach() for b in self.b],
-            "bases": list(self._bases),
-        }
+        """The adapters, and a fingerprint of the weights they are added to. Live tensors."""
+        return {"a": [a.detach() for a in self.a], "b": [b.detach() for b in self.b], "base": self._fingerprint}
+
+    def peft_tensors(self) -> dict[str, Tensor]:
+        """The adapters in the policy's dtype, under PEFT's names."""
+        a, b = (dict(zip(self._names, part, strict=True)) for part in (self.a, self.b))
+        return peft_tensors(self._config, a, b, self._bases[0].dtype)
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        return fingerprint(self._bases)
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        parts = {"a": list(self.a), "b": list(self.b), "bases": self._bases}
-        expect_keys(state, parts, "the adapters")
+        """Restores `state`. The policy was opened with the weights that the adapters were learned on."""
+        parts = {"a": list(self.a), "b": list(self.b)}
+        expect_keys(state, (*parts, "base"), "the adapters")
+        if state["base"] != self._fingerprint:
+            raise CheckpointError(
+                "the adapters were learned on other weights than model.path has now, or in another dtype; resume with "
+                "model.path and model.dtype as they were"
+            )
         for name, ours in parts.items():
             wanted = {f"{name}.{index}": tensor for index, tensor in enumerate(ours)}
             expect_list(state[name], wanted, f"the adapters of train.lora_rank {self.a[0].shape[0]}")

@@ -130,6 +130,11 @@ class PolicyTrainer:
         """Bytes that training allocates at the first update and keeps. With LoRA, of the adapters only."""
         return self._optimizer.bytes_to_come
 
+    @property
+    def adapters(self) -> Lora | None:
+        """What is learned instead of the weights themselves, if `train.lora_rank` asks for it."""
+        return self._lora
+
     def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
         """One step: `train.minibatches` × `train.epochs` updates of the weights, in place.
 
