@@ -240,7 +240,7 @@ def evaluate(config: RunConfig) -> None:
 
 def _model_name(path: str) -> str:
     """The end of a path that tells it from others: `run-step_20` of runs/run/checkpoints/step_20/policy."""
-    parts = [part for part in Path(path).parts if part not in ("policy", "checkpoints", "/", ".", "..")]
+    parts = [part for part in Path(path).parts if part not in ("policy", "adapter", "checkpoints", "/", ".", "..")]
     named = "-".join(parts[-2:] if parts[-1:] and parts[-1].startswith("step_") else parts[-1:])
     return re.sub(r"[^\w.-]", "-", named) or "policy"
 
