@@ -19,14 +19,13 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +41,13 @@ from tlt.kernels.linear import plan
 from tlt.kernels.linear.elementwise_triton import rms_norm
 from tlt.kernels.linear.plan import BUCKETS, QUANTIZED_TILES, TILES, Config, bucket_of, choose
 from tlt.kernels.linear.reference import PreNormedRows
-from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import composed_linear, room_for, skinny_linear, take_rows
+from tlt.kernels.linear.tuning import H200, ROWS_TIMED, Layer, candidates, neighbours, shared_bytes
+from tlt.kernels.linear.tuning_triton import EPS, LayerTimer, compile_one, graph_seconds
 from tlt.kernels.linear.workspace import shared_workspace
 from tlt.model.config import ModelConfig
 
 # M rows, N outputs after gating, K inputs
-EPS = 1e-5
-TUNED_AT = {16: 8, 32: 32, 64: 64, 128: 128, 256: 256}
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One linear layer as a model uses it."""
-
-    name: str
-    n: int
-    k: int
-    norm: bool = False
-    residual: bool = False
-    gated: bool = False
-
-    @property
-    def rows(self) -> int:
-        return self.n * (2 if self.gated else 1)
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.k * 2
 
 
 @dataclass(frozen=True)
@@ -117,86 +95,6 @@ SHAPES = {
 }
 
 
-def tiles_to_try(layer: Layer, bucket: int) -> list[Config]:
-    """Tile shapes worth a look, before the split of K is decided."""
-    if bucket == 16 and layer.bytes < 8e6:
-        return [
-            Config(16, 16, 64, stages=8, warps=2),
-            Config(16, 16, 64, stages=8),
-            Config(16, 16, 128, stages=5, warps=2),
-            Config(16, 16, 128, stages=5),
-            Config(16, 16, 256, stages=4),
-            Config(16, 32, 64, stages=8),
-            Config(16, 32, 128, stages=5),
-            Config(16, 64, 64, stages=6, swap=True),
-            Config(16, 64, 128, stages=4, swap=True, tma=True),
-        ]
-    if bucket == 16:
-        return [
-            Config(16, 16, 256, stages=4),
-            Config(16, 16, 512, stages=3),
-            Config(16, 32, 128, stages=5),
-            Config(16, 32, 256, stages=4),
-            Config(16, 64, 128, stages=4),
-            Config(16, 64, 128, stages=4, swap=True),
-            Config(16, 64, 256, stages=3, swap=True),
-            Config(16, 128, 64, stages=5, swap=True),
-            Config(16, 32, 256, stages=4, tma=True),
-            Config(16, 64, 128, stages=4, swap=True, tma=True),
-            Config(16, 64, 256, stages=3, swap=True, tma=True),
-            Config(16, 128, 128, stages=4, swap=True, tma=True),
-        ]
-    if bucket in (32, 64):
-        small = [Config(bucket, 16, 64, stages=6), Config(bucket, 16, 128, stages=4), Config(bucket, 32, 64, stages=6)]
-        return (small if layer.bytes < 8e6 else []) + [
-            Config(bucket, 32, 128, stages=4),
-            Config(bucket, 64, 64, stages=5),
-            Config(bucket, 64, 128, stages=4),
-            Config(bucket, 64, 64, stages=6, swap=True),
-            Config(bucket, 64, 128, stages=4, swap=True),
-            Config(bucket, 128, 64, stages=4, swap=True),
-            Config(bucket, 64, 128, stages=4, swap=True, tma=True),
-            Config(bucket, 128, 64, stages=5, swap=True, tma=True),
-            Config(bucket, 128, 128, stages=3, swap=True, tma=True),
-        ]
-    return [
-        Config(64, 64, 64, stages=5),
-        Config(64, 64, 64, stages=5, swap=True),
-        Config(64, 128, 64, stages=4, swap=True, tma=True),
-        Config(128, 64, 64, stages=4),
-        Config(128, 64, 64, stages=4, swap=True, tma=True),
-        Config(128, 128, 64, stages=4, swap=True, tma=True),
-        Config(128, 128, 64, stages=4, swap=True, tma=True, warps=8),
-        Config(128, 128, 64, stages=4, tma=True, warps=8),
-    ]
-
-
-def candidates(layer: Layer, bucket: int) -> list[Config]:
-    """Tiles × splits of K that give about one, two or three programs per multiprocessor."""
-    found = []
-    m = TUNED_AT[bucket]
-    for tile in tiles_to_try(layer, bucket):
-        tiles = -(-layer.n // tile.block_n) * -(-m // tile.block_m)
-        slot = tile.block_m * tile.block_n * (2 if layer.gated else 1) + tile.block_m
-        most = max(1, min(8, layer.k // (2 * tile.block_k), (1 << 23) // (slot * tiles)))
-        for split in sorted({min(most, max(1, round(target / tiles))) for target in (120, 264, 396)}):
-            ahead = min(tile.block_k * (tile.stages - 1), -(-layer.k // split))
-            ahead = max(64, 1 << (ahead.bit_length() - 1))
-            found.append(replace(tile, split_k=split, prefetch=ahead))
-    return found
-
-
-SHARED_MEMORY = 227 * 1024  # bytes a multiprocessor can give to programs
-MULTIPROCESSORS = 132
-
-
-def shared_bytes(layer: Layer, config: Config) -> int:
-    """Of one program's pipeline."""
-    if config.wide:
-        return 0
-    return config.stages * (config.block_n * (2 if layer.gated else 1) + config.block_m) * config.block_k * 2
-
-
 def refined(layer: Layer, bucket: int, seed: Config) -> list[Config]:
     """Around a good configuration: the moment of the signal, a norm of its own, whole waves, all of K at once."""
     found = [seed, *neighbours(seed)]
@@ -219,10 +117,10 @@ def refined(layer: Layer, bucket: int, seed: Config) -> list[Config]:
 
 def whole_waves(layer: Layer, bucket: int, tile: Config) -> set[int]:
     """Splits of K whose programs just about fill all multiprocessors once, twice or three times over."""
-    tiles = -(-layer.n // tile.block_n) * -(-TUNED_AT[bucket] // tile.block_m)
-    waves = range(1, 1 + min(3, SHARED_MEMORY // shared_bytes(layer, tile)))
+    tiles = -(-layer.n // tile.block_n) * -(-ROWS_TIMED[bucket] // tile.block_m)
+    waves = range(1, 1 + min(3, H200.shared_bytes // shared_bytes(layer, tile)))
     most = max(1, min(8, layer.k // (2 * tile.block_k)))
-    return {max(1, min(most, MULTIPROCESSORS * wave // tiles)) for wave in waves}
+    return {max(1, min(most, H200.multiprocessors * wave // tiles)) for wave in waves}
 
 
 def wide_configs(layer: Layer, bucket: int) -> list[Config]:
@@ -236,18 +134,6 @@ def wide_configs(layer: Layer, bucket: int) -> list[Config]:
                     wide = Config(block_m, block_n, block_k, 1, warps, 1, prefetch=columns, wide=True)
                     found += [wide, replace(wide, late=True)]
     return found
-
-
-def neighbours(config: Config) -> list[Config]:
-    """Small changes to a good configuration."""
-    ahead = config.prefetch or 2 * config.block_k
-    return [
-        replace(config, prefetch=0 if config.prefetch else ahead),
-        replace(config, prefetch=ahead * 2),
-        replace(config, late=not config.late),
-        replace(config, late=True, prefetch=ahead * 4),
-        replace(config, warps=8 if config.warps == 4 else 4),
-    ] + ([] if config.wide else [replace(config, stages=config.stages + more) for more in (1, 2)])
 
 
 def streaming(layer: Layer, bucket: int) -> list[Config]:
@@ -279,8 +165,8 @@ def streaming(layer: Layer, bucket: int) -> list[Config]:
 
 def run_ahead(layer: Layer, bucket: int, config: Config, in_l2: float) -> Config:
     """Keep about `in_l2` bytes of weights waiting in the second-level cache for the pipeline, which is ahead itself."""
-    programs = -(-layer.n // config.block_n) * -(-TUNED_AT[bucket] // config.block_m) * config.split_k
-    resident = min(programs, MULTIPROCESSORS * (SHARED_MEMORY // shared_bytes(layer, config)))
+    programs = -(-layer.n // config.block_n) * -(-ROWS_TIMED[bucket] // config.block_m) * config.split_k
+    resident = min(programs, H200.multiprocessors * (H200.shared_bytes // shared_bytes(layer, config)))
     rows = config.block_n * (2 if layer.gated else 1) * resident
     columns = in_l2 / (rows * 2) + (config.stages - 1) * config.block_k
     prefetch = max(2 * config.block_k, min(2048, 1 << round(math.log2(columns))))
@@ -316,20 +202,7 @@ def as_run(config: Config) -> Config:
 def fits(layer: Layer, config: Config) -> bool:
     """Whether the pipeline fits a multiprocessor, and the sums half of a thread's registers."""
     sums = config.block_m * config.block_n * (2 if layer.gated else 1)
-    return shared_bytes(layer, config) <= SHARED_MEMORY and sums <= 128 * 32 * config.warps
-
-
-def compile_one(layer: Layer, m: int, config: Config, pdl: bool) -> str:
-    """Run once in a worker process, which leaves the kernel in Triton's cache. Returns what went wrong, or nothing."""
-    try:
-        weight = torch.empty(layer.rows, layer.k, dtype=torch.bfloat16, device="cuda")
-        x = torch.empty(m, layer.k, dtype=torch.bfloat16, device="cuda")
-        skinny_linear(x, weight, config, out=torch.empty(m, layer.n, dtype=x.dtype, device="cuda"), pdl=pdl,
-                      **extras(layer, m))  # fmt: skip
-        torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001  compilers' complaints have no common base, and must not end the run
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
+    return shared_bytes(layer, config) <= H200.shared_bytes and sums <= 128 * 32 * config.warps
 
 
 def compile_all(
@@ -364,39 +237,6 @@ def compile_all(
     return {(layer, m, config) for layer, m, config, _ in jobs if keys.get((layer, m, config)) not in failures}
 
 
-def extras(layer: Layer, m: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"gated": layer.gated}
-    if layer.norm:
-        options |= {"norm_weight": torch.rand(layer.k, device="cuda").add_(0.5).bfloat16(), "norm_eps": EPS}
-    if layer.residual:
-        options["residual"] = torch.randn(m, layer.n, device="cuda").bfloat16()
-    return options
-
-
-def graph_seconds(record: Callable[[], None], repeats: int = 5) -> float:
-    """Median time of one replay of what `record` launches."""
-    # The first, ordinary run must not overtake the caller's work: its outputs may lie in memory that was just freed,
-    # and which a kernel still in the queue has yet to read.
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        record()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        record()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
 @triton.jit
 def _read(source_ptr, sink_ptr, BLOCK: tl.constexpr, TIMES: tl.constexpr):
     base = source_ptr + tl.program_id(0).to(tl.int64) * BLOCK * TIMES + tl.arange(0, BLOCK)
@@ -417,45 +257,6 @@ def read_bandwidth(pool: Tensor) -> float:
     return best
 
 
-class LinearBench:
-    """One layer at one M: its weights (slices of a common pool), input, reference."""
-
-    def __init__(self, layer: Layer, m: int, pool: Tensor) -> None:
-        self.layer, self.m = layer, m
-        copies = min(128, pool.numel() // (layer.rows * layer.k))
-        size = layer.rows * layer.k
-        self.weights = [pool[i * size : (i + 1) * size].view(layer.rows, layer.k) for i in range(copies)]
-        self.calls = min(128, max(8, int(5e8 // layer.bytes)))
-        self.x = torch.randn(m, layer.k, device="cuda").bfloat16()
-        self.options = extras(layer, m)
-        wide = {k: v.float() if isinstance(v, Tensor) else v for k, v in self.options.items()}
-        torch.backends.cuda.matmul.allow_tf32 = False
-        self.reference = torch_linear(self.x.float(), self.weights[0].float(), **wide)
-
-    def error(self, run: Callable[[Tensor, Tensor], None]) -> float:
-        out = torch.full((self.m, self.layer.n), float("nan"), dtype=torch.bfloat16, device="cuda")
-        run(self.weights[0], out)
-        return float((out.float() - self.reference).norm() / self.reference.norm())
-
-    def seconds(self, run: Callable[[Tensor, Tensor], None]) -> float:
-        outs = [torch.empty(self.m, self.layer.n, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-
-        def record() -> None:
-            for i in range(self.calls):
-                run(self.weights[i % len(self.weights)], outs[i % 2])
-
-        return graph_seconds(record) / self.calls
-
-    def ours(self, config: Config, pdl: bool = True) -> Callable[[Tensor, Tensor], None]:
-        def run(w: Tensor, out: Tensor) -> None:
-            skinny_linear(self.x, w, config, out=out, pdl=pdl, **self.options)
-
-        return run
-
-    def theirs(self, w: Tensor, out: Tensor) -> None:
-        composed_linear(self.x, w, out=None if self.layer.gated else out, **self.options)
-
-
 Best = dict[tuple[int, int, bool, int], Config | None]
 
 
@@ -468,11 +269,11 @@ def tune(shapes: list[LinearShape], buckets: list[int], pool: Tensor, bandwidth:
     for layer, bucket in work:
         key = (layer.n, layer.k, layer.gated, bucket)
         seed = known.get(key) or TILES.get(key)
-        configs = [] if key in known else candidates(layer, bucket)
+        configs = [] if key in known else candidates(layer, bucket, H200)
         configs += refined(layer, bucket, seed) if seed else []
-        fitting = [config for config in configs if shared_bytes(layer, config) <= SHARED_MEMORY]
+        fitting = [config for config in configs if shared_bytes(layer, config) <= H200.shared_bytes]
         to_try[layer, bucket] = list(dict.fromkeys(fitting))
-    jobs = [(layer, TUNED_AT[bucket], config, True) for layer, bucket in work for config in to_try[layer, bucket]]
+    jobs = [(layer, ROWS_TIMED[bucket], config, True) for layer, bucket in work for config in to_try[layer, bucket]]
     usable = compile_all(workers, jobs)
     print(f"[{time.monotonic() - START:.0f}s] compiled; timing {len(jobs)} candidates", flush=True)
     leaders: dict[tuple[Layer, int], list[tuple[float, Config]]] = {}
@@ -482,20 +283,20 @@ def tune(shapes: list[LinearShape], buckets: list[int], pool: Tensor, bandwidth:
         if time.monotonic() > deadline:
             print("out of time: the rest is not tuned")
             break
-        m = TUNED_AT[bucket]
-        bench = benches[layer, bucket] = LinearBench(layer, m, pool)
-        library[layer, bucket] = bench.seconds(bench.theirs)
+        m = ROWS_TIMED[bucket]
+        bench = benches[layer, bucket] = LayerTimer(layer, m, pool)
+        library[layer, bucket] = bench.seconds(bench.library)
         leaders[layer, bucket] = time_configs(bench, [c for c in to_try[layer, bucket] if (layer, m, c) in usable])
     jobs = [
-        (layer, TUNED_AT[bucket], config, True)
+        (layer, ROWS_TIMED[bucket], config, True)
         for (layer, bucket), timed in leaders.items()
         for _, leader in timed[:1]
         for config in neighbours(leader)
-        if config not in to_try[layer, bucket] and shared_bytes(layer, config) <= SHARED_MEMORY
+        if config not in to_try[layer, bucket] and shared_bytes(layer, config) <= H200.shared_bytes
     ]
     usable = compile_all(workers, jobs)
     for (layer, bucket), timed in leaders.items():
-        near = [c for job_layer, m, c in usable if (job_layer, m) == (layer, TUNED_AT[bucket])]
+        near = [c for job_layer, m, c in usable if (job_layer, m) == (layer, ROWS_TIMED[bucket])]
         if time.monotonic() < deadline:
             timed = sorted(timed + time_configs(benches[layer, bucket], near), key=lambda pair: pair[0])
         rows.append(report(layer, bucket, timed, library[layer, bucket], bandwidth))
@@ -513,8 +314,8 @@ def tune_streaming(
 ) -> tuple[dict[Layer, Timed], dict[Layer, float]]:
     """Seconds per configuration and of the library, per layer: tiles first, then what lies around the leaders."""
     layers = (*shape.block(), shape.head())
-    benches = {layer: LinearBench(layer, TUNED_AT[bucket], pool) for layer in layers}
-    library = {layer: benches[layer].seconds(benches[layer].theirs) for layer in layers}
+    benches = {layer: LayerTimer(layer, ROWS_TIMED[bucket], pool) for layer in layers}
+    library = {layer: benches[layer].seconds(benches[layer].library) for layer in layers}
     timed: dict[Layer, Timed] = {layer: [] for layer in layers}
     seen: dict[Layer, set[Config]] = {layer: set() for layer in layers}
     for number in range(rounds):
@@ -526,10 +327,10 @@ def tune_streaming(
                 wanted = [c for _, leader in timed[layer][:2] for c in streaming_neighbours(layer, bucket, leader)]
             fresh[layer] = [config for config in dict.fromkeys(wanted) if config not in seen[layer]]
             seen[layer].update(fresh[layer])
-        jobs = [(layer, TUNED_AT[bucket], config, True) for layer in layers for config in fresh[layer]]
+        jobs = [(layer, ROWS_TIMED[bucket], config, True) for layer in layers for config in fresh[layer]]
         usable = compile_all(workers, jobs)
         for layer in layers:
-            good = [config for config in fresh[layer] if (layer, TUNED_AT[bucket], config) in usable]
+            good = [config for config in fresh[layer] if (layer, ROWS_TIMED[bucket], config) in usable]
             timed[layer] = sorted(timed[layer] + time_configs(benches[layer], good, deadline), key=lambda pair: pair[0])
         print(
             f"[{time.monotonic() - START:.0f}s] {shape.name} M<={bucket} round {number + 1}: {len(jobs)} tried",
@@ -586,7 +387,7 @@ def stream(
                 print(f"out of time: {shape.name} M<={bucket} is not tuned", flush=True)
                 continue
             timed, library = tune_streaming(shape, bucket, pool, workers, deadline)
-            chosen = settle(model, TUNED_AT[bucket], timed)
+            chosen = settle(model, ROWS_TIMED[bucket], timed)
             best |= chosen
             for layer, ranked in timed.items():
                 config = chosen[layer.n, layer.k, layer.gated, bucket]
@@ -639,7 +440,7 @@ def settled_row(layer: Layer, row: dict[str, Any], config: Config | None) -> dic
     return {"layer": dataclasses.asdict(layer), **kept, "ours": timed, "settled": config and dataclasses.asdict(config)}
 
 
-def time_configs(bench: LinearBench, configs: list[Config], deadline: float = math.inf) -> Timed:
+def time_configs(bench: LayerTimer, configs: list[Config], deadline: float = math.inf) -> Timed:
     timed = []
     wrong = []
     for config in configs:
@@ -656,7 +457,9 @@ def time_configs(bench: LinearBench, configs: list[Config], deadline: float = ma
         except Exception as failure:  # noqa: BLE001  one configuration must not end the run
             wrong.append(f"{config}: {type(failure).__name__}: {str(failure)[:200]}")
     if wrong:
-        print(f"  WRONG {bench.layer.name} M={bench.m}: {len(wrong)} of {len(configs)}, first {wrong[0]}", flush=True)
+        print(
+            f"  WRONG {bench.layer.name} M={bench.rows}: {len(wrong)} of {len(configs)}, first {wrong[0]}", flush=True
+        )
     return sorted(timed, key=lambda pair: pair[0])
 
 
@@ -672,7 +475,7 @@ def report(
         flush=True,
     )
     return {
-        "layer": dataclasses.asdict(layer), "bucket": bucket, "m": TUNED_AT[bucket], "floor_us": floor * 1e6,
+        "layer": dataclasses.asdict(layer), "bucket": bucket, "m": ROWS_TIMED[bucket], "floor_us": floor * 1e6,
         "library_us": library * 1e6,
         "ours": [{"us": seconds * 1e6, **dataclasses.asdict(config)} for seconds, config in timed],
     }  # fmt: skip
@@ -688,26 +491,14 @@ def brief(config: Config) -> str:
 
 
 def print_table(best: Best) -> None:
-    print(table_text(best), flush=True)
-
-
-def table_text(best: Best) -> str:
-    """Entries of a tile table, one per line; settings at their default are left out."""
-    default = {field.name: field.default for field in dataclasses.fields(Config)}
-    lines = []
-    for (n, k, gated, bucket), config in best.items():
-        tile = config and {name: value for name, value in asdict(config).items() if value != default[name]}
-        lines.append("    " + json.dumps({"n": n, "k": k, "gated": gated, "rows": bucket, "tile": tile}))
-    return ",\n".join(lines)
+    print(plan.table_lines(best), flush=True)
 
 
 def write_table(best: Best) -> None:
     """Put these entries into the package's table, in the place of those they replace."""
     path = Path(plan.__file__).with_name("tile_tables") / "h200.json"
-    gpu = json.loads(path.read_text("utf-8"))["gpu"]
-    tables = {"bf16": table_text(TILES | best), "quantized": table_text(QUANTIZED_TILES)}
-    body = ",\n".join(f'  "{name}": [\n{text}\n  ]' for name, text in tables.items())
-    path.write_text(f'{{\n  "gpu": {json.dumps(gpu)},\n{body}\n}}\n', encoding="utf-8")
+    tables = {"bf16": TILES | best, "quantized": QUANTIZED_TILES}
+    path.write_text(plan.table_text(H200.name, tables), encoding="utf-8")
 
 
 def settled_in(run: dict[str, Any]) -> Best:

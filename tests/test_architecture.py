@@ -61,6 +61,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.rollout",
         "tlt.warmup",
         "tlt.draft",
+        "tlt.tune_kernels",
     ),
     "doors": ("tlt.cli", "tlt.bench", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server"),
 }
@@ -95,6 +96,10 @@ PLAIN = {
     "tlt.dispatch",
     "tlt.cluster.interference",
     "tlt.cluster.timeline",
+    "tlt.kernels.linear.plan",
+    "tlt.kernels.linear.tuning",
+    "tlt.model.config",
+    "tlt.model.shapes",
     "tlt.sim",
     "tlt.bench.compare",
     "tlt.bench.options",

@@ -315,6 +315,14 @@ def _counts(name: str, value: str | None) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _tune_kernels(options: Namespace, flags: list[str]) -> None:
+    if flags:
+        raise ConfigError(f"tlt tune-kernels takes no settings, found {flags[0].partition('=')[0]}; leave it out")
+    from tlt.tune_kernels import TuneOptions, read_budget, read_rows, tune_kernels
+
+    tune_kernels(TuneOptions(options.model, read_budget(options.budget), read_rows(options.rows)))
+
+
 def _show_config(options: Namespace, flags: list[str]) -> None:
     print(to_toml(_config(options, flags), documented=True), end="")
 
@@ -465,6 +473,18 @@ VERBS: dict[str, Verb] = {
         (_MODEL, _RECIPE),
         _evaluate,
         ("eval", *_RUN),
+    ),
+    "tune-kernels": Verb(
+        "time tile shapes of a model's linear layers on this GPU, and keep the fastest for later runs",
+        (
+            (
+                "model",
+                f"a model directory, a name in the local Hugging Face cache, or one of {', '.join(MODEL_SHAPES)}",
+            ),
+            ("--budget", "seconds after which no layer is begun (300)"),
+            ("--rows", "batch sizes up to which to tune: some of 16,32,64,128,256 (all of them)"),
+        ),
+        _tune_kernels,
     ),
     "simulate": Verb(
         "foresee a rollout on so many workers, plainly and with TLT, from the lengths of answers",

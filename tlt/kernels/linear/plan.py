@@ -2,14 +2,21 @@
 
 What always holds: the choice depends on the bucket of M, never on M itself, so all batches of one bucket are computed
 by the same kernel in the same order and a row's result does not depend on how many other rows there are.
-Knows nothing of how a kernel works. Measured tile shapes are data, in `tile_tables/<GPU>.json`, which
-`benchmarks/linear.py --write-table` writes; other shapes get a guess.
+Does not know how a kernel works. Measured tile shapes are data: first those that `tlt tune-kernels` measured on this
+GPU, then the package's (`tile_tables/<GPU>.json`, which `benchmarks/linear.py --write-table` writes); other shapes get
+a guess. Exact mode uses the package's alone: its bits must not depend on what was tuned on a machine.
 """
 
 import json
+import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
+
+from tlt.errors import ConfigError, shown
+from tlt.strict_json import InvalidJson, parse
 
 BUCKETS = (16, 32, 64, 128, 256)
 """Upper ends of the ranges of M that share a configuration. Above the last one the vendor's library is used."""
@@ -53,24 +60,78 @@ def bucket_of(m: int) -> int | None:
 Table = dict[tuple[int, int, bool, int], Config | None]  # by N, K, gated and bucket
 
 
-def load_table(name: str, gpu: str = "h200") -> Table:
-    """One of the tables measured on a GPU: `bf16` or `quantized`."""
-    path = Path(__file__).with_name("tile_tables") / f"{gpu}.json"
-    entries = json.loads(path.read_text(encoding="utf-8"))[name]
-    return {
-        (entry["n"], entry["k"], entry["gated"], entry["rows"]): entry["tile"] and Config(**entry["tile"])
-        for entry in entries
-    }
+def read_table(path: Path, name: str) -> Table:
+    """One of the tables in a file: `bf16` or `quantized`. Raises ConfigError where the file holds something else."""
+    try:
+        entries = parse(path.read_bytes())[name]
+        return {
+            (entry["n"], entry["k"], entry["gated"], entry["rows"]): None if entry["tile"] is None else _tile(entry)
+            for entry in entries
+        }
+    except (InvalidJson, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no tile table ({type(error).__name__}: {shown(str(error))}); remove it, and run "
+            "`tlt tune-kernels MODEL` again"
+        ) from error
 
 
-TILES = load_table("bf16")
+def _tile(entry: dict[str, Any]) -> Config:
+    config = Config(**entry["tile"])
+    for setting in fields(Config):
+        value = getattr(config, setting.name)
+        if type(value) is not type(setting.default if setting.default is not MISSING else 1):
+            raise ValueError(f"{setting.name} is {value!r}")
+    return config
+
+
+def table_lines(table: Table) -> str:
+    """Entries of a tile table, one per line; settings at their default are left out."""
+    default = {setting.name: setting.default for setting in fields(Config)}
+    lines = []
+    for (n, k, gated, bucket), config in table.items():
+        tile = config and {name: value for name, value in asdict(config).items() if value != default[name]}
+        lines.append("    " + json.dumps({"n": n, "k": k, "gated": gated, "rows": bucket, "tile": tile}))
+    return ",\n".join(lines)
+
+
+def table_text(gpu: str, tables: dict[str, Table]) -> str:
+    """The contents of a file that `read_table` reads."""
+    body = ",\n".join(f'  "{name}": [\n{table_lines(table)}\n  ]' for name, table in tables.items())
+    return f'{{\n  "gpu": {json.dumps(gpu)},\n{body}\n}}\n'
+
+
+def cache_file(gpu: str) -> Path:
+    """Where `tlt tune-kernels` keeps the tiles of a GPU: under $TLT_CACHE, or `tlt` in the user's cache directory."""
+    if home := os.environ.get("TLT_CACHE"):
+        directory = Path(home).expanduser()
+    else:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tlt"
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return directory / "tiles" / f"{slug}.json"
+
+
+def use_tuned(gpu: str) -> None:
+    """From now on, choices prefer the tiles that `tlt tune-kernels` measured on this GPU, if it has."""
+    TUNED.clear()
+    path = cache_file(gpu)
+    if path.is_file():
+        TUNED.update(read_table(path, "bf16"))
+
+
+_SHIPPED = Path(__file__).with_name("tile_tables") / "h200.json"
+TUNED: Table = {}
+"""Of `tlt tune-kernels`, for the GPU in use."""
+TILES = read_table(_SHIPPED, "bf16")
 """None where the vendor's library was measured faster."""
-QUANTIZED_TILES = load_table("quantized")
+QUANTIZED_TILES = read_table(_SHIPPED, "quantized")
 """Of matrices in 8 bits. None where 16 bits were measured as fast, within a few hundredths, or faster."""
 
 
 def choose(m: int, n: int, k: int, gated: bool) -> Config | None:
     """The configuration for m rows, n outputs (after gating) and k inputs; None: use the vendor's library."""
+    bucket = bucket_of(m)
+    if bucket is not None and (n, k, gated, bucket) in TUNED:
+        return TUNED[n, k, gated, bucket]
     return _chosen(TILES, _guess, m, n, k, gated)
 
 

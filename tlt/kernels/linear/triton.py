@@ -1,7 +1,8 @@
 """Linear layers for few rows: the weight is streamed once from memory, everything else is fused around that stream.
 
 What always holds
-- Routes are chosen by shape alone, from `plan`: our kernels (`tiles`) or the vendor's library.
+- Routes are chosen by shape alone, from `plan`: our kernels (`tiles`) or the vendor's library. The tiles that
+  `tlt tune-kernels` measured on this GPU are read when this module is imported.
 - With `exact` there is one route for any number of rows, never the library's: a row's bits do not depend on the others.
 - Two layers divide the norm between them: the layer that writes the residual stream multiplies it by the norm's weight
   and sums its squares (`PreNormedRows`), the layer that reads it scales its sums. Plain rows (written by the library,
@@ -22,13 +23,16 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt.kernels.linear import elementwise_triton
-from tlt.kernels.linear.plan import Config, bucket_of, choose, choose_exact, choose_quantized
+from tlt.kernels.linear.plan import Config, bucket_of, choose, choose_exact, choose_quantized, use_tuned
 from tlt.kernels.linear.reference import Matrix, PreNormedRows, QuantizedMatrix, bf16_of
 from tlt.kernels.linear.tiles import copy_rows_kernel, skinny_linear_kernel, take_rows_kernel, wide_linear_kernel
 from tlt.kernels.linear.workspace import Workspace, shared_workspace
 
 INTERPRETED = not isinstance(skinny_linear_kernel, triton.JITFunction)
 """Whether kernels run in Triton's interpreter: no dependent launch and no inline assembly there."""
+
+if torch.cuda.is_available():
+    use_tuned(torch.cuda.get_device_name())
 
 
 def linear(
