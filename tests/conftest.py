@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is first imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["TLT_CACHE"] = os.path.join(os.path.dirname(__file__), "no-cache")  # tiles tuned on this machine are not read
+os.environ["TLT_CACHE"] = os.path.join(os.path.dirname(__file__), "no-cache")  # no tiles tuned here
 torch.set_num_threads(1)  # the operations are small, and tests run beside each other
 
 # Some thirty processes are started by tests, Ray's among them: what one has compiled, the others need not.
