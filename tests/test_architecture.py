@@ -101,6 +101,7 @@ PLAIN = {
     "tlt.model.config",
     "tlt.model.shapes",
     "tlt.sim",
+    "tlt.train.rates",
     "tlt.bench.compare",
     "tlt.bench.options",
     "tlt.watch.metrics",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from tlt.config import TrainSettings
 from tlt.drafting.budget import RunBudget
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.trainer import DraftingResult
@@ -16,6 +17,7 @@ from tlt.spec.alarm import Alarm
 from tlt.spec.shape import Shape, by_batch
 from tlt.spec.speculation import SpeculationReport
 from tlt.tasks.judge import Verdict
+from tlt.train.rates import usual_rate
 from tlt.types import Rollout
 from tlt.watch.events import (
     MOST_LENGTHS,
@@ -23,6 +25,7 @@ from tlt.watch.events import (
     AccountUpdated,
     AnswerShown,
     DrafterTrained,
+    LearningRatePlanned,
     RewardsFailed,
     RolloutFinished,
     ShapesChosen,
@@ -280,4 +283,12 @@ def training_forecast(step: int, found: Forecast) -> TrainingForecast:
         micro_steps=found.micro_steps,
         cost_s=found.cost_s,
         returns_s=found.returns_s,
+    )
+
+
+def learning_rate_planned(train: TrainSettings, weights: int) -> LearningRatePlanned:
+    """`weights`: how many the policy has."""
+    usual = usual_rate(weights, train.lora_rank)
+    return LearningRatePlanned(
+        train.learning_rate or usual.rate, usual.kind, usual.rate, given=bool(train.learning_rate)
     )

@@ -18,11 +18,18 @@ from tlt.checkpoint_size import checkpoints_planned
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.evaluate import Evaluation, refuse_long
-from tlt.event_builders import answer_shown, rewards_failed, rollout_finished, shapes_chosen, step_finished
+from tlt.event_builders import (
+    answer_shown,
+    learning_rate_planned,
+    rewards_failed,
+    rollout_finished,
+    shapes_chosen,
+    step_finished,
+)
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.machine import describe
-from tlt.model.weights import read_config
+from tlt.model.weights import read_config, weights_count
 from tlt.policy import device_of, source_of
 from tlt.resume import ResumePoint, checkpoints_of, resumed, starting_point, write_record
 from tlt.signals import raise_if_terminated, sigterm_raises
@@ -113,6 +120,7 @@ class _Run:
             refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
         refuse_long(self._config, held_out, tokenizer, context)
         evaluation = Evaluation(self._config, held_out, tokenizer, self._log.emit, self._evaluated(start))
+        self._log.emit(learning_rate_planned(self._config.train, weights_count(read_config(source))))
         self._log.emit(checkpoints_planned(self._config, self._checkpoints.directory))
         raise_if_terminated()
         fleet = open_fleet(self._config, self._log.emit)

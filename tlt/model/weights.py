@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from os.path import isfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,6 +91,11 @@ def places(config: ModelConfig) -> dict[str, Place]:
             if config.mlp_bias:
                 put(f"mlp.{name}_proj.bias", f"{parameter}_bias", start, shape[0])
     return found
+
+
+def weights_count(config: ModelConfig) -> int:
+    """Numbers in a policy's weights."""
+    return sum(prod(place.shape) for place in places(config).values())
 
 
 def read_config(path: Path | str) -> ModelConfig:

@@ -41,11 +41,13 @@ from tlt.errors import ConfigError, TltError
 from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
 from tlt.model.transformer import Output, Transformer
+from tlt.model.weights import weights_count
 from tlt.train import grpo
 from tlt.train.logprobs import token_logprobs, token_loss
 from tlt.train.lora import Lora
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
+from tlt.train.rates import usual_rate
 from tlt.train.restore import expect_keys
 from tlt.train.sums import Sums, UpdateReport
 from tlt.types import Completion, Experience, Key, SamplingParams
@@ -118,7 +120,8 @@ class PolicyTrainer:
         self._round_off = _ROUND_OFF.get(model.embed.dtype, 0.0)
         self._sum_over_workers = sum_over_workers or (lambda tensors: None)
         self._passes = passes or (lambda own: own)
-        self._schedule = Schedule(train.learning_rate, train.warmup_steps, train.decay_steps)
+        peak = train.learning_rate or usual_rate(weights_count(model.config), train.lora_rank).rate
+        self._schedule = Schedule(peak, train.warmup_steps, train.decay_steps)
         model.checkpoint_activations = train.checkpoint_activations
         self._lora = Lora(model, train.lora_rank, train.lora_alpha) if train.lora_rank else None
         self._optimizer = MasterAdamW(self._lora or model, weight_decay=train.weight_decay)

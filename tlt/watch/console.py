@@ -16,6 +16,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from tlt.train.rates import is_far
 from tlt.watch.events import (
     AcceptanceCollapsed,
     CheckpointDamaged,
@@ -25,6 +26,7 @@ from tlt.watch.events import (
     DrafterTrained,
     Evaluated,
     Event,
+    LearningRatePlanned,
     PhaseStarted,
     ReaderFailed,
     Recorded,
@@ -161,6 +163,8 @@ def notice(event: Event) -> tuple[str, str] | None:
             return f"{path} is passed over: {problem}", "bold yellow"
         case CheckpointsPlanned() as planned:
             return _plan(planned)
+        case LearningRatePlanned() as planned_rate:
+            return _rate(planned_rate)
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
         case Evaluated() as evaluated:
@@ -261,6 +265,18 @@ def _plan(planned: CheckpointsPlanned) -> tuple[str, str]:
     if planned.most_bytes <= planned.free_bytes:
         return text, "dim"
     return f"{text}: too little for {planned.path}; lower checkpoint.keep or checkpoint.keep_optimizer", "bold yellow"
+
+
+def _rate(planned: LearningRatePlanned) -> tuple[str, str]:
+    text = f"learning rate {planned.rate:g} for {planned.kind}"
+    if not planned.given:
+        return f"{text}, the usual one; train.learning_rate sets another", "dim"
+    text = f"{text}, as given; {planned.usual:g} is usual"
+    return (
+        (f"{text}: this may destroy the policy", "bold yellow")
+        if is_far(planned.rate, planned.usual)
+        else (text, "dim")
+    )
 
 
 class Lines:

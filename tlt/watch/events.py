@@ -93,6 +93,16 @@ class CheckpointsPlanned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LearningRatePlanned(Event):
+    """The peak of the learning rate, told before the first step."""
+
+    rate: float
+    kind: str  # what is trained, in words
+    usual: float  # the rate for that, which is taken where the recipe names none
+    given: bool  # the recipe names it
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseStarted(Event):
     """What the step does from now on."""
 
@@ -379,6 +389,7 @@ _KINDS: dict[str, type[Event]] = {
         RunResumed,
         CheckpointDamaged,
         CheckpointsPlanned,
+        LearningRatePlanned,
         PhaseStarted,
         RolloutProgress,
         RolloutFinished,
