@@ -168,8 +168,8 @@ class TinyHost(Host):
         nothing follows on them."""
         self._pieces, self._pieces_alone = pieces, alone
 
-    def snapshot(self, keep: bool) -> None:
-        super().snapshot(keep)
+    def snapshot(self, rest: bool) -> None:
+        super().snapshot(rest)
         whole = self._write
         self._looked = self._written = 0
 

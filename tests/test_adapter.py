@@ -106,7 +106,7 @@ def test_state_of_what_is_trained_alone(trained: Path) -> None:
     """Adam's moments and the adapters themselves: nothing of the size of the policy."""
     adapter = (trained / "adapter" / WEIGHTS).stat().st_size
     assert (
-        (trained / "optimizer.safetensors").stat().st_size
+        (trained / "optimizer" / "state.safetensors").stat().st_size
         < 4 * adapter
         < (trained / "policy" / "model.safetensors").stat().st_size
     )

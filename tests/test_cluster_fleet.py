@@ -4,6 +4,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from tests.clocks import Clock
 from tests.fleets import CONFIG, DEAD_S, Letters, TinyHost, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
 from tlt.cluster import actors as crew_module
-from tlt.cluster import ray_fleet
+from tlt.cluster import checkpoint_files, ray_fleet
 from tlt.cluster.actors import ActorGroup
 from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import StatusUpdate, WorkerRolloutReport
@@ -251,6 +253,12 @@ def test_a_writer_takes_the_same_ticks_beside_those_who_train(crowd: Crowd) -> N
             assert all(began < ended for began, ended in spans)
 
 
+def share_disk(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """`shared`: whether the workers find out that they see the driver's directories."""
+    if not shared:
+        monkeypatch.setattr(checkpoint_files, "probe_file", lambda directory: nullcontext(directory / "elsewhere"))
+
+
 @pytest.mark.parametrize("same_machine", [True, False])
 def test_a_checkpoint_is_gone_on_from(
     crowd: Crowd, alone: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_machine: bool
@@ -393,12 +401,20 @@ def test_what_takes_long_is_waited_for_as_long_as_it_moves(crowd: Crowd, monkeyp
     assert worker_ids[1] not in actors.members
 
 
-def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyone: Crowd) -> None:
+def test_a_policy_in_shards_learns_the_same(
+    cluster: None, alone: Story, everyone: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on from a checkpoint after a worker is lost: with new ones, and with one that holds everything."""
     wait_for_everyone(everyone.fleet, 3)  # or its successors would take our place
     config, story = with_workers(2, shard=True, cpus_per_worker=0.1), Story()
     fleet = RayFleet(config, story.events.append, host=TinyHost)
     try:
-        same(run(config, fleet, story), alone)
+        run(config, fleet, story, steps=1)
+        (tmp_path / "saved").mkdir()
+        with ThreadPoolExecutor() as background:  # while the workers go on
+            writing = background.submit(fleet.snapshot(), tmp_path / "saved")
+            same(run(config, fleet, story, first=1), alone)
+            writing.result()
         prints = fleet._actors.ask_all("fingerprint").answers.values()
         assert len(set(prints)) == 1
         ray.get(fleet._actors.members[fleet._actors.ranks[1]].actor.arm.remote("publish"))
@@ -406,6 +422,16 @@ def test_a_policy_in_shards_learns_the_same(cluster: None, alone: Story, everyon
             run(config, fleet, Story(), steps=1)
     finally:
         fleet.close()
+    share_disk(monkeypatch, False)
+    monkeypatch.setattr("tlt.fleet.open_policy", open_tiny)
+    for successor in (RayFleet(config, story.events.append, host=TinyHost), LocalFleet(CONFIG, story.events.append)):
+        try:
+            successor.restore(tmp_path / "saved", 1)
+            again = run(config, successor, Story(), first=1)
+        finally:
+            successor.close()
+        assert again.tokens == alone.tokens[1:]
+        assert again.norms == pytest.approx(alone.norms[1:], rel=1e-9)
 
 
 def test_reports_of_all_workers_become_one() -> None:

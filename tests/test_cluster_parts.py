@@ -18,7 +18,7 @@ from tlt.cluster import transfer
 from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, RendezvousStore
 from tlt.cluster.averaging import GradientAveraging, GradientReducer, LeftSession, MeanGradient
 from tlt.cluster.timeline import TimelineSpan, seconds_of
-from tlt.cluster.transfer import on_host, read_files, write_files
+from tlt.cluster.transfer import on_host
 from tlt.dispatch import Dispatch, deal
 from tlt.engine.request import Request
 from tlt.model.fingerprint import fingerprint
@@ -274,16 +274,6 @@ def test_a_copy_on_the_host_is_a_copy() -> None:
     tensor.zero_()
     assert state["a"][0].tolist() == [1.0, 1.0]
     assert isinstance(state["a"][1], tuple)
-
-
-def test_a_directory_arrives_as_it_was(tmp_path) -> None:
-    source, target = tmp_path / "a", tmp_path / "b"
-    (source / "deep").mkdir(parents=True)
-    (source / "deep" / "x.bin").write_bytes(bytes(range(256)))
-    (source / "empty").write_bytes(b"")
-    write_files(read_files(source), target)
-    assert (target / "deep" / "x.bin").read_bytes() == bytes(range(256))
-    assert (target / "empty").read_bytes() == b""
 
 
 def test_a_directory_arrives_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

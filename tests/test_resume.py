@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import tlt
-import tlt.fleet
+import tlt.train.policy_files
 from tests.training import LEARNED, numbers, small
 from tlt.config import RunConfig
 from tlt.engine.request import Request
@@ -34,12 +34,13 @@ from tlt.watch.console import notice
 from tlt.watch.events import CheckpointDamaged, CheckpointSaved, RunResumed, StepFinished, read_run
 from tlt.watch.history import events_of, steps_of
 
+OPTIMIZER = "optimizer/state.safetensors"
 FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED, "--drafting.forced_share=0.3"]
 
 
 def weights(config: RunConfig) -> bytes:
     path = Path(config.run.out) / config.run.name / "checkpoints" / f"step_{config.run.steps}"
-    return (path / "policy" / "model.safetensors").read_bytes() + (path / "optimizer.safetensors").read_bytes()
+    return (path / "policy" / "model.safetensors").read_bytes() + (path / OPTIMIZER).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def train_until_killed(config: RunConfig, where: str) -> None:
         return fleet
 
     if where == "checkpoint":
-        tlt.fleet.save_state = kill  # after the policy, before what the optimizer remembers
+        tlt.train.policy_files.save_state = kill  # after the policy, before what the optimizer remembers
     tlt.train(config, resume=True, open_fleet=open_fleet)
 
 
@@ -328,7 +329,7 @@ def test_any_damaged_file_is_noticed(copied: RunConfig, kind: str) -> None:
     newest = checkpoint(copied, 4)
     damage, told = DAMAGE[kind]
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
-    assert {"optimizer.safetensors", "run.json", "policy/model.safetensors", "drafter/trainer.json", "SHA256SUMS"} <= {
+    assert {OPTIMIZER, "run.json", "policy/model.safetensors", "drafter/trainer.json", "SHA256SUMS"} <= {
         str(name) for name in files
     }
     assert (start_of(copied).step, start_of(copied).passed_over) == (4, ())
@@ -358,13 +359,13 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_with_the_same_numbers(
     undisturbed: RunConfig, copied: RunConfig
 ) -> None:
     config = replace(copied, watch=replace(copied.watch, console="lines"))
-    flip(checkpoint(config, 4) / "optimizer.safetensors")
+    flip(checkpoint(config, 4) / OPTIMIZER)
     run = tlt.train(config, resume=True)
     assert same_as(undisturbed, config)
     assert [event.step for event in events_of(run, RunResumed)] == [2]
     (damaged,) = events_of(run, CheckpointDamaged)
     assert notice(damaged) == (
-        f"{checkpoint(config, 4)} is passed over: optimizer.safetensors is damaged: its checksum differs",
+        f"{checkpoint(config, 4)} is passed over: {OPTIMIZER} is damaged: its checksum differs",
         "bold yellow",
     )
     assert [event.step for event in events_of(run, CheckpointSaved)] == [2, 4]
@@ -381,9 +382,9 @@ def refusal(config: RunConfig, **how: object) -> str:
 
 def test_where_all_are_damaged_it_says_what_can_be_done(copied: RunConfig) -> None:
     flip(checkpoint(copied, 2) / "policy" / "model.safetensors")
-    flip(checkpoint(copied, 4) / "optimizer.safetensors")
+    flip(checkpoint(copied, 4) / OPTIMIZER)
     told = refusal(copied, resume=True)
-    assert "step_4: optimizer.safetensors is damaged" in told
+    assert f"step_4: {OPTIMIZER} is damaged" in told
     assert "step_2: policy/model.safetensors is damaged" in told
     assert f"--model.path {checkpoint(copied, 4) / 'policy'} --run.name NEW" in told
     flip(checkpoint(copied, 4) / "policy" / "model.safetensors")

@@ -7,6 +7,9 @@ bfloat16 matmul.
 
 import multiprocessing
 import multiprocessing.context
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 from tests.tiny import policy
 from tlt.config import RunConfig, TrainSettings
-from tlt.errors import ConfigError
+from tlt.errors import CheckpointError, ConfigError
+from tlt.model.weights import hf_tensors, read_tensors
+from tlt.policy import TINY_POLICY
+from tlt.train.host_copy import HostCopy
 from tlt.train.optimizer import MasterAdamW
 from tlt.train.policy import PolicyTrainer
+from tlt.train.policy_files import OPTIMIZER, POLICY, WholePolicyFiles, merge_policy
+from tlt.train.restore import restore_policy
+from tlt.train.shard_files import ShardFiles
 from tlt.types import Completion, Experience, Key, Prompt, Rollout, Timing
 
 CONFIG = RunConfig(train=TrainSettings(learning_rate=1e-2, row_tokens=24, minibatches=2))
 STEPS = 3
+Work = Callable[[int, int, Path], dict[Any, Any]]  # rank, workers, directory
 WIDE = (torch.float64, torch.float32)
 # How far two workers may be from one. Norms: relative. Weights: relative to the distance they were moved in all steps.
 NORM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -44,50 +55,107 @@ def experiences(step: int) -> list[Experience]:
     return found
 
 
-def share(step: int, rank: int) -> list[Experience]:
-    every = experiences(step)
-    return every[:6] if rank == 0 else every[6:]
-
-
 def whole_policy(dtype: torch.dtype = torch.float64) -> Any:
     return policy(dtype, sharpness=1.0)
 
 
-def learn_in_shards(dtype: torch.dtype, rank: int, size: int) -> dict[str, Any]:
+def share_of(step: int, rank: int, size: int) -> list[Experience]:
+    """Of one, two or three workers, which together have the same minibatches."""
+    ends = {1: (0, 8), 2: (0, 6, 8), 3: (0, 4, 6, 8)}[size]
+    return experiences(step)[ends[rank] : ends[rank + 1]]
+
+
+class Sharded:
+    """One of the workers, and how it is saved."""
+
+    def __init__(self, model: Any, mesh: Any, group: Any) -> None:
+        from tlt.train.policy_files import ShardedPolicyFiles
+        from tlt.train.sharded import ShardedTrainer
+
+        def add_up(tensors: Any) -> None:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+        self.model, self.rank, self.size = model, mesh.get_rank(), mesh.size()
+        self.trainer = ShardedTrainer(model, CONFIG, mesh, reference=None, add_up=add_up)
+        self.files = ShardedPolicyFiles(mesh, group)
+
+    def learn(self, step: int) -> float:
+        return self.trainer.update(share_of(step, self.rank, self.size)).grad_norm
+
+    def restore(self, directory: Path) -> None:
+        restore_policy(self.model, directory / POLICY)
+        self.trainer.restore(self.files.read_state(directory, torch.device("cpu")))
+
+    def snapshot(self) -> Callable[[Path], None]:
+        copied = HostCopy().take({POLICY: self.trainer.weights(), OPTIMIZER: self.trainer.state()})
+        return lambda directory: self.files.write(copied, self.model.config, TINY_POLICY, directory)
+
+
+def meet(size: int) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tlt.train.sharded import ShardedTrainer
+    return init_device_mesh("cpu", (size,)), dist.new_group(backend="gloo")
 
-    def add_up(tensors: Any) -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
 
-    def trainer(model: Any) -> ShardedTrainer:
-        mesh = init_device_mesh("cpu", (size,))
-        return ShardedTrainer(model, CONFIG, mesh, reference=None, add_up=add_up)
+def learn_in_shards(dtype: torch.dtype, rank: int, size: int, directory: Path) -> dict[str, Any]:
+    """A step, which is saved while the next are taken; and another worker that goes on from there."""
+    first = Sharded(whole_policy(dtype), *meet(size))
+    norms = [first.learn(0)]
+    held = sum(p.to_local().numel() for p in first.trainer._model.parameters())
+    to_come = first.trainer.bytes_to_come
+    directory.mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as background:
+        writing = background.submit(first.snapshot(), directory)
+        undisturbed = [first.learn(step) for step in range(1, STEPS)]
+        writing.result()
+    dist.barrier()
+    if rank == 0:
+        merge_policy(directory)
+    dist.barrier()
+    second = Sharded(whole_policy(dtype), *meet(size))
+    second.restore(directory)
+    norms += [second.learn(step) for step in range(1, STEPS)]
+    assert norms[1:] == undisturbed
+    second.trainer.publish()
+    return {"weights": second.model.state_dict(), "norms": norms, "held": held, "to_come": to_come}
 
+
+def go_on_in_shards(dtype: torch.dtype, rank: int, size: int, directory: Path) -> dict[str, Any]:
+    """The steps after the first, from a checkpoint that others have written."""
+    worker = Sharded(whole_policy(dtype), *meet(size))
+    worker.restore(directory)
+    norms = [worker.learn(step) for step in range(1, STEPS)]
+    worker.trainer.publish()
+    return {"weights": worker.model.state_dict(), "norms": norms}
+
+
+def go_on_alone(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     model = whole_policy(dtype)
-    first = trainer(model)
-    norms = [first.update(share(0, rank)).grad_norm]
-    held = sum(p.to_local().numel() for p in first._model.parameters())
-    to_come = first.bytes_to_come
-    first.publish()
-    state = first.state()
-    second = trainer(model)  # a worker that comes later: the weights are published, the rest is in the state
-    second.restore(state)
-    norms += [second.update(share(step, rank)).grad_norm for step in range(1, STEPS)]
-    second.publish()
-    return {"weights": model.state_dict(), "norms": norms, "held": held, "to_come": to_come, "state": second.state()}
+    restore_policy(model, directory / POLICY)
+    trainer = PolicyTrainer(model, CONFIG.train, CONFIG.grpo)
+    trainer.restore(WholePolicyFiles().read_state(directory, torch.device("cpu")))
+    assert trainer.steps_taken == 1
+    norms = [trainer.update(in_one_order(step)).grad_norm for step in range(1, STEPS)]
+    return {"weights": model.state_dict(), "norms": norms}
 
 
-def learn_alone(dtype: torch.dtype) -> dict[str, Any]:
+def in_one_order(step: int) -> list[Experience]:
+    """The experiences of a step in the order of the minibatches that the workers' shares make up."""
+    mine, theirs = share_of(step, 0, 2), share_of(step, 1, 2)
+    return [e for i in range(3) for e in (mine[2 * i : 2 * i + 2] + theirs[2 * i : 2 * i + 2])]
+
+
+def learn_alone(dtype: torch.dtype, directory: Path | None = None) -> dict[str, Any]:
+    """`directory`: where the first step is saved."""
     model = whole_policy(dtype)
     trainer = PolicyTrainer(model, CONFIG.train, CONFIG.grpo)
     norms = []
-    for step in range(STEPS):  # in the order of the minibatches that the two shares make up
-        mine, theirs = share(step, 0), share(step, 1)
-        merged = [e for i in range(3) for e in (mine[2 * i : 2 * i + 2] + theirs[2 * i : 2 * i + 2])]
-        norms.append(trainer.update(merged).grad_norm)
+    for step in range(STEPS):
+        norms.append(trainer.update(in_one_order(step)).grad_norm)
+        if directory and step == 0:
+            live = {POLICY: trainer.weights(), OPTIMIZER: trainer.state()}
+            WholePolicyFiles().write(live, model.config, TINY_POLICY, directory)
     return {"weights": model.state_dict(), "norms": norms}
 
 
@@ -122,17 +190,34 @@ def bfloat16_steps_in_shards(size: int) -> dict[str, Any]:
     return bfloat16_steps(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None))
 
 
-def in_a_pair(rank: int, dtypes: tuple[torch.dtype, ...], optimizer: bool, directory: Path) -> None:
-    """What runs in each of the two processes."""
+def in_a_group(rank: int, size: int, work: Work, directory: Path) -> None:
+    """What runs in each of the processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
-    found: dict[Any, Any] = {dtype: learn_in_shards(dtype, rank, 2) for dtype in dtypes}
-    if optimizer:
-        found["optimizer"] = bfloat16_steps_in_shards(2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=size)
+    found = work(rank, size, directory)
     if rank == 0:
         torch.save(found, directory / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def learn_in_each(dtypes: tuple[torch.dtype, ...], rank: int, size: int, directory: Path) -> dict[Any, Any]:
+    return {dtype: learn_in_shards(dtype, rank, size, directory / str(dtype)) for dtype in dtypes}
+
+
+def learn_in_wide_types(rank: int, size: int, directory: Path) -> dict[Any, Any]:
+    found = learn_in_each(WIDE, rank, size, directory)
+    return {**found, "optimizer": bfloat16_steps_in_shards(size)}
+
+
+def learn_in_bfloat16(rank: int, size: int, directory: Path) -> dict[Any, Any]:
+    return learn_in_each((torch.bfloat16,), rank, size, directory)
+
+
+def go_on_in_each(rank: int, size: int, directory: Path) -> dict[Any, Any]:
+    """From each of the checkpoints that the directory names."""
+    checkpoints = (directory / "checkpoints").read_text().splitlines()
+    return {checkpoint: go_on_in_shards(torch.float64, rank, size, Path(checkpoint)) for checkpoint in checkpoints}
 
 
 def in_one(dtype: torch.dtype, directory: Path) -> None:
@@ -146,11 +231,11 @@ def processes() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run_pair(dtypes: tuple[torch.dtype, ...], directory: Path, optimizer: bool = False) -> dict[Any, Any]:
-    pair = [processes().Process(target=in_a_pair, args=(rank, dtypes, optimizer, directory)) for rank in range(2)]
-    for process in pair:
+def run_group(size: int, work: Work, directory: Path) -> dict[Any, Any]:
+    group = [processes().Process(target=in_a_group, args=(rank, size, work, directory)) for rank in range(size)]
+    for process in group:
         process.start()
-    for process in pair:
+    for process in group:
         process.join(300)
         assert process.exitcode == 0
     found: dict[Any, Any] = torch.load(directory / "results.pt", weights_only=False)
@@ -158,8 +243,13 @@ def run_pair(dtypes: tuple[torch.dtype, ...], directory: Path, optimizer: bool =
 
 
 @pytest.fixture(scope="module")
-def in_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    return run_pair(WIDE, tmp_path_factory.mktemp("sharded"), optimizer=True)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def in_shards(directory: Path) -> dict[Any, Any]:
+    return run_group(2, learn_in_wide_types, directory)
 
 
 def same_within_tolerance(ours: dict[str, Any], theirs: dict[str, Any], dtype: torch.dtype) -> None:
@@ -184,7 +274,7 @@ def test_shards_in_bfloat16_learn_what_the_whole_learns(tmp_path: Path) -> None:
         pytest.skip(f"a bfloat16 matmul ends the process with signal {-probe.exitcode} on this CPU")
     assert probe.exitcode == 0
     alone = torch.load(tmp_path / "alone.pt", weights_only=False)
-    same_within_tolerance(run_pair((torch.bfloat16,), tmp_path)[torch.bfloat16], alone, torch.bfloat16)
+    same_within_tolerance(run_group(2, learn_in_bfloat16, tmp_path)[torch.bfloat16], alone, torch.bfloat16)
 
 
 def test_the_optimizer_takes_the_same_steps_on_shards_in_bfloat16(in_shards: dict[Any, Any]) -> None:
@@ -205,11 +295,44 @@ def test_a_worker_holds_half_of_the_weights(in_shards: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_what_is_saved_is_whole(in_shards: dict[Any, Any], dtype: torch.dtype) -> None:
-    """A trainer without shards goes on from it."""
-    trainer = PolicyTrainer(whole_policy(dtype), CONFIG.train, CONFIG.grpo)
-    trainer.restore(in_shards[dtype]["state"])
-    assert trainer.steps_taken == STEPS
+def test_one_worker_goes_on_from_what_two_saved(in_shards: dict[Any, Any], directory: Path, dtype: torch.dtype) -> None:
+    ours, theirs = go_on_alone(dtype, directory / str(dtype)), learn_alone(dtype)
+    same_within_tolerance(ours, {**theirs, "norms": theirs["norms"][1:]}, dtype)
+
+
+def test_three_workers_go_on_from_what_two_or_one_saved(
+    in_shards: dict[Any, Any], directory: Path, tmp_path: Path
+) -> None:
+    alone = learn_alone(torch.float64, tmp_path / "alone")
+    saved = [str(directory / "torch.float64"), str(tmp_path / "alone")]
+    (tmp_path / "checkpoints").write_text("\n".join(saved))
+    found = run_group(3, go_on_in_each, tmp_path)
+    for checkpoint in saved:
+        same_within_tolerance(found[checkpoint], {**alone, "norms": alone["norms"][1:]}, torch.float64)
+
+
+def test_every_worker_writes_its_own_half(in_shards: dict[Any, Any], directory: Path) -> None:
+    """No file, and so nobody, has the whole of more than a number; the policy is a directory like any other."""
+    saved = directory / "torch.float64"
+    files = sorted((saved / OPTIMIZER).glob("*.safetensors"))
+    assert len(files) == 2
+    whole = ShardFiles(saved / OPTIMIZER)
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it cannot be iterated over
+                shape = opened.get_slice(key).get_shape()
+                assert not shape or shape[0] * 2 == whole[key].shape[0]
+    assert sorted(entry.name for entry in saved.iterdir()) == [OPTIMIZER, POLICY]
+    names = {name for name, _ in read_tensors(saved / POLICY)}
+    assert names == set(hf_tensors(whole_policy()))
+
+
+def test_a_part_that_is_missing_is_told(in_shards: dict[Any, Any], directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory / "torch.float64", tmp_path / "damaged")
+    for file in sorted((tmp_path / "damaged" / OPTIMIZER).glob("*.safetensors"))[:1]:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"lacks a part of tensor .*; resume from another checkpoint"):
+        WholePolicyFiles().read_state(tmp_path / "damaged", torch.device("cpu"))
 
 
 def test_adapters_are_refused() -> None:

@@ -7,7 +7,7 @@ told what to do: whoever drives it, in this process or another, gets the same an
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,6 @@ from tlt.event_builders import (
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes, most_reserved
 from tlt.model.transformer import Transformer
-from tlt.model.weights import hf_tensors, write_policy
 from tlt.policy import base_name, open_policy
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
@@ -44,11 +43,11 @@ from tlt.spec.eagle_files import Origin
 from tlt.spec.speculation import SpeculationReport
 from tlt.spec.tuner import Tuner
 from tlt.train.adapter import AdapterWords, write_adapter
-from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import Average
 from tlt.train.host_copy import HostCopy
 from tlt.train.optimizer import bytes_to_come
 from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateResult
+from tlt.train.policy_files import OPTIMIZER, POLICY, PolicyFiles, WholePolicyFiles
 from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped, StartupPhase
@@ -56,7 +55,7 @@ from tlt.watch.trace import RequestSpan, request_spans
 
 T = TypeVar("T")
 _MOMENT_S = 0.05
-POLICY, ADAPTER, OPTIMIZER, DRAFTER = "policy", "adapter", "optimizer", "drafter"  # names in a checkpoint
+ADAPTER, DRAFTER = "adapter", "drafter"  # directories in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ class Peers:
     add_up: SumOverWorkers | None = None
     average: Average | None = None  # over those who train the drafter together
     make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
+    files: PolicyFiles = field(default_factory=WholePolicyFiles)
 
 
 ALONE = Peers()
@@ -93,6 +93,7 @@ class Worker:
         self.engine = build_engine(self.policy, self._with_room(), shape_policy, drafters, keeper)
         self._keeper = keeper
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
+        self._files = peers.files
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
         self._before: SpeculationReport | None = None  # of the engine, when the last rollout began
@@ -239,38 +240,40 @@ class Worker:
 
     # ---- going on later
 
-    def snapshot(self) -> Callable[[Path], None]:
-        """A copy on the host of policy, optimizer and drafter, to be written whenever there is time. A drafter that has
-        learned nothing yet is left out: a resumed run begins with the same one."""
-        model, source = self.policy.model, self.policy.source
+    def snapshot(self, rest: bool = True) -> Callable[[Path], None]:
+        """A copy on the host of this worker's part of policy and optimizer and, as the `rest`, of the drafter, to be
+        written whenever there is time. A drafter that has learned nothing yet is left out: a resumed run begins with
+        the same one."""
+        config, source = self.policy.model.config, self.policy.source
         live: dict[str, Any] = {OPTIMIZER: self.trainer.state()}
         adapters = self.trainer.adapters
         if adapters:
             live[ADAPTER] = adapters.peft_tensors()
             words = AdapterWords(*base_name(self.config.model), adapters.rank, adapters.scale)
         if not adapters or self.config.checkpoint.merge:
-            live[POLICY] = hf_tensors(model)
-        if self.drafter and (self.drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer):
-            origin = Origin(self.config.model.path, tuple(model.config.source.get("architectures") or ()))
+            live[POLICY] = self.trainer.weights()
+        if rest and self.drafter and self._drafter_is_saved(self.drafter):
+            origin = Origin(self.config.model.path, tuple(config.source.get("architectures") or ()))
             live[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
         copied = self._host.take(live)
 
         def write(directory: Path) -> None:
             if ADAPTER in copied:
                 write_adapter(copied[ADAPTER], words, directory / ADAPTER)
-            if POLICY in copied:
-                write_policy(copied[POLICY], model.config, directory / POLICY, tokenizer_from=source)
-            save_state(copied[OPTIMIZER], directory, OPTIMIZER)
+            self._files.write(copied, config, source, directory)
             if DRAFTER in copied:
                 write_contents(copied[DRAFTER], directory / DRAFTER)
 
         return write
 
+    def _drafter_is_saved(self, drafter: OnlineDrafter) -> bool:
+        return bool(drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer)
+
     def restore(self, directory: Path, version: int) -> None:
         """In place: the engine keeps its tensors. A drafter that the checkpoint has none of begins as configured."""
         if not (directory / ADAPTER).is_dir():  # which is learned on the policy that model.path names
             restore_policy(self.policy.model, directory / POLICY)
-        state = load_state(directory, OPTIMIZER, self.policy.model.embed.device)
+        state = self._files.read_state(directory, self.policy.model.embed.device)
         with reading(directory / OPTIMIZER):
             self.trainer.restore(state)
         if self.drafter and (directory / DRAFTER).is_dir():

@@ -13,17 +13,18 @@ from tlt import __version__
 from tlt.config import RunConfig
 from tlt.drafting.saving import TRAINER
 from tlt.errors import CheckpointError, ConfigError, shown
-from tlt.fleet import ADAPTER, DRAFTER, OPTIMIZER, POLICY
+from tlt.fleet import ADAPTER, DRAFTER
 from tlt.recipe import flat, load_config, to_toml
 from tlt.strict_json import read_object
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import SUMS
+from tlt.train.policy_files import OPTIMIZER, POLICY
 from tlt.watch.directory import CHECKPOINTS, TRAIN, directory_of
 from tlt.watch.events import CONFIG_FILE, CheckpointDamaged, RunResumed
 
 _RECORD = "run.json"  # in a checkpoint: format, number of steps, version of tlt
-_FORMAT = 1
-STATE = (f"{OPTIMIZER}.*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
+_FORMAT = 2
+STATE = (f"{OPTIMIZER}/*", f"{DRAFTER}/{TRAINER}.*")  # files that only a resumed run needs
 _MOST_SHOWN = 3  # problems listed per checkpoint
 
 

@@ -71,16 +71,16 @@ class CallOutcome:
     lost: tuple[int, ...]  # ids
 
 
-def wait_while_it_moves(awaited: Any, ask: Callable[[], Any], limit_s: float, liveness: RayLiveness) -> None:
-    """Waits for `awaited` without a limit while the value that `ask` returns keeps changing.
+def wait_while_it_moves(awaited: Any, ask: Callable[[], list[Any]], limit_s: float, liveness: RayLiveness) -> None:
+    """Waits for `awaited` without a limit while the results of the calls that `ask` makes keep changing.
 
-    Raises GetTimeoutError once that value has not changed, or has not arrived, for `limit_s`.
+    Raises GetTimeoutError once they have not changed, or have not arrived, for `limit_s`.
     """
-    moved, seen, call = time.monotonic(), None, ask()
+    moved, seen, calls = time.monotonic(), None, ask()
     while not ray.wait([awaited], timeout=_LOOK_S)[0]:
         liveness.check()
-        if ray.wait([call], timeout=0)[0]:
-            now, call = ray.get(call), ask()
+        if len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls):
+            now, calls = ray.get(calls), ask()
             if now != seen:
                 moved, seen = time.monotonic(), now
         if time.monotonic() - moved > limit_s:

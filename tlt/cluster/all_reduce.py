@@ -24,6 +24,7 @@ from tlt.errors import ClusterError
 
 dist: Any = torch.distributed  # its process groups have no types that all versions of torch know
 LOOPBACK = "127.0.0.1"
+_DISK = timedelta(days=7)  # the driver decides when a write hangs; a member that dies is an error at once
 _AT_ONCE = 2**24  # elements of one bucket: bounds the memory of the flat copy
 
 
@@ -101,10 +102,13 @@ class AllReduceGroup:
         store = dist.PrefixStore(
             f"{rendezvous.name}/mesh", dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
         )
-        dist.init_process_group(
-            "nccl" if self._nccl else "gloo", store=store, rank=rank, world_size=size, timeout=self._timeout
-        )
+        backend = "cpu:gloo,cuda:nccl" if self._nccl else "gloo"  # shards on GPUs are copied to shards on CPUs
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self._timeout)
         return init_device_mesh("cuda" if self._nccl else "cpu", (size,))
+
+    def checkpoint_group(self) -> Any:
+        """The members of `mesh`, for what they agree on while a checkpoint is written beside training."""
+        return dist.new_group(backend="gloo", timeout=_DISK)
 
     def leave(self) -> None:
         group, self._group = self._group, None

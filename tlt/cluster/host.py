@@ -38,7 +38,7 @@ from tlt.cluster.messages import (
 from tlt.cluster.placement import Environment, WorkerSlot, cores_of, pin
 from tlt.cluster.sessions import Sessions
 from tlt.cluster.timeline import Timeline, TimelineSpan
-from tlt.cluster.transfer import Files, bytes_written, on_host, pieces_of, write_files
+from tlt.cluster.transfer import append_piece, bytes_written, on_host, pieces_of
 from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
 from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
@@ -47,7 +47,8 @@ from tlt.engine.request import Request
 from tlt.fleet import Peers, Worker
 from tlt.model.fingerprint import fingerprint
 from tlt.model.transformer import Transformer
-from tlt.train.policy import PolicyTrainer, UpdateResult
+from tlt.train.policy import UpdateResult
+from tlt.train.policy_files import ShardedPolicyFiles
 from tlt.train.sharded import ShardedTrainer
 from tlt.types import Experience
 
@@ -57,7 +58,6 @@ _PATIENCE_S = 60.0  # seconds that a call from another worker waits in the reduc
 CONTROL = "control"  # concurrency group of calls that must not wait for the work thread
 INBOX = "inbox"  # concurrency group of one thread: its calls do not wait for the work thread and stay in order
 Message = Order | AssignedRequests | SharedCompletions | DrafterOffer
-MakeTrainer = Callable[[Transformer, Transformer | None], PolicyTrainer]
 
 
 class RayReducer:
@@ -107,6 +107,7 @@ class Host:
         self._rendezvous_store: RendezvousStore | None = None
         self._write: Callable[[Path], None] = lambda directory: None
         self._writes_to: Path | None = None
+        self._received: TemporaryDirectory[str] | None = None
 
     def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool) -> None:
         config = replace(config, drafting=without_rest(config.drafting))
@@ -120,9 +121,8 @@ class Host:
         if not config.cluster.shard:  # with shards, the worker opens in `join`, when their number is known
             self._open_worker()
 
-    def _open_worker(self, make_trainer: MakeTrainer | None = None) -> None:
-        peers = Peers(self._rank, self._add_up, self._sessions.average, make_trainer)
-        self._worker = Worker(self._config, peers)
+    def _open_worker(self, **shards: Any) -> None:
+        self._worker = Worker(self._config, Peers(self._rank, self._add_up, self._sessions.average, **shards))
 
     # ---- inbox and outbox
 
@@ -316,11 +316,12 @@ class Host:
         self._reduce_group.join(rendezvous, rank, size, address)
         if self._config.cluster.shard:
             mesh = self._reduce_group.mesh(rendezvous, rank, size, address)
-            self._open_worker(
-                lambda whole, reference: ShardedTrainer(
-                    whole, self._config, mesh, reference=reference, add_up=self._add_up
-                )
-            )
+
+            def trainer(whole: Transformer, reference: Transformer | None) -> ShardedTrainer:
+                return ShardedTrainer(whole, self._config, mesh, reference=reference, add_up=self._add_up)
+
+            files = ShardedPolicyFiles(mesh, self._reduce_group.checkpoint_group())
+            self._open_worker(make_trainer=trainer, files=files)
 
     def publish(self, version: int, drafter: Mapping[str, Any] | None) -> Published:
         """`drafter`: the state of the most trained drafter; None if this worker holds it already."""
@@ -379,12 +380,9 @@ class Host:
         worker.publish(state.version)
         worker.swap_drafter()
 
-    def snapshot(self, keep: bool) -> None:
-        """`keep`: this worker writes the snapshot later. The others only take part in gathering shards."""
-        if keep:
-            self._write = self._worker.snapshot()
-        else:
-            self._worker.trainer.state()
+    def snapshot(self, rest: bool) -> None:
+        """Copies policy and optimizer, or this worker's shards of them. `rest`: also what one worker writes for all."""
+        self._write = self._worker.snapshot(rest)
 
     @ray.method(concurrency_group=CONTROL)
     def write(self, directory: Path) -> None:
@@ -408,7 +406,17 @@ class Host:
     def restore(self, directory: Path, version: int) -> None:
         self._worker.restore(directory, version)
 
-    def restore_files(self, files: Files, version: int) -> None:
-        with TemporaryDirectory() as directory:
-            write_files(files, Path(directory))
+    @ray.method(concurrency_group=CONTROL)
+    def sees(self, file: Path) -> bool:
+        return file.exists()
+
+    def receive(self, name: str, content: NDArray[np.uint8]) -> None:
+        """A piece of a checkpoint that lies on another machine."""
+        self._received = self._received or TemporaryDirectory()
+        append_piece(name, content, Path(self._received.name))
+
+    def restore_received(self, version: int) -> None:
+        assert self._received is not None
+        received, self._received = self._received, None
+        with received as directory:
             self._worker.restore(Path(directory), version)

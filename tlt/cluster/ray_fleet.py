@@ -7,7 +7,7 @@ another worker. Does not know tasks and rewards.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from tlt.cluster.actors import ActorGroup, CallOutcome, wait_while_it_moves
+from tlt.cluster.checkpoint_files import CheckpointWriter, restore_workers
 from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.interference import InterferenceRuns, TimedRollout
@@ -25,15 +25,15 @@ from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import Published, WorkerRolloutReport
 from tlt.cluster.placement import check_room, connect, resources_per_worker
 from tlt.cluster.timeline import seconds_of
-from tlt.cluster.transfer import append_piece, read_files
 from tlt.config import RunConfig
 from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
-from tlt.errors import CheckpointError, ClusterError, ConfigError, StateLost
+from tlt.errors import ClusterError, ConfigError, StateLost
 from tlt.event_builders import drafter_trained, together
 from tlt.loop import Emit, RolloutReport
 from tlt.train.policy import UpdateResult
+from tlt.train.policy_files import merge_policy
 from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped, StartupPhase
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
@@ -185,6 +185,8 @@ class RayFleet:
 
     def _align(self, outcome: CallOutcome) -> None:
         """Workers whose all-reduce broke after others had finished the update copy the state of one that finished."""
+        if outcome.aborted and self._config.cluster.shard:
+            raise StateLost("an update broke on some workers after others had finished it; go on with --resume")
         self._copy_state(next(iter(outcome.answers)), outcome.aborted)
 
     def publish(self, step: int, version: int) -> None:
@@ -226,29 +228,29 @@ class RayFleet:
     # ---- checkpoints
 
     def snapshot(self) -> Callable[[Path], None]:
+        """One worker writes the checkpoint, one on this machine if possible; with shards, every worker its own."""
         self._enter("checkpoint")
-        worker_id = min(
-            self._actors.members, key=lambda worker_id: (not self._actors.on_this_machine(worker_id), worker_id)
-        )
-        keepers = list(self._actors.members) if self._config.cluster.shard else [worker_id]
-        calls = {one: self._actors.members[one].actor.snapshot.remote(one == worker_id) for one in keepers}
+        members = self._actors.members
+        first = min(members, key=lambda worker_id: (not self._actors.on_this_machine(worker_id), worker_id))
+        sharded = self._config.cluster.shard
+        writers = {worker_id: members[worker_id].actor for worker_id in (members if sharded else [first])}
+        calls = {worker_id: actor.snapshot.remote(worker_id == first) for worker_id, actor in writers.items()}
         if self._actors.ask(calls, "checkpoint").lost:
             self._recover("checkpoint")
             return self.snapshot()
         wait = partial(wait_while_it_moves, limit_s=self._config.cluster.hang_s, liveness=self._liveness)
-        return partial(_write, self._actors.members[worker_id].actor, self._actors.on_this_machine(worker_id), wait)
+        actors = list(writers.values())
+        return CheckpointWriter(actors, wait, merge_policy) if sharded else CheckpointWriter(actors, wait)
 
     def restore(self, directory: Path, version: int) -> None:
-        files = None
-        calls = {}
-        for worker_id, member in self._actors.members.items():
-            if self._actors.on_this_machine(worker_id):
-                calls[worker_id] = member.actor.restore.remote(directory.absolute(), version)
-            else:
-                files = files or ray.put(read_files(directory))
-                calls[worker_id] = member.actor.restore_files.remote(files, version)
-        if self._actors.ask(calls, "restore").lost:
-            raise ClusterError("a worker was lost while it read the checkpoint; go on with --resume")
+        def ask(calls: Mapping[int, Any]) -> Mapping[int, Any]:
+            outcome = self._actors.ask(calls, "restore")
+            if outcome.lost:
+                raise ClusterError("a worker was lost while it read the checkpoint; go on with --resume")
+            return outcome.answers
+
+        actors = {worker_id: member.actor for worker_id, member in self._actors.members.items()}
+        restore_workers(actors, directory, version, ask)
 
     def close(self) -> None:
         dead = False
@@ -376,34 +378,3 @@ def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
         entropies=tuple(found for result in results for found in result.entropies),
         mismatch_max=max(result.mismatch_max for result in results),
     )
-
-
-def _moving(stream: Any, ask: Callable[[], Any], wait: Callable[[Any, Callable[[], Any]], None]) -> Iterator[Any]:
-    while True:
-        wait(stream, ask)
-        try:
-            piece = next(stream)
-        except StopIteration:
-            return
-        yield piece
-
-
-def _write(actor: Any, same_machine: bool, wait: Callable[[Any, Callable[[], Any]], None], directory: Path) -> None:
-    """Writes a checkpoint without a time limit as long as its files grow: a large policy on a slow disk is no hang."""
-    try:
-        if same_machine:
-            call = actor.write.remote(directory.absolute())
-            wait(call, actor.bytes_written.remote)
-            ray.get(call)
-        else:
-            for piece in _moving(actor.written.remote(), actor.bytes_written.remote, wait):
-                name, content = ray.get(piece)
-                append_piece(name, content, directory)
-    except RayTaskError as error:
-        raise CheckpointError(
-            f"the worker could not write the checkpoint ({error.cause}); the one before is intact"
-        ) from error
-    except RayError as error:
-        raise CheckpointError(
-            "the worker that wrote the checkpoint was lost or hung; the one before it is intact"
-        ) from error

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Files = dict[str, NDArray[np.uint8]]  # contents by path
 _PIECE = 64 * 1024**2  # bytes
 _BLOCK = 512  # bytes, the unit of `st_blocks`
 
@@ -26,21 +25,8 @@ def on_host(value: Any) -> Any:
     return value
 
 
-def read_files(directory: Path) -> Files:
-    """The contents of a directory's files, for `write_files`."""
-    paths = [path for path in directory.rglob("*") if path.is_file()]
-    return {str(path.relative_to(directory)): np.fromfile(path, dtype=np.uint8) for path in paths}
-
-
-def write_files(files: Files, directory: Path) -> None:
-    for name, content in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content.tofile(path)
-
-
 def pieces_of(directory: Path) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-    """The contents of a large directory in pieces of at most 64 MiB, for `append_piece`."""
+    """The contents of a directory in pieces of at most 64 MiB, for `append_piece`."""
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         for start in range(0, max(1, path.stat().st_size), _PIECE):
             yield str(path.relative_to(directory)), np.fromfile(path, dtype=np.uint8, count=_PIECE, offset=start)

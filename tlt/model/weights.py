@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.errors import ModelError, check_reachable, shown
 from tlt.model.config import ModelConfig
+from tlt.model.stream import Read, write_safetensors
 from tlt.model.transformer import Transformer
 from tlt.strict_json import read_object
 
@@ -215,20 +215,26 @@ def write_policy(
     tokenizer_from: Path | str | None = None,
 ) -> None:
     """As `save_policy`, from the tensors of `hf_tensors` or copies of them."""
+    write_companions(config, next(iter(tensors.values())).dtype, path, tokenizer_from=tokenizer_from)
+    write_tensors(tensors, Path(path))
+
+
+def write_companions(
+    config: ModelConfig, dtype: torch.dtype, path: Path | str, *, tokenizer_from: Path | str | None = None
+) -> None:
+    """Everything of a Hugging Face directory but the weights."""
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer_from is not None:
         _copy_companions(Path(tokenizer_from), directory)
-    words = {**config.source, **_dtype_words(tensors, config.source)}
+    words = {**config.source, **_dtype_words(dtype, config.source)}
     (directory / "config.json").write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
-    host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_tensors(host, directory)
 
 
-def _dtype_words(tensors: Mapping[str, Tensor], source: Mapping[str, Any]) -> dict[str, str]:
+def _dtype_words(dtype: torch.dtype, source: Mapping[str, Any]) -> dict[str, str]:
     """What is written, not what was read: transformers and vLLM load weights in the dtype that config.json names."""
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    return dict.fromkeys([key for key in _DTYPE_KEYS if key in source] or _DTYPE_KEYS[:1], dtype)
+    word = str(dtype).removeprefix("torch.")
+    return dict.fromkeys([key for key in _DTYPE_KEYS if key in source] or _DTYPE_KEYS[:1], word)
 
 
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
@@ -237,27 +243,22 @@ def hf_tensors(model: Transformer) -> dict[str, Tensor]:
     return {name: place.of(ours).detach() for name, place in places(model.config).items()}
 
 
-def write_tensors(tensors: Mapping[str, Tensor], directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """One file, or shards with an index where the weights exceed `shard_bytes`."""
+def write_tensors(
+    tensors: Mapping[str, Tensor], directory: Path, shard_bytes: int = SHARD_BYTES, read: Read | None = None
+) -> None:
+    """One file, or shards with an index where the weights exceed `shard_bytes`. `read`: see `write_safetensors`."""
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
-        _save(shards[0], directory / SINGLE)
+        write_safetensors(directory / SINGLE, shards[0], read)
         (directory / INDEX).unlink(missing_ok=True)  # of an earlier save: readers would follow it
         return
     index: dict[str, Any] = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": {}}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, directory / name)
+        write_safetensors(directory / name, shard, read)
         index["weight_map"].update(dict.fromkeys(shard, name))
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     (directory / SINGLE).unlink(missing_ok=True)  # likewise
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, for instance, as any other way of writing reports it
-        raise OSError(str(error)) from error
 
 
 def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.errors import CheckpointError
+from tlt.model.stream import write_safetensors
 from tlt.strict_json import read_object
 from tlt.train.checksums import damage, forget_checksums, read_checksums, write_checksums
 
@@ -182,48 +182,59 @@ def save_state(state: Mapping[str, Any], directory: Path, name: str) -> None:
     A state consists of dictionaries, lists, tuples, tensors, numbers, strings and None.
     """
     tensors: dict[str, Tensor] = {}
-    words = _without_tensors(state, tensors)
+    words = without_tensors(state, tensors)
+    directory.mkdir(exist_ok=True)
+    write_words(words, directory, name)
+    write_safetensors(directory / f"{name}.safetensors", tensors)
+
+
+def write_words(words: Any, directory: Path, name: str) -> None:
     (directory / f"{name}.json").write_text(json.dumps(words) + "\n", encoding="utf-8")
-    save_file(tensors, directory / f"{name}.safetensors")
+
+
+def read_words(directory: Path, name: str) -> dict[str, Any]:
+    return read_object(directory / f"{name}.json", CheckpointError, "resume from another checkpoint")
 
 
 def load_state(directory: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
-    words = read_object(directory / f"{name}.json", CheckpointError, "resume from another checkpoint")
+    words = read_words(directory, name)
     try:
         with safe_open(directory / f"{name}.safetensors", framework="pt", device=str(device)) as file:
-            state: dict[str, Any] = _with_tensors(words, file.get_tensor)
+            state: dict[str, Any] = with_tensors(words, file.get_tensor)
     except (OSError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{directory / name} cannot be read: {error}; resume from another checkpoint") from error
     return state
 
 
-def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+def without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state with a mark in place of each tensor, which is put into `tensors`."""
     if isinstance(value, Tensor):
         key = str(len(tensors))
-        tensors[key] = value.detach().cpu().contiguous()
+        tensors[key] = value.detach()
         return {_TENSOR: key}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: _without_tensors(part, tensors) for key, part in value.items()}
-        return {_ITEMS: [[key, _without_tensors(part, tensors)] for key, part in value.items()]}
+            return {key: without_tensors(part, tensors) for key, part in value.items()}
+        return {_ITEMS: [[key, without_tensors(part, tensors)] for key, part in value.items()]}
     if isinstance(value, tuple):
-        return {_TUPLE: [_without_tensors(part, tensors) for part in value]}
+        return {_TUPLE: [without_tensors(part, tensors) for part in value]}
     if isinstance(value, list):
-        return [_without_tensors(part, tensors) for part in value]
+        return [without_tensors(part, tensors) for part in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a state holds a {type(value).__name__}; expected tensors and plain values")
 
 
-def _with_tensors(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+def with_tensors(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The reverse of `without_tensors`."""
     if isinstance(value, list):
-        return [_with_tensors(part, tensor) for part in value]
+        return [with_tensors(part, tensor) for part in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensor(value[_TENSOR])
     if _TUPLE in value:
-        return tuple(_with_tensors(part, tensor) for part in value[_TUPLE])
+        return tuple(with_tensors(part, tensor) for part in value[_TUPLE])
     if _ITEMS in value:
-        return {key: _with_tensors(part, tensor) for key, part in value[_ITEMS]}
-    return {key: _with_tensors(part, tensor) for key, part in value.items()}
+        return {key: with_tensors(part, tensor) for key, part in value[_ITEMS]}
+    return {key: with_tensors(part, tensor) for key, part in value.items()}

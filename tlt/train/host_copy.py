@@ -7,10 +7,13 @@ into ordinary memory, which the next copy reuses. Does not know the meaning of t
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 SLOTS, SLOT_BYTES = 4, 64 * 2**20
 Begin = Callable[[Tensor, Tensor], Callable[[], None]]
@@ -60,7 +63,8 @@ class PinnedRing:
 
 
 class HostCopy:
-    """Copies of states. Each copy reuses the memory of the previous one."""
+    """Copies of states. Each copy reuses the memory of the previous one. Of a shard (DTensor), the local part is
+    copied, and the copy is a shard on a mesh of the same workers' CPUs."""
 
     def __init__(
         self, ring: PinnedRing | None = None, passes_ring: Callable[[Tensor], bool] = lambda t: t.is_cuda
@@ -75,6 +79,10 @@ class HostCopy:
         return copied
 
     def _copied(self, value: Any, name: str) -> Any:
+        if isinstance(value, DTensor):
+            local, mesh = self._copy(value.to_local().detach(), name), _on_host(value.device_mesh)
+            size, stride = value.shape, value.stride()
+            return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=size, stride=stride)
         if isinstance(value, Tensor):
             return self._copy(value.detach(), name)
         if isinstance(value, Mapping):
@@ -91,3 +99,9 @@ class HostCopy:
             return place.copy_(tensor)
         self._ring.copy(tensor, place)
         return place
+
+
+@cache
+def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+    """The same workers, with tensors in host memory. All of them call it together the first time."""
+    return mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh)

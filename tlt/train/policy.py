@@ -41,7 +41,7 @@ from tlt.errors import ConfigError, TltError
 from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
 from tlt.model.transformer import Output, Transformer
-from tlt.model.weights import weights_count
+from tlt.model.weights import hf_tensors, weights_count
 from tlt.train import grpo
 from tlt.train.logprobs import token_logprobs, token_loss
 from tlt.train.lora import Lora
@@ -157,6 +157,10 @@ class PolicyTrainer:
         self.steps_taken += 1
         told = tuple((key, tuple(entropy_N.tolist())) for key, entropy_N in entropies.items())
         return replace(_result(reports, parts, rate), entropies=told)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights as they are saved. Live tensors."""
+        return hf_tensors(self._model)
 
     def state(self) -> dict[str, Any]:
         """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""

@@ -1,13 +1,13 @@
 """The sharded policy trainer (FSDP2): each worker holds a shard of the weights and of Adam's moments.
 
 Always holds: N workers compute the numbers of one worker, up to the rounding of sums. The engine's weights are a
-separate, complete copy that changes only in `publish`, which gathers the shards. Saved states are complete and can be
-restored into any number of shards. All workers make every call together, and as many passes as the worker with the most
-rows.
+separate, complete copy that changes only in `publish`, which gathers the shards. Weights and state to be saved are this
+worker's shards: nobody ever holds the whole of the optimizer's state. All workers make every call together, and as many
+passes as the worker with the most rows.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,21 +66,16 @@ class ShardedTrainer(PolicyTrainer):
         for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
             whole.copy_(_gathered(shards))
 
-    def state(self) -> dict[str, Any]:
-        """The complete state, gathered in host memory."""
-        return {key: _each(value, _gathered_on_host) for key, value in super().state().items()}
+    def weights(self) -> dict[str, Tensor]:
+        """This worker's shards of the weights, by the model's own names."""
+        return {name: shards.detach() for name, shards in self._model.named_parameters()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores `state`, which consists of this worker's shards. The weights are cut from the engine's copy."""
         for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
-            shards.copy_(self._cut(whole))
-        super().restore({key: _each(value, self._cut) for key, value in state.items()})
-
-    def _cut(self, tensor: Tensor) -> Tensor:
-        if not tensor.dim():
-            return tensor
-        tensor = tensor.detach().to(self._whole.embed.device)
-        return distribute_tensor(tensor, self._mesh, [Shard(0)], src_data_rank=None)
+            shards.copy_(distribute_tensor(whole.detach(), self._mesh, [Shard(0)], src_data_rank=None))
+        super().restore(state)
 
 
 def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -98,18 +93,3 @@ def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _gathered_on_host(tensor: Tensor) -> Tensor:
-    return _gathered(tensor.detach()).to("cpu", copy=True)
-
-
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Applies `change` to every tensor of a nested structure."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _each(part, change) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_each(part, change) for part in value)
-    return value
