@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 import tlt
-import tlt.train.policy_files
 from tests.training import LEARNED, numbers, small
 from tlt.config import RunConfig
 from tlt.engine.request import Request
@@ -26,6 +25,7 @@ from tlt.fleet import LocalFleet
 from tlt.loop import Emit
 from tlt.recipe import to_toml
 from tlt.resume import ResumePoint, checkpoints_of, starting_point
+from tlt.train import policy_files
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import write_checksums
 from tlt.train.policy import UpdateResult
@@ -168,7 +168,7 @@ def train_until_killed(config: RunConfig, where: str) -> None:
         return fleet
 
     if where == "checkpoint":
-        tlt.train.policy_files.save_state = kill  # after the policy, before what the optimizer remembers
+        policy_files.save_state = kill  # after the policy, before what the optimizer remembers
     tlt.train(config, resume=True, open_fleet=open_fleet)
 
 
