@@ -116,7 +116,7 @@ def test_without_merge_there_is_no_policy_and_the_run_goes_on_exactly(tmp_path: 
     flags = [flag for flag in LORA if "merge" not in flag and "steps" not in flag]
     tlt.train(small(tmp_path, *flags, "--run.steps=1"))
     there = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in (there / "step_1").iterdir() if path.is_dir()) == ["adapter"]
+    assert sorted(path.name for path in (there / "step_1").iterdir() if path.is_dir()) == ["adapter", "optimizer"]
     run = tlt.train(small(tmp_path, *flags, "--run.steps=2"), resume=True)
     assert numbers(run) == numbers(tlt.read_run(trained.parents[1]))
     ours, theirs = (load_file(path / "adapter" / WEIGHTS) for path in (there / "step_2", trained))

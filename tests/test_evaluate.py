@@ -209,7 +209,10 @@ def test_the_best_checkpoint_is_written_and_kept(tmp_path: Path) -> None:
     assert saved == [1, 2, 3, 5]
     assert [one.step for one in events_of(run, Evaluated) if one.best] == [0, 1, 2, 3]
     assert {one.name for one in events_of(run, Evaluated)} == {"held_out"}
-    left = {path.name: (path / "optimizer" / "state.json").exists() for path in (tmp_path / "run/checkpoints").glob("step_*")}
+    left = {
+        path.name: (path / "optimizer" / "state.json").exists()
+        for path in (tmp_path / "run/checkpoints").glob("step_*")
+    }
     assert left == {"step_3": False, "step_5": True}
     assert "3.000 ± 0.000 after step 3; the best policy is that after step 3." in in_words(summarise(run))
 
