@@ -442,7 +442,8 @@ def test_reports_of_all_workers_become_one() -> None:
     ]
     spans = [(TimelineSpan("rolling", 0.0, 3.0), TimelineSpan("idle", 3.0, 6.0)), (TimelineSpan("rolling", 0.0, 9.0),)]
     fleet = RayFleet.__new__(RayFleet)
-    fleet._actors = SimpleNamespace(members={seat: SimpleNamespace(rank=seat) for seat in (0, 1)})  # type: ignore[assignment]
+    ranks = {number: SimpleNamespace(rank=number) for number in (0, 1)}
+    fleet._actors = SimpleNamespace(members=ranks)  # type: ignore[assignment]
     fleet._reports = {
         worker_id: WorkerRolloutReport(spans[worker_id], own[worker_id], (), 0, 0.0, 0.0, 0) for worker_id in (0, 1)
     }
