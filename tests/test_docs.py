@@ -15,7 +15,7 @@ import pytest
 
 import tlt
 from tlt.cli import VERBS, _config, _parser
-from tlt.config import RunConfig
+from tlt.config import BUILT_IN_REWARDS, RunConfig
 from tlt.errors import ConfigError
 from tlt.recipe import _comments, flat, knob_docs, knobs, load_config, number_range, take_flags, to_toml
 from tlt.shipped import recipe_path
@@ -84,7 +84,8 @@ def test_the_knobs_page_is_what_the_code_says() -> None:
 NAMED = {
     "model.path": ("tiny",),
     "model.device": ("auto", "cpu", "cuda", "cuda:N"),
-    "task.reward": ("exact", "gsm8k", "math", "FILE.py:FUNCTION"),
+    "task.reward": (*BUILT_IN_REWARDS, "FILE.py:FUNCTION", "http://HOST/PATH"),
+    "task.rewards": ("task",),
     "spec.drafter": ("none", "suffix", "eagle", "both"),
     "spec.path": ("new",),
     "cluster.address": ("auto",),

@@ -27,7 +27,7 @@ from tlt.tasks import judge as judge_module
 from tlt.tasks import judge_wire
 from tlt.tasks.judge import DirectJudge, ProcessJudge, Verdict
 from tlt.tasks.judge_wire import InvalidReply, opening_reply, read_opening_reply, read_scores_reply, scores_reply
-from tlt.tasks.rewards import Failed, Ready, Refused
+from tlt.tasks.rewards import Failed, Ready, Refused, Scored
 from tlt.types import Completion, Key, Message, Prompt, SamplingParams, Timing
 from tlt.watch.events import RewardsFailed, read_run
 
@@ -213,6 +213,10 @@ def test_the_limit_is_in_seconds_of_real_time(reward_file: Any, text: str) -> No
         ("[1.0, null]", "a score that is neither a number nor a failure"),
         ('[1.0, "2.0"]', "a score that is neither a number nor a failure"),
         ('[1.0, {"died": "x"}]', "a score that is neither a number nor a failure"),
+        ('[1.0, [2.0, {"acc": null}]]', "a metric that is no finite number"),
+        ('[1.0, [2.0, {"acc": 1e400}]]', "a metric that is no finite number"),
+        ('[1.0, [true, {"acc": 1}]]', "a score that is neither a number nor a failure"),
+        ("[1.0, [2.0]]", "a score that is neither a number nor a failure"),
         ('[1.0, {"raised": 1}]', "a score that is neither a number nor a failure"),
         ("[" * 1000, "a message that is nested deeper than 64 levels"),
         ("1" * 5000, "a message that holds an integer with too many digits"),
@@ -233,7 +237,12 @@ def test_no_reply_does_more_than_be_refused(reply: bytes) -> None:
 
 
 def test_replies_say_what_was_said() -> None:
-    scores = (0.1, -1e12, Failed("raised", "Traceback\n\udcff"), Failed("no number", "x" * 10_000))
+    scores = (
+        Scored(0.1),
+        Scored(-1e12, {"acc": 0.5, "köln": 1.0}),
+        Failed("raised", "Traceback\n\udcff"),
+        Failed("no number", "x" * 10_000),
+    )
     assert read_scores_reply(scores_reply(scores), 4) == (
         *scores[:2],
         Failed("raised", "Traceback\n\\udcff"),

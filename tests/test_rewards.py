@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt.config import TaskSettings
+from tlt.config import BUILT_IN_REWARDS, TaskSettings
 from tlt.errors import TaskError
 from tlt.tasks.math import exact, gsm8k, gsm8k_reference, last_boxed, last_number, math_reward
-from tlt.tasks.rewards import BUILT_IN, Case, Failed, open_reward, score
+from tlt.tasks.rewards import COMPARING, Case, Failed, Opening, Scored, open_reward, score
 
 CASE = Case(
     prompt_id="rows.jsonl:1",
@@ -40,7 +40,9 @@ def reward_file(tmp_path: Path) -> Any:
 
 
 def call(name: str, *cases: Case, convention: str = "auto") -> list[Any]:
-    return list(score(open_reward(name, convention), cases or (CASE,)))
+    """The rewards alone where nothing was told beside them."""
+    scores = score(open_reward(Opening(name, convention)), cases or (CASE,))
+    return [one.reward if isinstance(one, Scored) and not one.metrics else one for one in scores]
 
 
 def test_verl_gets_its_four_arguments(reward_file: Any) -> None:
@@ -57,7 +59,7 @@ def test_verl_gets_its_four_arguments(reward_file: Any) -> None:
 @pytest.mark.parametrize(
     ("signature", "result", "expected"),
     [
-        ("data_source, solution_str, ground_truth, extra_info=None", "{'score': 0.5, 'acc': True}", 0.5),
+        ("data_source, solution_str, ground_truth, extra_info=None", "{'score': 0.5, 'why': 'so'}", 0.5),
         ("solution_str, ground_truth", "solution_str.endswith(ground_truth)", 1.0),
         ("solution_str, ground_truth, **kwargs", "len(kwargs)", 2.0),
         ("data_source, solution_str, ground_truth, extra_info, strict=True", "strict", 1.0),
@@ -101,19 +103,18 @@ def test_a_convention_can_be_demanded(reward_file: Any) -> None:
         ("def reward(text, truth): ...", "verl", r"signature \(text, truth\); expected compute_score"),
         ("def reward(solution_str, ground_truth): ...", "trl", r"expected reward_func\(prompts, completions"),
         ("def reward(solution_str, truth): ...", "auto", "asks for truth; expected compute_score"),
-        ("async def reward(completions): ...", "auto", "is async; expected a plain function"),
         ("def other(): ...", "auto", "no function reward in .*its functions are: other"),
         ("reward = 3", "auto", "no function reward"),
     ],
 )
 def test_a_wrong_function_is_refused(reward_file: Any, source: str, convention: str, expected: str) -> None:
     with pytest.raises(TaskError, match=expected):
-        open_reward(reward_file(source), convention)
+        open_reward(Opening(reward_file(source), convention))
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(TaskError, match=r"task\.reward none\.py:reward: no file none\.py"):
-        open_reward("none.py:reward", "auto")
+        open_reward(Opening("none.py:reward"))
 
 
 def test_the_file_may_import_its_neighbours(reward_file: Any, tmp_path: Path) -> None:
@@ -181,7 +182,64 @@ def test_one_bad_value_in_a_list_spoils_no_other(reward_file: Any) -> None:
     assert isinstance(bad, Failed)
 
 
+# ---- what it may tell beside its reward
+
+
+@pytest.mark.parametrize("signature", ["solution_str, ground_truth", "completions"])
+def test_other_numbers_are_metrics(reward_file: Any, signature: str) -> None:
+    told = "{'score': 0.5, 'acc': True, 'steps': 3, 'why': 'so', 'odd': float('nan')}"
+    returned = f"[{told}]" if signature == "completions" else told
+    assert call(reward_file(f"def reward({signature}): return {returned}")) == [Scored(0.5, {"acc": 1.0, "steps": 3.0})]
+
+
+# ---- async
+
+MEETING = """
+import asyncio
+met = None
+here = 0
+async def meet(count):  # nobody goes on until all are here
+    global met, here
+    met = met or asyncio.Event()
+    here += 1
+    if here == count:
+        met.set()
+    await met.wait()
+"""
+
+
+def test_calls_of_an_async_function_run_beside_each_other(reward_file: Any) -> None:
+    name = reward_file(
+        MEETING + "async def reward(solution_str, ground_truth):\n"
+        "    await meet(3)\n"
+        "    if solution_str == 'bad':\n"
+        "        raise ValueError('cannot judge this')\n"
+        "    return {'score': len(solution_str), 'loop': id(asyncio.get_running_loop()) % 1000}\n"
+    )
+    reward = open_reward(Opening(name))
+    assert reward.ready.takes_groups
+    first, bad, last = score(reward, [replace(CASE, answer=answer) for answer in ("a", "bad", "abc")])
+    assert [one.reward for one in (first, last) if isinstance(one, Scored)] == [1.0, 3.0]
+    assert isinstance(bad, Failed)
+    assert (bad.kind, "cannot judge this" in bad.message, "asyncio/" in bad.message) == ("raised", True, False)
+    (again,) = score(reward, [replace(CASE, answer="a")])
+    assert again == first, "the same loop: what the function keeps stays usable"
+
+
+def test_an_async_function_may_take_all_answers(reward_file: Any) -> None:
+    assert call(reward_file("async def reward(completions): return [len(text) for text in completions]")) == [7.0]
+
+
 # ---- built in
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [("<think>hm</think> 4", 1.0), ("<think>hm</think> ", 0.0), ("4", 0.0), ("<think>4", 0.0)]
+)
+def test_the_format_of_an_answer(answer: str, expected: float) -> None:
+    pattern = TaskSettings().reward_format
+    (found,) = score(open_reward(Opening("format", pattern=pattern)), [replace(CASE, answer=answer)])
+    assert found == Scored(expected)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +335,10 @@ def test_math(text: str, reference: Any, right: bool) -> None:
 def test_math_without_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(TaskError, match=r"needs math-verify.*tlt-rl\[math\]"):
-        open_reward("math", "auto")
+        open_reward(Opening("math"))
 
 
 def test_the_built_in_rewards_are_those_of_the_configuration() -> None:
-    for name in BUILT_IN:
+    assert {*COMPARING} <= {*BUILT_IN_REWARDS}
+    for name in BUILT_IN_REWARDS:
         TaskSettings(reward=name)

@@ -244,7 +244,7 @@ def test_a_system_message_for_a_plain_prompt_is_refused(tmp_path: Path) -> None:
         ({"name": "files"}, "path is ''; expected a file of prompts"),
         ({"path": "x.jsonl"}, 'set name = "files"'),
         ({"template": "Q:"}, r"template is 'Q:'; expected a text with \{prompt\}"),
-        ({"reward": "exakt"}, r"reward is 'exakt'; expected exact, gsm8k, math or FILE\.py:FUNCTION"),
+        ({"reward": "exakt"}, r"reward is 'exakt'; expected exact, gsm8k, math, .* FILE\.py:FUNCTION"),
         ({"reward": "mine.py"}, "reward is 'mine.py'"),
         ({"reward_timeout_s": 0.0}, "reward_timeout_s is 0.0"),
         ({"reward_processes": 0}, "reward_processes is 0"),
@@ -258,5 +258,5 @@ def test_wrong_knobs(knobs: dict[str, Any], expected: str) -> None:
 def test_the_task_a_configuration_names(tmp_path: Path) -> None:
     files = task_of(RunConfig(task=TaskSettings(name="files", path=jsonl(tmp_path, GOOD))))
     assert isinstance(files, Task)
-    assert isinstance(judge_of(files), ProcessJudge)
-    assert isinstance(judge_of(task_of(RunConfig())), DirectJudge)
+    assert isinstance(judge_of(files, RunConfig()), ProcessJudge)
+    assert isinstance(judge_of(task_of(RunConfig()), RunConfig()), DirectJudge)

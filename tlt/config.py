@@ -116,6 +116,15 @@ class StepsSettings:
         _require(0 <= self.variety <= 1, "variety", self.variety, "a number in [0, 1]")
 
 
+BUILT_IN_REWARDS = ("exact", "gsm8k", "math", "format", "length", "overlong")
+_REWARD_WORDS = f"{', '.join(BUILT_IN_REWARDS)}, FILE.py:FUNCTION or http://HOST/PATH"
+
+
+def _is_reward(name: str) -> bool:
+    named = re.fullmatch(r".+\.py:[^\W\d]\w*|https?://[^/\s]+(/\S*)?", name)
+    return name in BUILT_IN_REWARDS or named is not None
+
+
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
     """The source of prompts, the number of prompts, and the reward."""
@@ -131,15 +140,27 @@ class TaskSettings:
     chat: bool = False  # a plain prompt becomes a user message in the policy's chat template
     system: str = ""  # system message of chats without one
     reward: str = "exact"  # exact: the answer, or its last number, is the reference; gsm8k: the number after #### is;
-    # math: the content of its last \boxed equals the reference; FILE.py:FUNCTION: a user function
+    # math: the content of its last \boxed equals the reference; format: the whole answer matches reward_format;
+    # length: minus the answer's share of the token limit; overlong: 0, falling to -1 over the last overlong_tokens;
+    # FILE.py:FUNCTION: a user function; http://HOST/PATH: a server, also https
+    rewards: tuple[str, ...] = ()  # several rewards, summed up, each as `reward`, which they replace.
+    # task: the own reward of any other task than files
+    reward_weights: tuple[float, ...] = ()  # weight of each of `rewards` in the sum; []: 1 each (any number)
     reward_convention: Literal["auto", "verl", "trl"] = "auto"  # how a user function is called. auto: by its signature;
     # verl: one answer per call, (data_source, solution_str, ground_truth, extra_info);
     # trl: lists of answers, (prompts, completions, **columns)
-    reward_processes: int = 1  # processes that compute rewards in parallel
-    reward_timeout_s: float = 10.0  # time limit of the reward of one answer, in seconds
+    reward_batch: Literal["group", "step"] = "group"  # answers in one call of a reward that takes several.
+    # group: those to one prompt, as they come in; step: all of a step, after the last has come in
+    reward_processes: int = 1  # processes that compute each reward in parallel
+    reward_timeout_s: float = (
+        10.0  # time limit of the reward of one answer, in seconds; a server has it at each attempt
+    )
+    reward_retries: int = 3  # further attempts to reach a reward server that fails or is too slow
     reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number. stop: ends the run;
     # count: is counted and replaced by failed_reward
     failed_reward: float = 0.0  # reward of an answer whose reward failed, if reward_errors is count (any number)
+    reward_format: str = r"(?s)<think>.*?</think>.*\S.*"  # regular expression that `format` compares the answer with
+    overlong_tokens: int = 0  # tokens below the limit over which `overlong` falls. 0: a fifth of the limit
     toy: ToySettings = field(default_factory=ToySettings)
     steps: StepsSettings = field(default_factory=StepsSettings)
 
@@ -150,10 +171,24 @@ class TaskSettings:
         _require(bool(self.path) or not files, "path", self.path, 'a file of prompts, as name is "files"')
         _require(files or not self.path, "path", self.path, f'nothing, as name is "{self.name}"; set name = "files"')
         _require(not self.template or "{prompt}" in self.template, "template", self.template, "a text with {prompt}")
-        known = self.reward in ("exact", "gsm8k", "math") or re.fullmatch(r".+\.py:[^\W\d]\w*", self.reward)
-        _require(bool(known), "reward", self.reward, "exact, gsm8k, math or FILE.py:FUNCTION")
+        _require(_is_reward(self.reward), "reward", self.reward, _REWARD_WORDS)
+        self._check_rewards()
         _require(self.reward_processes >= 1, "reward_processes", self.reward_processes, "at least 1")
         _require(self.reward_timeout_s > 0, "reward_timeout_s", self.reward_timeout_s, "a number > 0")
+        _require(self.reward_retries >= 0, "reward_retries", self.reward_retries, "0 or more")
+        _require(self.overlong_tokens >= 0, "overlong_tokens", self.overlong_tokens, "0 or more")
+
+    def _check_rewards(self) -> None:
+        weights, count = self.reward_weights, len(self.rewards)
+        for name in self.rewards:
+            own = name == "task" and self.name != "files"
+            _require(own or _is_reward(name), "rewards", self.rewards, f"each {_REWARD_WORDS}")
+        _require(not weights or len(weights) == count, "reward_weights", weights, f"{count} numbers, one per reward")
+        try:
+            re.compile(self.reward_format)
+        except re.error as error:
+            words = f"a regular expression ({error})"
+            _require(False, "reward_format", self.reward_format, words)
 
 
 @dataclass(frozen=True, slots=True)

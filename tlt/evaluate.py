@@ -24,7 +24,7 @@ from tlt.engine.build import build_engine
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
-from tlt.event_builders import rewards_failed
+from tlt.event_builders import RewardMetrics, rewards_failed
 from tlt.loop import Emit
 from tlt.model.weights import read_config
 from tlt.outputs import write_new
@@ -66,6 +66,7 @@ def evaluated(step: int, name: str, judged: Sequence[Judged], settings: EvalSett
     """What came of one set of prompts."""
     rollouts = [rollout for one in judged for rollout in one.group.rollouts]
     means = [fmean(rollout.reward for rollout in one.group.rollouts) for one in judged]
+    told = RewardMetrics.of([verdict for one in judged for verdict in one.verdicts])
     correct = [sum(rollout.reward >= settings.correct for rollout in one.group.rollouts) for one in judged]
     return Evaluated(
         step=step,
@@ -78,6 +79,7 @@ def evaluated(step: int, name: str, judged: Sequence[Judged], settings: EvalSett
         length_mean=fmean(len(rollout.completion.tokens) for rollout in rollouts),
         truncated=fmean(rollout.completion.finish_reason == "length" for rollout in rollouts),
         seconds=seconds,
+        metrics=told.parts | told.metrics,
     )
 
 
@@ -149,7 +151,8 @@ class Evaluation:
         started = time.perf_counter()
         asked = self._asked[one.name]
         keys = [[request.key for request in requests] for requests in asked]
-        with Judging(one.judge, list(zip(one.prompts, keys, strict=True))) as judging:
+        by_step = self._config.task.reward_batch == "step"
+        with Judging(one.judge, list(zip(one.prompts, keys, strict=True)), by_step=by_step) as judging:
             requests = [request for group in asked for request in group]
             for completion in self._shown(step, requests, answer):
                 judging.hand_in(completion)

@@ -4,7 +4,7 @@ Numbers in, records out.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -27,6 +27,7 @@ from tlt.watch.events import (
     DrafterTrained,
     LearningRatePlanned,
     RewardsFailed,
+    RewardsJudged,
     RolloutFinished,
     ShapesChosen,
     StepFinished,
@@ -246,6 +247,33 @@ def rewards_failed(step: int, verdicts: Iterable[Verdict]) -> list[RewardsFailed
         RewardsFailed(step=step, kind=kind, count=count, prompt=first[kind].prompt, message=first[kind].message)
         for kind, count in counts.items()
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardMetrics:
+    """Means over answers, of each of several rewards and of each metric that rewards told."""
+
+    parts: dict[str, float]
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> "RewardMetrics":
+        return cls(_means([verdict.parts for verdict in verdicts]), _means([verdict.metrics for verdict in verdicts]))
+
+
+def _means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """By name, over those that have it."""
+    values: dict[str, list[float]] = {}
+    for one in told:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(each) for name, each in values.items()}
+
+
+def rewards_judged(step: int, verdicts: Sequence[Verdict]) -> RewardsJudged | None:
+    """None where a reward is one number that tells nothing else."""
+    found = RewardMetrics.of(verdicts)
+    return RewardsJudged(step, found.parts, found.metrics) if found.parts or found.metrics else None
 
 
 def acceptance_collapsed(step: int, alarm: Alarm) -> AcceptanceCollapsed:

@@ -142,7 +142,8 @@ class Loop:
         number = taken + 1
         started = time.perf_counter()
         asked = ask(taken, self.config, self.task, self.tokenizer)
-        with Judging(self.judge, [(one.prompt, [request.key for request in one.requests]) for one in asked]) as judging:
+        keys = [(one.prompt, [request.key for request in one.requests]) for one in asked]
+        with Judging(self.judge, keys, by_step=self.config.task.reward_batch == "step") as judging:
             rollout_s = self._roll_out(number, asked, judging)
             answered = time.perf_counter()
             report = self.fleet.report()

@@ -22,6 +22,7 @@ from tlt.event_builders import (
     answer_shown,
     learning_rate_planned,
     rewards_failed,
+    rewards_judged,
     rollout_finished,
     shapes_chosen,
     step_finished,
@@ -94,7 +95,8 @@ def train(
         log.emit(StartupPhase("reading the prompts"))
         held_out = held_out_of(config, task, eval_task) if config.eval.every else []
         task = task or task_of(config)
-        judge = stack.enter_context(judge_of(task))  # first: a reward that cannot be loaded is told before a policy is
+        # first: a reward that cannot be loaded is told before a policy is
+        judge = stack.enter_context(judge_of(task, config))
         for one in held_out:
             stack.enter_context(one.judge)
         run.go(task, judge, held_out, start, open_fleet)
@@ -157,8 +159,11 @@ class _Run:
         self._saver.tell()
 
     def _tell(self, step: Step) -> None:
-        for failure in rewards_failed(step.number, (verdict for one in step.judged for verdict in one.verdicts)):
+        verdicts = [verdict for one in step.judged for verdict in one.verdicts]
+        for failure in rewards_failed(step.number, verdicts):
             self._log.emit(failure)
+        if told := rewards_judged(step.number, verdicts):
+            self._log.emit(told)
         self._log.emit(rollout_finished(step.number, step.rollouts, step.times.rollout))
         self._log.emit(answer_shown(step.number, step.rollouts[0]))
         if step.report.chosen:

@@ -63,7 +63,7 @@ def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) ->
     started = time.perf_counter()
     log.emit(StartupPhase("reading the prompts"))
     task = task_of(config)
-    with judge_of(task) as judge:  # first, so that a reward that cannot be loaded fails before the policy is opened
+    with judge_of(task, config) as judge:  # first: a reward that cannot be loaded fails before the policy is opened
         asked = _ask(config, task)
         log.emit(StartupPhase(f"opening the policy {config.model.path}"))
         policy = open_policy(config.model)
@@ -130,6 +130,8 @@ def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path)
                 else [asdict(message) for message in rollout.prompt.content],
                 "answer": completion.text,
                 "reward": rollout.reward,
+                "parts": dict(verdict.parts),
+                "metrics": dict(verdict.metrics),
                 "failure": asdict(verdict.failure) if verdict.failure else None,
                 "tokens": len(completion.tokens),
                 "finish_reason": completion.finish_reason,

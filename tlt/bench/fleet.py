@@ -187,7 +187,7 @@ class _FleetBench:
         task = task_of(config)
         fleet = open_fleet(config, events.append)
         try:
-            with judge_of(task) as judge:
+            with judge_of(task, config) as judge:
                 loop = Loop(config, task, self._tokenizer, judge, fleet, events.append)
                 for number in range(self._scale.steps):
                     events.clear()

@@ -139,7 +139,7 @@ class VariantRun:
         started = time.perf_counter()
         with ExitStack() as stack:
             task = task_of(config)
-            judge = stack.enter_context(judge_of(task))
+            judge = stack.enter_context(judge_of(task, config))
             self.fleet = LocalFleet(config, self._events.append)
             stack.callback(self.fleet.close)
             tokenizer = Tokenizer.load(source_of(config.model))

@@ -14,11 +14,11 @@ from typing import Any
 from tlt.config import TaskSettings
 from tlt.errors import TaskError, shown, shown_names
 from tlt.shipped import example_file
-from tlt.tasks.judge import ProcessJudge
 from tlt.tasks.math import MARKER, gsm8k_reference
-from tlt.tasks.rewards import BUILT_IN
+from tlt.tasks.rewards import COMPARING
 from tlt.tasks.rows import Row, read_rows
-from tlt.types import Completion, Message, Prompt
+from tlt.tasks.several import judge_with
+from tlt.types import Completion, Message, Prompt, SamplingParams
 
 PROMPT_COLUMNS = ("prompt", "question")
 REFERENCE_COLUMNS = ("ground_truth", "answer", "label")
@@ -27,10 +27,12 @@ REFERENCE_COLUMNS = ("ground_truth", "answer", "label")
 class FileTask:
     """The rows of a file as prompts, judged by the configured reward."""
 
-    def __init__(self, settings: TaskSettings, *, seed: int = 0) -> None:
+    def __init__(self, settings: TaskSettings, *, seed: int = 0, max_tokens: int = SamplingParams().max_tokens) -> None:
+        """`max_tokens`: limit of an answer, which some rewards look at."""
         rows = list(read_rows(example_file(settings.path)))
         self.prompts = _prompts(rows, settings)
-        self.judge = ProcessJudge(settings, frozenset.intersection(*(frozenset(p.extra) for p in self.prompts)))
+        columns = frozenset.intersection(*(frozenset(p.extra) for p in self.prompts))
+        self.judge = judge_with(settings, max_tokens, columns)
         self._seed = seed
 
     def sample(self, step: int, count: int) -> Sequence[Prompt]:
@@ -96,9 +98,10 @@ def _one_of(names: Sequence[str], row: Row, knob: str) -> str | None:
 def _prompt(row: Row, layout: _Layout, settings: TaskSettings) -> Prompt:
     content = _content(_column(row, layout.prompt), row.origin, settings)
     reference = _reference(row, layout)
-    if reference is None and settings.reward in BUILT_IN:
+    comparing = [name for name in settings.rewards or (settings.reward,) if name in COMPARING]
+    if reference is None and comparing:
         raise TaskError(
-            f"{row.origin}: has no reference, which the reward {settings.reward} compares with; its columns are "
+            f"{row.origin}: has no reference, which the reward {comparing[0]} compares with; its columns are "
             f"{_names(row)}; expected {', '.join(REFERENCE_COLUMNS)} or reward_model: set task.reference_column"
         )
     extra = {name: value for name, value in row.columns.items() if name != layout.prompt}

@@ -49,8 +49,11 @@ def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | N
 
 
 def _of_file(path: str, config: RunConfig) -> HeldOut:
-    reward = config.eval.reward or config.task.reward
-    task = FileTask(replace(config.task, name="files", path=path, reward=reward), seed=config.run.seed)
+    settings = replace(config.task, name="files", path=path)
+    if config.eval.reward:
+        settings = replace(settings, reward=config.eval.reward, rewards=(), reward_weights=())
+    max_tokens = config.eval.max_tokens or config.sampling.max_tokens
+    task = FileTask(settings, seed=config.run.seed, max_tokens=max_tokens)
     return HeldOut(evaluation_name(path), tuple(task.prompts[: config.eval.prompts or None]), task.judge)
 
 
@@ -64,4 +67,4 @@ def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
     prompts = {prompt.id: prompt for prompt in drawn}
     if not prompts:
         raise TaskError("the task returned no prompts to evaluate; expected at least one")
-    return HeldOut(name, tuple(prompts.values()), judge_of(task))
+    return HeldOut(name, tuple(prompts.values()), judge_of(task, config))

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import groupby
 from multiprocessing.connection import wait
@@ -32,8 +32,8 @@ from tlt.tasks.judge_wire import (
     receive_frame,
     send_frame,
 )
-from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused, number_of
-from tlt.tasks.task import Task
+from tlt.tasks.remote import backoffs, is_remote
+from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused, Scored, scored_of
 from tlt.types import Completion, Prompt
 
 _START_TIMEOUT_S = 600.0  # limit of the user's imports, which may load a model
@@ -41,7 +41,7 @@ _SHOWN = 200  # characters of an answer in a message
 
 Answer = tuple[Prompt, Completion]
 Call = tuple[int, ...]  # indices of the completions judged in one call
-Score = float | Failed
+Score = Scored | Failed
 T = TypeVar("T")
 
 
@@ -60,6 +60,8 @@ class Verdict:
 
     reward: float
     failure: Failure | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)  # of several rewards each, before it is weighted
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what rewards told beside themselves
 
 
 class Judge(Protocol):
@@ -72,22 +74,28 @@ class Judge(Protocol):
     def __exit__(self, *failure: object) -> None: ...
 
 
+class Rewards(Protocol):
+    """What can be judged in this process: a task, or a part of one."""
+
+    def reward(self, prompt: Prompt, completion: Completion) -> float | Mapping[str, float]: ...
+
+
 class DirectJudge:
     """Calls the reward of a built-in task or of a task passed from Python in this process, without a time limit."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Rewards) -> None:
         self._task = task
 
     def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
-        return [Verdict(self._reward(prompt, completion)) for prompt, completion in answers]
+        return [self._verdict(prompt, completion) for prompt, completion in answers]
 
-    def _reward(self, prompt: Prompt, completion: Completion) -> float:
+    def _verdict(self, prompt: Prompt, completion: Completion) -> Verdict:
         with ExitStack() as stack:
             stack.push(partial(_note, prompt, completion))
-            reward = number_of(self._task.reward(prompt, completion))
-        if isinstance(reward, Failed):
-            raise TaskError(f"the reward of prompt {prompt.id} is no number: {reward.message}; repair the task")
-        return reward
+            scored = scored_of(self._task.reward(prompt, completion))
+        if isinstance(scored, Failed):
+            raise TaskError(f"the reward of prompt {prompt.id} is no number: {scored.message}; repair the task")
+        return Verdict(scored.reward, metrics=scored.metrics)
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +139,9 @@ class ProcessJudge:
             self._children.append(self._child())
 
     def _child(self) -> "_Child":
-        child = _Child(Opening(self._settings.reward, self._settings.reward_convention))
+        own = self._settings
+        convention, pattern, limit_s = own.reward_convention, own.reward_format, own.reward_timeout_s
+        child = _Child(Opening(own.reward, convention, pattern, limit_s, own.reward_retries))
         missing = [name for name in child.ready.needs if name not in self._columns]
         if missing:
             child.end()
@@ -143,9 +153,11 @@ class ProcessJudge:
         return child
 
     def _calls(self, cases: Sequence[Case]) -> Iterator[Call]:
-        """One completion per call, or adjacent completions of the same prompt per call if the reward takes groups."""
+        """One completion per call. If the reward takes several: those to the same prompt, or all of them."""
         if not self._takes_groups:
             return ((number,) for number in range(len(cases)))
+        if self._settings.reward_batch == "step":
+            return iter([tuple(range(len(cases)))])
         groups = groupby(range(len(cases)), key=lambda number: cases[number].prompt_id)
         return (tuple(numbers) for _, numbers in groups)
 
@@ -157,8 +169,7 @@ class ProcessJudge:
                 self._start()  # replaces children that hung or died
             for child in [child for child in self._children if child not in busy][: len(calls)]:
                 busy[child] = call = calls.popleft()
-                limit_s = self._settings.reward_timeout_s * len(call)
-                child.begin(tuple(cases[number] for number in call), limit_s)
+                child.begin(tuple(cases[number] for number in call), self._limit_s(len(call)))
             for child in _first_to_finish(list(busy)):
                 call = busy.pop(child)
                 outcome = child.finish()
@@ -167,9 +178,17 @@ class ProcessJudge:
                     outcome = (outcome,) * len(call)
                 yield call, outcome
 
+    def _limit_s(self, answers: int) -> float:
+        """Of a server every attempt may take this long, and it keeps the time itself."""
+        attempt_s = self._settings.reward_timeout_s * answers
+        if not is_remote(self._settings.reward):
+            return attempt_s
+        retries = self._settings.reward_retries
+        return (retries + 2) * attempt_s + sum(backoffs(retries))
+
     def _verdict(self, case: Case, score: Score) -> Verdict:
         if not isinstance(score, Failed):
-            return Verdict(score)
+            return Verdict(score.reward, metrics=score.metrics)
         if self._settings.reward_errors == "stop":
             self.close()  # others may still be judging
             raise TaskError(_complaint(case, score))

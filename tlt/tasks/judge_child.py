@@ -13,14 +13,12 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 
 from tlt.errors import TltError
 from tlt.tasks.judge_wire import opening_reply, receive_frame, scores_reply, send_frame
-from tlt.tasks.rewards import Case, Failed, Opening, Refused, Reward, open_reward, score
+from tlt.tasks.rewards import Case, Failed, Opening, Refused, Reward, Scored, open_reward, score, users_part
 
-_LONGEST = 4000  # characters kept from the end of a traceback
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: the signal sent to this process when its parent dies
 _PARENT_CHECK_S = 1.0
 
@@ -46,32 +44,20 @@ def _serve(run: socket.socket) -> None:
 
 def _open(opening: Opening) -> Reward | Refused:
     try:
-        return open_reward(opening.reward, opening.convention)
+        return open_reward(opening)
     except TltError as error:
         return Refused(str(error))
     except BaseException as error:  # noqa: BLE001 the user's module may raise anything
-        return Refused(f"task.reward {opening.reward} cannot be loaded:\n{_users_part(error)}")
+        return Refused(f"task.reward {opening.reward} cannot be loaded:\n{users_part(error)}")
 
 
-def _scores(reward: Reward, cases: Sequence[Case]) -> tuple[float | Failed, ...]:
+def _scores(reward: Reward, cases: Sequence[Case]) -> tuple[Scored | Failed, ...]:
     try:
         return score(reward, cases)
     except TltError as error:
         return (Failed("raised", str(error)),) * len(cases)
     except BaseException as error:  # noqa: BLE001 the user's function may raise anything
-        return (Failed("raised", _users_part(error)),) * len(cases)
-
-
-def _users_part(error: BaseException) -> str:
-    """The traceback, from the first frame of the user's code on."""
-    frame = error.__traceback__
-    while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename):
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).strip()[-_LONGEST:]
-
-
-def _is_ours(file: str) -> bool:
-    return file.startswith("<frozen importlib") or os.path.dirname(file) == os.path.dirname(__file__)
+        return (Failed("raised", users_part(error)),) * len(cases)
 
 
 def _end_with(parent: int) -> None:

@@ -9,11 +9,11 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.strict_json import InvalidJson, parse
-from tlt.tasks.rewards import Failed, FailureKind, Ready, Refused, number_of
+from tlt.tasks.rewards import Failed, FailureKind, Ready, Refused, Scored, number_of
 
 LARGEST_FRAME = 2**26  # bytes; the run refuses larger replies
 LONGEST_TEXT = 8000  # characters; longer messages are truncated
@@ -68,8 +68,16 @@ def opening_reply(reply: Ready | Refused) -> bytes:
     return _encoded({"takes_groups": reply.takes_groups, "needs": list(reply.needs)})
 
 
-def scores_reply(scores: Sequence[float | Failed]) -> bytes:
-    return _encoded([{s.kind: _text(s.message)} if isinstance(s, Failed) else s for s in scores])
+def scores_reply(scores: Sequence[Scored | Failed]) -> bytes:
+    """A number, a number and its metrics, or a failure, for each answer."""
+    return _encoded([_reply(score) for score in scores])
+
+
+def _reply(score: Scored | Failed) -> Any:
+    if isinstance(score, Failed):
+        return {score.kind: _text(score.message)}
+    told = {_text(name): value for name, value in score.metrics.items()}
+    return [score.reward, told] if told else score.reward
 
 
 def read_opening_reply(payload: bytes) -> Ready | Refused:
@@ -82,21 +90,35 @@ def read_opening_reply(payload: bytes) -> Ready | Refused:
     raise InvalidReply("no answer to its opening")
 
 
-def read_scores_reply(payload: bytes, count: int) -> tuple[float | Failed, ...]:
+def read_scores_reply(payload: bytes, count: int) -> tuple[Scored | Failed, ...]:
     values = _decoded(payload)
     if not isinstance(values, list) or len(values) != count:
         raise InvalidReply(f"something other than a list of {count} scores")
     return tuple(_score(value) for value in values)
 
 
-def _score(value: Any) -> float | Failed:
+def _score(value: Any) -> Scored | Failed:
     if type(value) in (int, float):
-        return number_of(value)
+        return _scored(value, {})
     if isinstance(value, dict) and len(value) == 1:
         ((kind, message),) = value.items()
         if kind in _KINDS and isinstance(message, str):
             return Failed(_KINDS[kind], message[:LONGEST_TEXT])
+    match value:
+        case [int() | float() as reward, dict(metrics)] if type(reward) is not bool:
+            return _scored(reward, _metrics(metrics))
     raise InvalidReply("a score that is neither a number nor a failure")
+
+
+def _scored(reward: float, metrics: Mapping[str, float]) -> Scored | Failed:
+    number = number_of(reward)
+    return number if isinstance(number, Failed) else Scored(number, metrics)
+
+
+def _metrics(told: dict[str, Any]) -> dict[str, float]:
+    if not all(type(value) in (int, float) and isinstance(number_of(value), float) for value in told.values()):
+        raise InvalidReply("a metric that is no finite number")
+    return {name: float(value) for name, value in told.items()}
 
 
 def _encoded(value: Any) -> bytes:

@@ -1,5 +1,7 @@
 """Judging during the rollout: a group is judged when its last completion arrives, while other groups are decoded.
 
+With `by_step` all groups are judged in one call, once the last completion has arrived.
+
 Always holds: the completions of a group are judged together, in the order of their keys, whatever the order of
 arrival. A reward failure that stops the run raises at the next `hand_in`. Does not know rewards or the engine.
 """
@@ -8,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Self
 
 from tlt.tasks.judge import Answer, Judge, Verdict
@@ -25,13 +28,13 @@ class Judged:
 class Judging:
     """The judging of one step. A context manager: leaving it cancels the judging that has not begun."""
 
-    def __init__(self, judge: Judge, asked: Sequence[tuple[Prompt, Sequence[Key]]]) -> None:
+    def __init__(self, judge: Judge, asked: Sequence[tuple[Prompt, Sequence[Key]]], *, by_step: bool = False) -> None:
         """`asked`: every prompt of the step with the keys of its completions."""
-        self._judge = judge
+        self._judge, self._by_step = judge, by_step
         self._prompts = [(prompt, tuple(keys)) for prompt, keys in asked]
         self._group_of = {key: index for index, (_, keys) in enumerate(self._prompts) for key in keys}
         self._completions: list[dict[Key, Completion]] = [{} for _ in self._prompts]
-        self._verdicts: dict[int, Future[list[Verdict]]] = {}
+        self._verdicts: dict[int, Future[dict[int, list[Verdict]]]] = {}
         # One thread is enough, as it only waits for processes, and it keeps the groups in order of arrival.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judging")
         self.last_verdict_s = 0.0  # when the last group was judged, on the clock of time.perf_counter
@@ -39,12 +42,15 @@ class Judging:
     def hand_in(self, completion: Completion) -> None:
         self._raise_failures()
         index = self._group_of[completion.key]
-        prompt, keys = self._prompts[index]
+        keys = self._prompts[index][1]
         completions = self._completions[index]
         completions[completion.key] = completion
-        if len(completions) == len(keys):
-            batch: list[Answer] = [(prompt, completions[key]) for key in keys]
-            self._verdicts[index] = self._thread.submit(self._judge_group, batch)
+        if len(completions) == len(keys) and not self._by_step:
+            self._verdicts[index] = self._thread.submit(self._judge_groups, [index])
+        elif self._by_step and all(map(self._is_complete, range(len(self._prompts)))):
+            every = range(len(self._prompts))
+            verdicts = self._thread.submit(self._judge_groups, every)
+            self._verdicts = dict.fromkeys(every, verdicts)
 
     def all_in(self) -> bool:
         """Whether every complete group has been judged."""
@@ -54,14 +60,22 @@ class Judging:
         """All groups in the order of the prompts. Waits for unfinished judging."""
         return [self._judged(index) for index in range(len(self._prompts))]
 
-    def _judge_group(self, answers: Sequence[Answer]) -> list[Verdict]:
-        verdicts = self._judge.judge(answers)
+    def _is_complete(self, index: int) -> bool:
+        return len(self._completions[index]) == len(self._prompts[index][1])
+
+    def _judge_groups(self, groups: Sequence[int]) -> dict[int, list[Verdict]]:
+        batch: list[Answer] = [
+            (self._prompts[index][0], self._completions[index][key])
+            for index in groups
+            for key in self._prompts[index][1]
+        ]
+        verdicts = iter(self._judge.judge(batch))
         self.last_verdict_s = time.perf_counter()
-        return verdicts
+        return {index: list(islice(verdicts, len(self._prompts[index][1]))) for index in groups}
 
     def _judged(self, index: int) -> Judged:
         prompt, keys = self._prompts[index]
-        completions, verdicts = self._completions[index], self._verdicts[index].result()
+        completions, verdicts = self._completions[index], self._verdicts[index].result()[index]
         pairs = zip(keys, verdicts, strict=True)
         rollouts = tuple(Rollout(prompt, completions[key], verdict.reward) for key, verdict in pairs)
         return Judged(Group(prompt, rollouts), tuple(verdicts))

@@ -1,22 +1,26 @@
-"""Rewards: the built-in ones, and the user's function in verl's or TRL's calling convention.
+"""Rewards: the built-in ones, and the user's function in verl's or TRL's calling convention, plain or async.
 
-A returned value becomes a finite number or a `Failed` with the reason, never a silent zero. Owns the records that the
-run and its judging processes exchange. Does not know processes or time limits.
+A returned value becomes a finite number, with the metrics told beside it, or a `Failed` with the reason, never a silent
+zero. Owns the records that the run and its judging processes exchange. Does not know processes or time limits.
 """
 
+import asyncio
 import importlib.util
 import inspect
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
-from os.path import isfile
+from os.path import dirname, isfile
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
 from tlt.errors import TaskError
 from tlt.shipped import example_file
 from tlt.tasks.math import exact, gsm8k, math_reward
+from tlt.tasks.remote import RemoteReward, is_remote
 
 FailureKind = Literal["raised", "timed out", "died", "no number"]
 Function = Callable[..., Any]
@@ -28,7 +32,9 @@ _LARGEST = 1e12  # limit of a reward's magnitude: float32 loses the squares and 
 _VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
 
-BUILT_IN: dict[str, Callable[[], Callable[[str, Any], float]]] = {
+_LONGEST = 4000  # characters kept from the end of a traceback
+
+COMPARING: dict[str, Callable[[], Callable[[str, Any], float]]] = {  # with the reference
     "exact": lambda: exact,
     "gsm8k": lambda: gsm8k,
     "math": math_reward,
@@ -62,11 +68,22 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward, and what its function told beside it."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """The first message to a judging process."""
 
     reward: str  # task.reward
-    convention: str  # task.reward_convention
+    convention: str = "auto"  # task.reward_convention
+    pattern: str = ""  # task.reward_format
+    timeout_s: float = 10.0  # of an answer
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +109,56 @@ class Reward:
     ready: Ready
 
 
-def score(reward: Reward, cases: Sequence[Case]) -> tuple[float | Failed, ...]:
+def score(reward: Reward, cases: Sequence[Case]) -> tuple[Scored | Failed, ...]:
     """The reward of each case. Exceptions of the function propagate."""
     values = reward.values(cases)
     if len(values) != len(cases):
         said = f"the reward returned {len(values)} values for {len(cases)} answers; expected one each, in order"
         failed = Failed("no number", said)
         return (failed,) * len(cases)
-    return tuple(number_of(value) for value in values)
+    return tuple(scored_of(value) for value in values)
 
 
-def open_reward(name: str, convention: str) -> Reward:
-    """The reward that `task.reward` names: a built-in, or FILE.py:FUNCTION."""
-    if name in BUILT_IN:
-        judge = BUILT_IN[name]()
+def open_reward(opening: Opening) -> Reward:
+    """The reward that `task.reward` names: a built-in, FILE.py:FUNCTION, or a server."""
+    name = opening.reward
+    if name in COMPARING:
+        judge = COMPARING[name]()
         return Reward(lambda cases: [judge(case.answer, case.reference) for case in cases], Ready(False, ()))
+    if name == "format":
+        pattern = re.compile(opening.pattern)
+        return Reward(lambda cases: [pattern.fullmatch(case.answer) is not None for case in cases], Ready(False, ()))
+    if is_remote(name):
+        remote = RemoteReward(name, opening.timeout_s, opening.retries)
+        return Reward(lambda cases: remote.values([_sent(case) for case in cases]), Ready(True, ()))
     function = _load(name)
-    if inspect.iscoroutinefunction(function):
-        raise TaskError(f"task.reward {name} is async; expected a plain function")
-    return _as_verl(name, function) if _convention(name, function, convention) == "verl" else _as_trl(function)
+    return _as_verl(name, function) if _convention(name, function, opening.convention) == "verl" else _as_trl(function)
+
+
+def _sent(case: Case) -> dict[str, Any]:
+    """A case as a reward server gets it."""
+    return {
+        "prompt": case.prompt,
+        "completion": case.answer,
+        "tokens": len(case.tokens),
+        "reference": case.reference,
+        "data_source": case.source,
+        "columns": dict(case.columns),
+    }
+
+
+def scored_of(value: Any) -> Scored | Failed:
+    """A number, or a dictionary of which `score` is the reward and other numbers are metrics."""
+    if not isinstance(value, Mapping):
+        number = number_of(value)
+        return number if isinstance(number, Failed) else Scored(number)
+    if "score" not in value:
+        return _no_number(value, "a number, or a dictionary with `score`")
+    reward = number_of(value["score"])
+    if isinstance(reward, Failed):
+        return reward
+    told = {str(name): number_of(other) for name, other in value.items() if name != "score"}
+    return Scored(reward, {name: number for name, number in told.items() if isinstance(number, float)})
 
 
 def number_of(value: Any) -> float | Failed:
@@ -171,7 +219,7 @@ def _convention(name: str, function: Function, requested: str) -> str:
 
 
 def _as_verl(name: str, function: Function) -> Reward:
-    """One completion per call. If the function returns a dictionary, its `score` is the reward."""
+    """One completion per call. Calls of an async function run beside each other."""
     unknown = [needed for needed in _required(function) if needed not in _VERL_NAMES]
     if unknown:
         raise TaskError(f"task.reward {name} asks for {', '.join(unknown)}; expected {VERL}")
@@ -179,27 +227,47 @@ def _as_verl(name: str, function: Function) -> Reward:
     def one(case: Case) -> Any:
         extra = case.columns.get("extra_info", case.columns)
         given = zip(_VERL_NAMES, (case.source, case.answer, case.reference, extra), strict=True)
-        value = function(**_accepted(function, dict(given)))
-        if not isinstance(value, Mapping):
-            return value
-        return value["score"] if "score" in value else _no_number(value, "a number, or a dictionary with `score`")
+        return function(**_accepted(function, dict(given)))
 
-    return Reward(lambda cases: [one(case) for case in cases], Ready(False, ()))
+    if not inspect.iscoroutinefunction(function):
+        return Reward(lambda cases: [one(case) for case in cases], Ready(False, ()))
+    loop = asyncio.Runner()  # one for all calls, so that a session that the function keeps stays usable
+
+    async def together(cases: Sequence[Case]) -> list[Any]:
+        values = await asyncio.gather(*map(one, cases), return_exceptions=True)
+        return [Failed("raised", users_part(value)) if isinstance(value, Exception) else value for value in values]
+
+    return Reward(lambda cases: loop.run(together(cases)), Ready(True, ()))
 
 
 def _as_trl(function: Function) -> Reward:
-    """All completions of a prompt per call. Every column of the file is passed as a list."""
+    """Several completions per call. Every column of the file is passed as a list."""
+    loop = asyncio.Runner() if inspect.iscoroutinefunction(function) else None
 
     def all_of(cases: Sequence[Case]) -> Sequence[Any]:
         names = dict.fromkeys(name for case in cases for name in case.columns)
         columns = {name: [case.columns.get(name) for case in cases] for name in names}
         own = ([case.prompt for case in cases], [case.reply for case in cases], [list(case.tokens) for case in cases])
-        values = function(**_accepted(function, columns | dict(zip(_TRL_NAMES, own, strict=True))))
+        called = function(**_accepted(function, columns | dict(zip(_TRL_NAMES, own, strict=True))))
+        values = called if loop is None else loop.run(called)
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
             return [_no_number(values, "a list with one number per answer")] * len(cases)
         return list(values)
 
     return Reward(all_of, Ready(True, tuple(name for name in _required(function) if name not in _TRL_NAMES)))
+
+
+def users_part(error: BaseException) -> str:
+    """The traceback, from the first frame of the user's code on."""
+    frame = error.__traceback__
+    while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).strip()[-_LONGEST:]
+
+
+def _is_ours(file: str) -> bool:
+    plumbing = (dirname(__file__), dirname(asyncio.__file__))
+    return file.startswith("<frozen importlib") or dirname(file) in plumbing
 
 
 def _required(function: Function) -> list[str]:

@@ -3,7 +3,7 @@
 `sample` depends on its arguments only, so a resumed run gets the prompts of an uninterrupted run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from tlt.types import Completion, Prompt
@@ -15,6 +15,7 @@ class Task(Protocol):
         """`count` prompts (at least 1) of step `step`, counted from 0. The same arguments give the same prompts."""
         ...
 
-    def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """The reward of the completion: a finite number."""
+    def reward(self, prompt: Prompt, completion: Completion) -> float | Mapping[str, float]:
+        """The reward of the completion: a finite number, or a mapping of which `score` is the reward and other numbers
+        are metrics."""
         ...

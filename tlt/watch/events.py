@@ -6,7 +6,7 @@ before the first. Lines without a `format` are of earlier versions, count from 0
 Knows nothing of who emits (`tlt.watch.log`) or who shows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,6 +198,7 @@ class Evaluated(Event):
     truncated: float  # share of the answers that ran into the limit
     seconds: float  # rewards included
     best: bool = False  # the best policy so far by eval.best, which says so of one set of prompts
+    metrics: dict[str, float] = field(default_factory=dict)  # means of several rewards each, and of their metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,15 @@ class RewardsFailed(Event):
     count: int  # answers
     prompt: str  # id of the first
     message: str  # what the first said
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsJudged(Event):
+    """Of a step's answers, where there are several rewards, or where rewards told metrics beside themselves."""
+
+    step: int
+    parts: dict[str, float]  # mean of each of several rewards, before it is weighted
+    metrics: dict[str, float]  # mean of each metric, over the answers that have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +413,7 @@ _KINDS: dict[str, type[Event]] = {
         CheckpointSaved,
         ReplayCompared,
         RewardsFailed,
+        RewardsJudged,
         AcceptanceCollapsed,
         AccountUpdated,
         WarmupStep,

@@ -5,11 +5,20 @@ figure's own words name. Steps are numbered from 1 here, as on the console.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 
-from tlt.watch.events import DrafterSwapped, Evaluated, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
+from tlt.watch.events import (
+    DrafterSwapped,
+    Evaluated,
+    ReplayCompared,
+    RewardsJudged,
+    RolloutFinished,
+    Run,
+    ShapesChosen,
+    StepFinished,
+)
 from tlt.watch.history import counted, drafted, events_of, steps_of
 from tlt.watch.lanes import Lane, LaneSpan, lane_chart
 from tlt.watch.plot import Axis, Bar, Column, Line, Mark, bar_chart, line_chart
@@ -24,6 +33,7 @@ _LEAST_SHARE = 0.002  # of all time: a phase that took less cannot be seen
 _BINS = 30  # bars of a histogram
 _MOST_NAMES = 16  # named places on an axis
 _LEAST_PAIRS = 4  # pairs of bars that the axis has room for, however few there are
+_MOST_METRICS = 8  # that rewards tell, with a figure each
 _MOST_LANES = 24  # workers in one figure
 _OFF, _OTHERS = "off", "others"
 _SHAPE_COLOURS = ("c1", "c3", "c4", "c2")  # of the shapes most used
@@ -56,7 +66,13 @@ def figures_of(run: Run) -> list[Figure]:
         return []
     rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
     evaluations = events_of(run, Evaluated)
-    drawn = [_reward(steps), *([_evaluations(evaluations)] if evaluations else []), _time(steps), _lengths(steps)]
+    drawn = [
+        _reward(steps),
+        *_told_by_rewards(events_of(run, RewardsJudged)),
+        *([_evaluations(evaluations)] if evaluations else []),
+        _time(steps),
+        _lengths(steps),
+    ]
     drawn += [_distribution(rollouts), _still_running(rollouts)] if rollouts else []
     if any(map(drafted, steps)):
         drawn.append(_accept_length(steps, events_of(run, DrafterSwapped)))
@@ -90,14 +106,39 @@ def _reward(steps: Sequence[StepFinished]) -> Figure:
     return Figure("Reward", "Mean over all answers of a step.", _entries(lines), svg)
 
 
+def _told_by_rewards(told: Sequence[RewardsJudged]) -> Iterator[Figure]:
+    """One figure for several rewards, and one for each metric: they may have any scale."""
+    parts = list(dict.fromkeys(name for one in told for name in one.parts))
+    if parts:
+        lines = [
+            Line(name, [(one.step, one.parts[name]) for one in told if name in one.parts], colour)
+            for name, colour in zip(parts, cycle(_SHAPE_COLOURS), strict=False)
+        ]
+        columns = [
+            Column(one.step, f"step {one.step}: " + ", ".join(f"{name} {mean:.3g}" for name, mean in one.parts.items()))
+            for one in told
+        ]
+        svg = line_chart(lines, _step_axis(), Axis("mean"), columns=columns)
+        yield Figure(
+            "Rewards, each",
+            "Mean of each reward over all answers of a step, before it is weighted.",
+            _entries(lines),
+            svg,
+        )
+    for name in list(dict.fromkeys(name for one in told for name in one.metrics))[:_MOST_METRICS]:
+        points = [(one.step, one.metrics[name]) for one in told if name in one.metrics]
+        columns = [Column(step, f"step {step}: {value:.4g}") for step, value in points]
+        svg = line_chart([Line(name, points, "c1")], _step_axis(), Axis(name), columns=columns)
+        yield Figure(f"Told by rewards: {name}", "Mean over the answers of a step.", (), svg)
+
+
 def _evaluations(told: Sequence[Evaluated]) -> Figure:
     by_name: dict[str, list[Evaluated]] = {}
     for one in {(one.name, one.step): one for one in told}.values():
         by_name.setdefault(one.name, []).append(one)
-    colours = [_SHAPE_COLOURS[index % len(_SHAPE_COLOURS)] for index in range(len(by_name))]
     lines = [
         Line(name, [(one.step, one.mean_reward) for one in each], colour)
-        for (name, each), colour in zip(by_name.items(), colours, strict=True)
+        for (name, each), colour in zip(by_name.items(), cycle(_SHAPE_COLOURS), strict=False)
     ]
     steps = sorted({one.step for one in told})
     columns = [

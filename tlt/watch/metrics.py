@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from tlt.watch.events import DrafterTrained, Evaluated, Event, ReplayCompared, ShapesChosen, StepFinished
+from tlt.watch.events import DrafterTrained, Evaluated, Event, ReplayCompared, RewardsJudged, ShapesChosen, StepFinished
 
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
@@ -55,6 +55,7 @@ def evaluation_metrics(told: Evaluated) -> dict[str, float]:
         **{f"pass@{k}": value for k, value in told.pass_at},
         "length": told.length_mean,
         "truncated": told.truncated,
+        **told.metrics,
     }
 
 
@@ -68,6 +69,9 @@ def metrics_of(event: Event) -> Metrics | None:
         case Evaluated():
             values = {f"eval/{event.name}/{name}": value for name, value in evaluation_metrics(event).items()}
             return Metrics(event.step, values)
+        case RewardsJudged():
+            parts = {f"rewards/{name}": value for name, value in event.parts.items()}
+            return Metrics(event.step, parts | {f"metrics/{name}": value for name, value in event.metrics.items()})
         case ShapesChosen():
             shares = [(drafter, *pair) for drafter, shares in event.by_depth for pair in enumerate(shares, start=1)]
             values = {f"acceptance/{drafter}/{depth}": share for drafter, depth, share in shares}

@@ -1,0 +1,94 @@
+"""A reward server: answers are posted to it as JSON, and it returns a reward for each.
+
+POST {"answers": [{prompt, completion, tokens, reference, data_source, columns}, …]} gives {"rewards": [reward, …]}, in
+order, each a number or an object with `score`. An attempt that fails for a reason that may pass (no connection, no
+answer in time, status 408, 429 or 5xx) is made again, after a wait that doubles; what the server says of the wait
+(Retry-After) counts. Knows HTTP; does not know rewards or processes.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from tlt.errors import TaskError, shown
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_LARGEST = 2**26  # bytes of a reply
+_PASSING = {408, 429, *range(500, 600)}  # statuses that another attempt may not have
+
+
+def is_remote(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def backoffs(retries: int) -> Iterator[float]:
+    """Seconds before each further attempt, at most if a server does not ask for more."""
+    return (min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**index) for index in range(retries))
+
+
+class RemoteReward:
+    def __init__(self, url: str, timeout_s: float, retries: int) -> None:
+        """`timeout_s`: of an attempt, for each answer."""
+        self._url, self._timeout_s, self._retries = url, timeout_s, retries
+
+    def values(self, answers: Sequence[dict[str, Any]]) -> list[Any]:
+        """What the server says of each. TaskError if it cannot be had."""
+        body = json.dumps({"answers": list(answers)}, default=str).encode()
+        waits = [*backoffs(self._retries), 0.0]
+        for attempt, wait_s in enumerate(waits, start=1):
+            try:
+                return _rewards(self._post(body, self._timeout_s * len(answers)), len(answers), self._url)
+            except HTTPError as error:
+                problem = f"answered with status {error.code}: {shown(error.read(400).decode('utf-8', 'replace'))}"
+                wait_s = _asked_wait(error, wait_s)
+                if error.code not in _PASSING:
+                    break
+            except TimeoutError:
+                problem = f"gave no answer within {self._timeout_s * len(answers):g} s"
+            except (URLError, OSError, HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                slow = isinstance(reason, TimeoutError)
+                problem = "could not be reached in time" if slow else f"could not be reached ({reason})"
+            if attempt <= self._retries:
+                time.sleep(wait_s)
+        times = "once" if attempt == 1 else f"{attempt} times"
+        raise TaskError(
+            f"the reward server {self._url} {problem}; it was asked {times}: see that it runs, or change "
+            "task.reward_retries or task.reward_timeout_s"
+        )
+
+    def _post(self, body: bytes, timeout_s: float) -> bytes:
+        """The reply. The whole of it is limited in time, also where a server sends byte after byte."""
+        request = Request(self._url, body, {"Content-Type": "application/json"}, method="POST")
+        ends, received = time.monotonic() + timeout_s, bytearray()
+        with urlopen(request, timeout=timeout_s) as reply:
+            while part := reply.read1(2**16):
+                received += part
+                if time.monotonic() > ends:
+                    raise TimeoutError
+                if len(received) > _LARGEST:
+                    raise TaskError(f"the reward server {self._url} sent more than {_LARGEST >> 20} MiB")
+        return bytes(received)
+
+
+def _asked_wait(error: HTTPError, wait_s: float) -> float:
+    """Seconds that the server asks for, within reason."""
+    asked = error.headers.get("Retry-After", "")
+    return min(_LONGEST_WAIT_S, float(asked)) if asked.isdecimal() else wait_s
+
+
+def _rewards(reply: bytes, count: int, url: str) -> list[Any]:
+    try:
+        rewards = json.loads(reply)["rewards"]
+    except (ValueError, TypeError, KeyError):
+        rewards = None
+    if not isinstance(rewards, list) or len(rewards) != count:
+        text = shown(reply[:400].decode("utf-8", "replace"))
+        raise TaskError(
+            f'the reward server {url} sent {text}; expected {{"rewards": [{count} of them]}}, one per answer, in order'
+        )
+    return rewards

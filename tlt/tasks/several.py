@@ -1,0 +1,102 @@
+"""Several rewards as one: each has a judge of its own, and their weighted sum is the reward.
+
+Always holds: every verdict names every part. Rewards are judged beside each other, so that a step waits for the slowest
+one, not for all in turn. A part that failed counts `task.failed_reward`, and makes the verdict a failed one.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import fsum
+from pathlib import PurePath
+from typing import Self
+from urllib.parse import urlsplit
+
+from tlt.config import TaskSettings
+from tlt.tasks.judge import Answer, DirectJudge, Judge, ProcessJudge, Verdict
+from tlt.tasks.penalties import penalty
+from tlt.tasks.remote import is_remote
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """One of several rewards."""
+
+    name: str
+    weight: float
+    judge: Judge
+
+
+def judge_with(
+    settings: TaskSettings, max_tokens: int, columns: frozenset[str] = frozenset(), own: Judge | None = None
+) -> Judge:
+    """The judge that `settings` ask for. `max_tokens`: limit of an answer; `columns`: those that every prompt has;
+    `own`: that of a task that is no file."""
+    if not settings.rewards:
+        return own or _judge(settings.reward, settings, max_tokens, columns)
+    weights = settings.reward_weights or (1.0,) * len(settings.rewards)
+    found = []
+    for label, name, weight in zip(reward_names(settings.rewards), settings.rewards, weights, strict=True):
+        judge = own if name == "task" and own else _judge(name, settings, max_tokens, columns)
+        found.append(WeightedReward(label, weight, judge))
+    return SeveralJudge(found)
+
+
+def _judge(name: str, settings: TaskSettings, max_tokens: int, columns: frozenset[str]) -> Judge:
+    if found := penalty(name, settings, max_tokens):
+        return DirectJudge(found)
+    return ProcessJudge(replace(settings, reward=name, rewards=(), reward_weights=()), columns)
+
+
+def reward_names(rewards: Sequence[str]) -> list[str]:
+    """Short names, each once: of a built-in, a function, or a server's path."""
+    names: list[str] = []
+    for short in map(_short, rewards):
+        taken = sum(name == short or name.startswith(f"{short}-") for name in names)
+        names.append(f"{short}-{taken + 1}" if taken else short)
+    return names
+
+
+def _short(reward: str) -> str:
+    if is_remote(reward):
+        parts = urlsplit(reward)
+        return PurePath(parts.path).name or parts.hostname or reward
+    return reward.rpartition(":")[2]
+
+
+class SeveralJudge:
+    """Judges by every reward, and adds them up."""
+
+    def __init__(self, rewards: Sequence[WeightedReward]) -> None:
+        self._rewards = tuple(rewards)
+        self._entered = ExitStack()
+
+    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+        with ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward") as threads:
+            each = list(threads.map(lambda one: one.judge.judge(answers), self._rewards))
+        return [self._together(verdicts) for verdicts in zip(*each, strict=True)]
+
+    def _together(self, verdicts: Sequence[Verdict]) -> Verdict:
+        pairs = list(zip(self._rewards, verdicts, strict=True))
+        return Verdict(
+            reward=fsum(one.weight * verdict.reward for one, verdict in pairs),
+            failure=next((verdict.failure for verdict in verdicts if verdict.failure), None),
+            parts={one.name: verdict.reward for one, verdict in pairs},
+            metrics=dict(_metrics(pairs)),
+        )
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for one in self._rewards:
+                stack.enter_context(one.judge)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._entered.close()
+
+
+def _metrics(pairs: Sequence[tuple[WeightedReward, Verdict]]) -> Iterator[tuple[str, float]]:
+    for one, verdict in pairs:
+        yield from ((f"{one.name}/{name}", value) for name, value in verdict.metrics.items())
