@@ -149,7 +149,7 @@ class SimulatedRun:
 
     def _train(self, step: int) -> None:
         length = sum(self.chance**depth for depth in range(6))
-        status = DrafterStatus(length, True, 8192, self.micro_s, 0.3)
+        status = DrafterStatus(length, True, 8192, self.micro_s, 0.3, 16 * self.micro_s + 0.6)
         decision = self.planner.decide(step, status)
         assert decision.forecast is not None
         self.said += [forecast_in_words(training_forecast(step, decision.forecast))]
@@ -169,7 +169,7 @@ def test_short_answers_in_a_short_run_train_no_drafter() -> None:
     run = SimulatedRun([200] * 200 + [300] * 40 + [400] * 16, steps=40, ceiling=0.5, half=2e6).go()
     assert run.micro_steps == 0
     assert run.total_s == run.plain_s
-    assert run.said[0].startswith("no drafter training: expected -")
+    assert run.said[0].startswith("no drafter training: expected ")
     assert run.said[0].endswith("over the 39 steps left")
 
 
@@ -209,7 +209,7 @@ def planner(**changes: object) -> TrainingPlanner:
     return TrainingPlanner(settings, 100, 5, 256, tuning.pad, DraftShapes([OFF, *SHAPES], "eagle", expected))
 
 
-COLD = DrafterStatus(1.0, True, 8192, 0.15, 0.3)
+COLD = DrafterStatus(1.0, True, 8192, 0.15, 0.3, 3.0)
 
 
 def test_a_share_is_spent_whether_it_pays_or_not() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.test_drafting_trainer import DRAFT, DRAFTING, answers, eagle
 from tlt.config import DraftingSettings, GrpoSettings, TrainSettings
 from tlt.drafting import trainer
-from tlt.drafting.in_update import MicroBatch, batch_of, plan_update
+from tlt.drafting.in_update import MicroBatch, batch_of, plan_update, steps_within
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
@@ -22,7 +22,7 @@ from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.policy import PolicyTrainer
 from tlt.types import Completion, Experience, Message, Prompt, Rollout, SamplingParams
 
-IN_UPDATE = replace(DRAFTING, states="update", tokens=80, held_out=40)
+IN_UPDATE = replace(DRAFTING, states="update", tokens=80, held_out=40, check=2)
 
 
 def rows_of(lengths: Sequence[tuple[int, int]], budget: int = 64) -> list[PackedRow]:
@@ -139,6 +139,45 @@ def test_what_it_may_take_bounds_its_micro_steps() -> None:
     training = drafter.in_update(3.5)
     policy_trainer(policy).update(experiences(found), training)
     assert training.finish().micro_steps == 3
+
+
+@given(
+    st.floats(0.0, 10.0),
+    st.floats(0.01, 2.0),
+    st.floats(0.0, 2.0),
+    st.integers(0, 7),
+    st.integers(1, 8),
+    st.integers(1, 2),
+)
+def test_micro_steps_and_the_measurements_behind_them_fit_into_the_time(
+    seconds: float, micro_s: float, look_s: float, before: int, check: int, looks: int
+) -> None:
+    before = min(before, check - 1)
+    steps, measures = steps_within(seconds, micro_s, look_s, before, check, looks)
+    assert steps >= 0
+    assert steps * micro_s + measures * looks * look_s <= seconds + 1e-9 or steps == 0
+    assert measures == (before + steps >= check) or steps == 0
+    assert steps + 1 + before >= check or (steps + 1) * micro_s > seconds - 1e-9, "no time is left unused"
+
+
+def test_short_sessions_are_measured_together_and_then_give_a_drafter_out() -> None:
+    policy = tiny.policy()
+    found = answers(policy)
+    drafter = learner(policy, replace(IN_UPDATE, check=5))
+    results = []
+    for _ in range(3):
+        drafter.learn_from(found, 0)
+        drafter.take_in()
+        drafter._in_updates.extend([1.0] * 5)
+        training = drafter.in_update(2.0)
+        policy_trainer(policy).update(experiences(found), training)
+        results.append(training.finish())
+    assert [result.micro_steps for result in results] == [2, 2, 2]
+    assert [result.published for result in results] == [False, False, True]
+    assert [result.after.tokens > 0 for result in results] == [False, False, True]
+    last = results[-1]
+    assert last.tokens > results[0].tokens + results[1].tokens, "all that was learned since the last measurement"
+    assert last.after.accept_length > last.before.accept_length == 1.0
 
 
 def test_a_drafter_that_fails_does_not_fail_the_update(monkeypatch: pytest.MonkeyPatch) -> None:

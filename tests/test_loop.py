@@ -229,7 +229,7 @@ def test_curves_are_the_same_with_and_without_speculation(tmp_path: Path, monkey
     variants = {
         "plain": [],
         "suffix": ["--spec.drafter=suffix", "--spec.shape_policy=fixed"],
-        "learned": [*LEARNED, "--drafting.forced_share=1"],
+        "learned": [*LEARNED, "--drafting.forced_share=1", "--drafting.check=2"],
         "kept": [*LEARNED, "--drafting.forced_share=1", "--drafting.states=keep"],
     }
     runs = {

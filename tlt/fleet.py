@@ -378,7 +378,7 @@ class LocalFleet:
         self._spent(Cost.MEASURING, measuring_s)
         self._spent(Cost.TRAINING, result.waited_s - measuring_s)
         if result.micro_steps:
-            if self._planner:
+            if self._planner and result.after.tokens:
                 self._planner.trained(result.before.accept_length, result.tokens, result.after.accept_length)
             self._emit(drafter_trained(step, result))
 

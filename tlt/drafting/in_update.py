@@ -38,6 +38,20 @@ class UpdatePlan:
     learned: tuple[MicroBatch, ...]  # one micro-step each, in the order of the rows
 
 
+def steps_within(
+    seconds: float, micro_s: float, look_s: float, unchecked: int, check: int, looks: int
+) -> tuple[int, bool]:
+    """Micro-steps that fit into so many seconds, and whether the drafter is measured behind them.
+
+    It is measured when `check` micro-steps were taken since the last time, `unchecked` of them before, and then takes
+    `looks` measurements.
+    """
+    measured = int((seconds - looks * look_s) / micro_s)
+    if unchecked + measured >= check:
+        return max(0, measured), True
+    return max(0, min(int(seconds / micro_s), check - 1 - unchecked)), False
+
+
 def plan_update(rows: Sequence[PackedRow], tokens: int, held_tokens: int, most: int, seed: str) -> UpdatePlan:
     """At most `most` parts of about `tokens` tokens, spread evenly over the rows, and one of `held_tokens` in the first
     row to measure on."""

@@ -38,6 +38,7 @@ class DrafterStatus:
     micro_tokens: int  # of a micro-step
     micro_s: float  # of a micro-step
     look_s: float  # of a measurement
+    least_s: float  # for which training is worth beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class TrainingPlanner:
         seconds = self._forced_s
         if status.due and (found is None or found.pays):
             wanted_s = found.cost_s if found else costs.of(costs.check)
-            if self.account.affords(min(wanted_s, costs.of(costs.check))):
+            if self.account.affords(min(wanted_s, status.least_s)):
                 seconds = max(seconds, min(wanted_s, self.account.balance_s))
         return Decision(seconds, found, costs.micro_s + costs.look_s)
 

@@ -25,7 +25,7 @@ from tlt.config import NEW, DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
 from tlt.drafting.cadence import Cadence, Pace, Reason
 from tlt.drafting.deadline import Deadline
-from tlt.drafting.in_update import MicroBatch, batch_of, plan_update
+from tlt.drafting.in_update import MicroBatch, batch_of, plan_update, steps_within
 from tlt.drafting.planner import DrafterStatus
 from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
 from tlt.model.device import DeviceTimer
@@ -138,6 +138,9 @@ class OnlineDrafter:
         self._micro_steps: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # seconds and tokens of the last ones
         self._looks_s: deque[float] = deque(maxlen=_RECENT)  # of the last measurements
         self._in_updates: deque[float] = deque(maxlen=_RECENT)  # seconds of the last micro-steps inside updates
+        self._unchecked = self._unchecked_tokens = (
+            0  # inside updates, micro-steps and tokens since the last measurement
+        )
         self.version = 0  # of the drafter given out; each better one counts one up
 
     @classmethod
@@ -195,18 +198,31 @@ class OnlineDrafter:
 
     def status(self, survival: float = 0.0) -> DrafterStatus:
         """Once per step. `survival`: share of its first draft tokens accepted in the last rollout; 0: none drafted."""
+        inside, look_s = self.learns_in_updates, self._look_s
+        micro_s = self._update_s if inside else self._micro_s
         return DrafterStatus(
             accept_length=self._cadence.reached,
             due=self._cadence.due(survival),
-            micro_tokens=self._drafting.tokens if self.learns_in_updates else self._usual_tokens,
-            micro_s=self._update_s if self.learns_in_updates else self._micro_s,
-            look_s=self._look_s,
+            micro_tokens=self._drafting.tokens if inside else self._usual_tokens,
+            micro_s=micro_s,
+            look_s=look_s,
+            least_s=micro_s + look_s * self._asks_first if inside else self._drafting.check * micro_s + 2 * look_s,
         )
+
+    @property
+    def _asks_first(self) -> bool:
+        """Whether a measurement comes first, which says if there is a reason to train."""
+        return not (self._cadence.training or self._untried)
 
     @property
     def learns_in_updates(self) -> bool:
         """Whether training that other work waits for takes place inside policy updates."""
         return self._drafting.states == "update" and self._average is None
+
+    @property
+    def _untried(self) -> bool:
+        """Whether it began with nothing and none was given out yet."""
+        return self._cold and self.version == 0
 
     @property
     def _usual_tokens(self) -> int:
@@ -309,8 +325,7 @@ class OnlineDrafter:
     def _check(self, session: _Session, found: Expected) -> bool:
         """Gives the learner out if it is not worse than the last one, and says whether to go on."""
         micro_steps, session.unchecked = session.unchecked, 0
-        first = self._cold and self.version == 0
-        if first or found.accept_length >= session.best.accept_length:
+        if self._untried or found.accept_length >= session.best.accept_length:
             _copy_into(self._good, self._learner)
             self.version += 1
             self._strayed, session.best, session.published = 0, found, True
@@ -320,6 +335,7 @@ class OnlineDrafter:
 
     def _return_to_good(self) -> None:
         self._upcoming = None
+        self._unchecked = self._unchecked_tokens = 0
         _copy_into(self._learner, self._good)
         self._trainer.start_over(self._trainer.steps_taken)
         self._strayed = 0
@@ -341,8 +357,9 @@ class OnlineDrafter:
         self._timed_pass(_WARM_UP_TOKENS, self._draft.unroll)
         wanted, held = self._drafting.tokens, self._drafting.held_out
         most = wanted if self.policy.embed.is_cuda else _TIMED_TOKENS  # there a token takes as long in any number
-        micro_s, _ = self._timed_pass(min(wanted, most), self._trainer.unrolled)
-        _, look_s = self._timed_pass(min(held, most), 1)
+        for _ in range(2):  # the first of a size may set up more than later ones
+            micro_s, _ = self._timed_pass(min(wanted, most), self._trainer.unrolled)
+            _, look_s = self._timed_pass(min(held, most), 1)
         micro_s *= wanted / min(wanted, most)
         self._micro_steps.append((micro_s, wanted))
         self._in_updates.append(micro_s)
@@ -415,7 +432,7 @@ class OnlineDrafter:
         """What going on needs, in live tensors and plain values; the answers, which may be many, on demand."""
         return {
             "version": self.version,
-            "counts": (self._strayed, self._cuts),
+            "counts": (self._strayed, self._cuts, self._unchecked, self._unchecked_tokens),
             "good": _owned(self._good),
             "learner": _owned(self._learner),
             "trainer": self._trainer.state(),
@@ -427,7 +444,7 @@ class OnlineDrafter:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = state["version"]
-        self._strayed, self._cuts = state["counts"]
+        self._strayed, self._cuts, self._unchecked, self._unchecked_tokens = state["counts"]
         for model, name in ((self._good, "good"), (self._learner, "learner")):
             load_weights(model, state[name])
         self._trainer.restore(state["trainer"])
@@ -440,7 +457,10 @@ class OnlineDrafter:
 
 class UpdateTraining:
     """One session of drafter training inside a policy update (`tlt.train.policy.RowObserver`): hand it to the update,
-    then `finish`. A drafter that fails does not fail the update."""
+    then `finish`. A drafter that fails does not fail the update.
+
+    Sessions are short, so that training is measured, and a better drafter given out, once in `drafting.check`
+    micro-steps, however many sessions they take."""
 
     def __init__(self, drafter: OnlineDrafter, seconds: float) -> None:
         self.taps: tuple[int, ...] = drafter.drafter.config.taps
@@ -448,6 +468,8 @@ class UpdateTraining:
         self._session = _Session()
         self._batches: dict[int, list[MicroBatch]] = {}  # by row
         self._held: MicroBatch | None = None
+        self._asks_first = False  # whether a measurement says if there is a reason to train
+        self._measures = False  # whether the drafter is measured at the end
         self._row = 0  # number of the next row
         self._ended, self._alarm = "no answers", ""
         self._looks, self._steps = list[DeviceTimer](), list[DeviceTimer]()
@@ -458,13 +480,25 @@ class UpdateTraining:
         if not len(drafter._buffer):
             return
         settings, trainer = drafter._drafting, drafter._trainer
-        affordable = (self._seconds - 2 * drafter._look_s) / drafter._update_s if drafter._update_s else _FIRST_STEPS
+        self._asks_first = drafter._asks_first
+        most, measures = self._steps_to_take()
         seed = f"update/{drafter._seed}/{trainer.steps_taken}"
-        plan = plan_update(rows, settings.tokens, settings.held_out, int(affordable), seed)
+        plan = plan_update(rows, settings.tokens, settings.held_out, most, seed)
         for batch in plan.learned:
             self._batches.setdefault(batch.row, []).append(batch)
         if plan.held is not None:
             self._held, self._ended = plan.held, "stopped"
+        self._measures = measures and drafter._unchecked + len(plan.learned) >= settings.check
+
+    def _steps_to_take(self) -> tuple[int, bool]:
+        drafter = self._drafter
+        check, micro_s, look_s = drafter._drafting.check, drafter._update_s, drafter._look_s
+        if not micro_s:
+            return _FIRST_STEPS, drafter._unchecked + _FIRST_STEPS >= check
+        looks = 1 if drafter._untried or self._asks_first else 2  # of the learner, and of what it is compared with
+        return steps_within(
+            self._seconds - look_s * self._asks_first, micro_s, look_s, drafter._unchecked, check, looks
+        )
 
     def see(self, row: PackedRow, states: Output) -> None:
         number, self._row = self._row, self._row + 1
@@ -474,18 +508,23 @@ class UpdateTraining:
     def _learn(self, number: int, row: PackedRow, states: Output) -> str:
         drafter, session = self._drafter, self._session
         if number == 0 and self._held is not None:
-            session.held = [batch_of(self._held, row, states)]
-            session.before = session.best = self._looked_at(drafter._good)
-            session.began = drafter._cadence.begin(session.before.accept_length)
-            if session.began == "rested":
+            if self._asks_first or self._measures:
+                session.held = [batch_of(self._held, row, states)]
+            if self._asks_first and not self._has_reason():
                 return "rested"
-            if drafter._cold and not drafter._trainer.steps_taken:
+            if drafter._untried and not drafter._trainer.steps_taken:
                 drafter._choose_vocabulary()
         for batch in self._batches.get(number, ()):
             with DeviceTimer(states.hidden_TD.device) as timer:
                 self._pending.append(drafter._trainer.launch(batch_of(batch, row, states)))
             self._steps.append(timer)
         return "stopped"
+
+    def _has_reason(self) -> bool:
+        session = self._session
+        session.before = session.best = self._looked_at(self._drafter._good)
+        session.began = self._drafter._cadence.begin(session.before.accept_length)
+        return session.began != "rested"
 
     def _looked_at(self, model: Eagle) -> Expected:
         drafter = self._drafter
@@ -495,10 +534,10 @@ class UpdateTraining:
         return found
 
     def finish(self) -> DraftingResult:
-        """Measures the drafter and gives it out if it is not worse."""
+        """Waits for the micro-steps. When it is time to, measures the drafter and gives it out if it is not worse."""
         drafter, session = self._drafter, self._session
         if self._pending and not self._alarm:
-            self._ended, self._alarm = drafter._guarded(self._check)
+            self._ended, self._alarm = drafter._guarded(self._take_stock)
         looks_s, steps_s = ([timer.seconds for timer in timers] for timers in (self._looks, self._steps))
         drafter._looks_s.extend(looks_s)
         drafter._in_updates.extend(steps_s)
@@ -506,11 +545,27 @@ class UpdateTraining:
         seconds = session.measuring_s + sum(steps_s)
         return session.result(drafter.version, self._ended, self._alarm, seconds, seconds)
 
+    def _take_stock(self) -> str:
+        drafter, session = self._drafter, self._session
+        results = [result() for result in self._pending]
+        session.micro_steps, session.tokens = len(results), sum(result.tokens for result in results)
+        drafter._strayed += len(results)
+        drafter._unchecked += len(results)
+        drafter._unchecked_tokens += session.tokens
+        if self._measures:
+            return self._check()
+        reached = drafter._cadence.reached
+        session.began = session.began if self._asks_first else "improving"
+        session.before = session.best = Expected(results[-1].loss, reached, 0)
+        return "stopped"
+
     def _check(self) -> str:
         drafter, session = self._drafter, self._session
-        session.tokens = sum(result().tokens for result in self._pending)
-        session.micro_steps = session.unchecked = len(self._pending)
-        drafter._strayed += len(self._pending)
+        if not self._asks_first:  # else it was measured, on the same answers, before the first micro-step
+            session.before = session.best = _NOTHING if drafter._untried else self._looked_at(drafter._good)
+            session.began = drafter._cadence.begin(session.before.accept_length)
+        session.unchecked, session.tokens = drafter._unchecked, drafter._unchecked_tokens
+        drafter._unchecked = drafter._unchecked_tokens = 0
         return "stopped" if drafter._check(session, self._looked_at(drafter._learner)) else "no gain"
 
 
