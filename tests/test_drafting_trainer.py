@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.clocks import Clock
 from tlt.config import DraftingSettings, DraftSettings, RunConfig
 from tlt.drafting import deadline, states, trainer
-from tlt.drafting.buffer import Sample
+from tlt.drafting.buffer import Sample, hold_out
 from tlt.drafting.states import (
     Kept,
     Piece,
@@ -25,7 +25,7 @@ from tlt.drafting.states import (
     longest_piece,
     measure_states,
 )
-from tlt.drafting.trainer import OnlineDrafter, hold_out, load_weights
+from tlt.drafting.trainer import OnlineDrafter, load_weights
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.transformer import Transformer

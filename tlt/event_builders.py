@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 from tlt.config import TrainSettings
 from tlt.drafting.budget import RunBudget
 from tlt.drafting.forecast import Forecast
-from tlt.drafting.trainer import DraftingResult
+from tlt.drafting.session import DraftingResult
 from tlt.loop import ByDepth, RolloutReport, Step
 from tlt.spec.alarm import Alarm
 from tlt.spec.shape import Shape, by_batch

@@ -18,8 +18,9 @@ from tlt.config import NEW, RunConfig
 from tlt.drafting.budget import Cost, RunBudget
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
+from tlt.drafting.session import DraftingResult
 from tlt.drafting.states import StateKeeper, keeper_of
-from tlt.drafting.trainer import DraftingResult, OnlineDrafter
+from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.build import build_engine, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tlt.cluster.timeline import TimelineSpan
 from tlt.drafting.idle import HandOut, Report
-from tlt.drafting.trainer import DraftingResult
+from tlt.drafting.session import DraftingResult
 from tlt.engine.request import Request
 from tlt.loop import RolloutReport
 from tlt.spec.alarm import Alarm

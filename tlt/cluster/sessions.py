@@ -13,7 +13,8 @@ from tlt.cluster.averaging import GradientAveraging, GradientReducer, LeftSessio
 from tlt.cluster.timeline import Timeline
 from tlt.cluster.transfer import on_host
 from tlt.drafting.idle import State, WorkerStatus
-from tlt.drafting.trainer import DraftingResult, OnlineDrafter
+from tlt.drafting.session import DraftingResult
+from tlt.drafting.trainer import OnlineDrafter
 
 _LOOK_S = 0.02  # seconds between two reads of the inbox while waiting for a reply
 _REJOIN_S = 0.5  # seconds that a new session waits for the members of the last one

@@ -7,6 +7,7 @@ newest version's. The order of draws is a function of the seed. Knows tokens and
 """
 # T tokens of a sample, P positions with states, F = 3·D tapped states, D hidden
 
+import hashlib
 import heapq
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from tlt.errors import TltError
 from tlt.train.restore import expect_keys
 
 _RECORD_BYTES = 512  # of a sample besides its tensors: objects, names, its place in the books
+_HELD_SHARE = 8  # one in so many answers is held out, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +235,21 @@ class _Books:
     upcoming: dict[bool, int] = field(default_factory=dict)  # by kind: fresh or not
     taken: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # tokens, by kind
     draws: int = 0
+
+
+def hold_out(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    """Answers to measure on: all of some prompts', one prompt in eight at most, and about `tokens` tokens.
+
+    The answers of one prompt resemble each other: a drafter that learned from some of them knows too much of the rest.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    if len(groups) == 1:
+        groups = {str(number): [sample] for number, sample in enumerate(samples)}
+    order = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest())  # whoever arrived first is short
+    held: list[Sample] = []
+    for name in order[: max(1, len(order) // _HELD_SHARE)]:
+        if sum(len(sample.tokens_T) for sample in held) < tokens:
+            held += groups[name]
+    return held

@@ -9,12 +9,11 @@ Knows nothing of engines or other workers: whoever calls says how long, and how 
 """
 
 import copy
-import hashlib
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -22,11 +21,12 @@ import torch
 from torch import Tensor
 
 from tlt.config import NEW, DraftingSettings, DraftSettings, RunConfig
-from tlt.drafting.buffer import Buffer, Sample, samples_of, samples_state
-from tlt.drafting.cadence import Cadence, Pace, Reason
+from tlt.drafting.buffer import Buffer, Sample, hold_out, samples_of, samples_state
+from tlt.drafting.cadence import Cadence, Pace
 from tlt.drafting.deadline import Deadline
 from tlt.drafting.in_update import MicroBatch, batch_of, plan_update, steps_within
 from tlt.drafting.planner import DrafterStatus
+from tlt.drafting.session import NOTHING, DraftingResult, Session
 from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
 from tlt.model.device import DeviceTimer
 from tlt.model.transformer import Output, Transformer
@@ -38,54 +38,11 @@ from tlt.train.packing import PackedRow, plan_rows
 from tlt.train.supervised import StepResult
 from tlt.types import Completion
 
-_HELD_SHARE = 8  # one in so many answers is held out, at most
 _PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
 _RECENT = 5  # micro-steps and measurements whose median is expected of the next one
 _WARM_UP_TOKENS = 256  # of a sequence
 _TIMED_TOKENS = 512  # on a CPU
 _FIRST_STEPS = 2  # micro-steps in an update, before it is known how long they take
-
-
-@dataclass(frozen=True, slots=True)
-class DraftingResult:
-    """What one call of `train` did."""
-
-    began: str  # why: cold, behind, improving, probe; or rested, and nothing was done
-    ended: str  # rested, no answers, stopped, no gain; or, with an alarm, spoilt or no memory
-    micro_steps: int
-    tokens: int  # learned from, repetitions included
-    before: Expected  # the last good drafter, on answers held out
-    after: Expected  # the drafter given out now, on the same answers
-    seconds: float
-    published: bool  # a better drafter is there
-    version: int  # of the drafter given out now
-    alarm: str = ""  # what went wrong, if something did
-    waited_s: float = 0.0  # of the seconds, in which everything else waited …
-    measuring_s: float = 0.0  # … and in which accept lengths were measured
-
-
-_NOTHING = Expected(0.0, 1.0, 0)
-
-
-@dataclass(slots=True)
-class _Session:
-    """One call of `train`."""
-
-    began: Reason = "rested"
-    held: list[DrafterBatch] = field(default_factory=list)  # to measure on
-    before: Expected = _NOTHING
-    best: Expected = _NOTHING  # of the drafter given out by now
-    micro_steps: int = 0
-    unchecked: int = 0  # micro-steps since the last measurement
-    tokens: int = 0
-    published: bool = False
-    measuring_s: float = 0.0
-
-    def result(self, version: int, ended: str, alarm: str, seconds: float, waited_s: float) -> DraftingResult:
-        return DraftingResult(
-            *(self.began, ended, self.micro_steps, self.tokens, self.before, self.best),
-            *(seconds, self.published, version, alarm, waited_s, self.measuring_s),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +205,7 @@ class OnlineDrafter:
         one the drafter is measured, which takes less time than a micro-step, and given out if it is not worse.
         """
         started = time.perf_counter()
-        session, deadline = _Session(), Deadline(until, extra_s)
+        session, deadline = Session(), Deadline(until, extra_s)
         ended, alarm = self._guarded(lambda: self._learn(session, deadline))
         return session.result(self.version, ended, alarm, time.perf_counter() - started, deadline.waited_s)
 
@@ -269,7 +226,7 @@ class OnlineDrafter:
         self._cadence.spoilt()
         return ended, alarm
 
-    def _learn(self, session: _Session, deadline: Deadline) -> str:
+    def _learn(self, session: Session, deadline: Deadline) -> str:
         """How it ended."""
         if not self.able():
             return "no answers"
@@ -291,14 +248,14 @@ class OnlineDrafter:
             going_on = self._check(session, self._looked_at(session))
         return "stopped" if going_on else "no gain"
 
-    def _looked_at(self, session: _Session) -> Expected:
+    def _looked_at(self, session: Session) -> Expected:
         """What the learner reaches."""
         started = time.perf_counter()
         found = self._measure(self._learner, session.held)
         self._looked(session, time.perf_counter() - started)
         return found
 
-    def _looked(self, session: _Session, seconds: float) -> None:
+    def _looked(self, session: Session, seconds: float) -> None:
         session.measuring_s += seconds
         self._looks_s.append(seconds)
 
@@ -307,7 +264,7 @@ class OnlineDrafter:
         """What a further micro-step and the measurement behind it will take."""
         return self._micro_s + self._look_s
 
-    def _micro_step(self, session: _Session, deadline: Deadline) -> None:
+    def _micro_step(self, session: Session, deadline: Deadline) -> None:
         """What the next one learns from is chosen while the device computes, if there is time for a next one."""
         started = time.perf_counter()
         this = self._upcoming or self._next()
@@ -322,7 +279,7 @@ class OnlineDrafter:
         self._micro_steps.append((seconds, tokens))
         self._pace.took(sum(piece.end for piece in this.pieces), seconds)
 
-    def _check(self, session: _Session, found: Expected) -> bool:
+    def _check(self, session: Session, found: Expected) -> bool:
         """Gives the learner out if it is not worse than the last one, and says whether to go on."""
         micro_steps, session.unchecked = session.unchecked, 0
         if self._untried or found.accept_length >= session.best.accept_length:
@@ -465,7 +422,7 @@ class UpdateTraining:
     def __init__(self, drafter: OnlineDrafter, seconds: float) -> None:
         self.taps: tuple[int, ...] = drafter.drafter.config.taps
         self._drafter, self._seconds = drafter, seconds
-        self._session = _Session()
+        self._session = Session()
         self._batches: dict[int, list[MicroBatch]] = {}  # by row
         self._held: MicroBatch | None = None
         self._asks_first = False  # whether a measurement says if there is a reason to train
@@ -562,29 +519,11 @@ class UpdateTraining:
     def _check(self) -> str:
         drafter, session = self._drafter, self._session
         if not self._asks_first:  # else it was measured, on the same answers, before the first micro-step
-            session.before = session.best = _NOTHING if drafter._untried else self._looked_at(drafter._good)
+            session.before = session.best = NOTHING if drafter._untried else self._looked_at(drafter._good)
             session.began = drafter._cadence.begin(session.before.accept_length)
         session.unchecked, session.tokens = drafter._unchecked, drafter._unchecked_tokens
         drafter._unchecked = drafter._unchecked_tokens = 0
         return "stopped" if drafter._check(session, self._looked_at(drafter._learner)) else "no gain"
-
-
-def hold_out(samples: Sequence[Sample], tokens: int) -> list[Sample]:
-    """Answers to measure on: all of some prompts', one prompt in eight at most, and about `tokens` tokens.
-
-    The answers of one prompt resemble each other: a drafter that learned from some of them knows too much of the rest.
-    """
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt_id, []).append(sample)
-    if len(groups) == 1:
-        groups = {str(number): [sample] for number, sample in enumerate(samples)}
-    order = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest())  # whoever arrived first is short
-    held: list[Sample] = []
-    for name in order[: max(1, len(order) // _HELD_SHARE)]:
-        if sum(len(sample.tokens_T) for sample in held) < tokens:
-            held += groups[name]
-    return held
 
 
 def load_weights(model: Eagle, weights: Mapping[str, Tensor]) -> None:
