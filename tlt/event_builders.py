@@ -132,6 +132,7 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         entropy=update.entropy,
         host_bytes=sum(trace.host_bytes for trace in step.report.traces),
         device_bytes=max((trace.device_bytes for trace in step.report.traces), default=0),
+        no_signal=fmean(len({rollout.reward for rollout in one.group.rollouts}) == 1 for one in step.judged),
     )
 
 

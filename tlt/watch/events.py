@@ -181,6 +181,7 @@ class StepFinished(Event):
     entropy: float = 0.0  # of the policy over the answer tokens that the update computed, nats per token
     host_bytes: int = 0  # resident memory after the rollout, all workers' processes together
     device_bytes: int = 0  # most that torch has reserved on a GPU so far, of the worker that has most
+    no_signal: float = 0.0  # share of the groups whose answers all earned the same: they teach nothing
 
 
 @dataclass(frozen=True, slots=True)

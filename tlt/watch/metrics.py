@@ -10,6 +10,7 @@ from tlt.watch.events import DrafterTrained, Evaluated, Event, ReplayCompared, R
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
     "reward/std": "reward_std",
+    "reward/no_signal": "no_signal",
     "length/mean": "length_mean",
     "length/p50": "length_p50",
     "length/p90": "length_p90",
