@@ -126,11 +126,11 @@ def test_a_policy_that_became_easier_is_found_out() -> None:
     assert world.reached() > 5.5
 
 
-def test_a_spoilt_drafter_is_tried_again_in_the_next_step() -> None:
+def test_a_diverged_drafter_is_tried_again_in_the_next_step() -> None:
     cadence = Cadence(SETTINGS, cold=False)
     assert cadence.begin(4.0) == "rested"
     assert cadence.begin(2.0) == "behind"
-    cadence.spoilt()
+    cadence.diverged()
     assert not cadence.training
     assert cadence.begin(4.0) == "probe"
 

@@ -4,6 +4,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,11 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("spoilt", STATES)
-def test_a_trainer_that_does_not_fit_is_named(policy: Transformer, tmp_path: Path, spoilt: str) -> None:
+@pytest.mark.parametrize("damaged", STATES)
+def test_a_trainer_that_does_not_fit_is_named(policy: Transformer, tmp_path: Path, damaged: str) -> None:
     write_checkpoint(trained(policy), ORIGIN, tmp_path, buffer=True)
-    state = load_state(tmp_path, "trainer")
-    change, told = STATES[spoilt]
+    state = deepcopy(load_state(tmp_path, "trainer"))  # not mapped from the file
+    change, told = STATES[damaged]
     change(state)
     save_state(state, tmp_path, "trainer")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/trainer does not fit this run: {told}"):

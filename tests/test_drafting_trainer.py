@@ -304,7 +304,7 @@ def test_numbers_that_are_none_are_reported_and_the_last_good_drafter_stays(monk
     monkeypatch.setattr(Recompute, "batch", poisoned)
     drafter.learn_from(answers(policy, start=100), 1)
     result = drafter.train(after(8))
-    assert (result.ended, result.micro_steps, result.published) == ("spoilt", 2, False)
+    assert (result.ended, result.micro_steps, result.published) == ("diverged", 2, False)
     assert "diverged" in result.alarm
     assert (fingerprint(list(drafter.weights().values())), drafter.version) == (handed, version)
     monkeypatch.undo()

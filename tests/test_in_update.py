@@ -17,7 +17,7 @@ from tlt.drafting.in_update import MicroBatch, batch_of, plan_update, steps_with
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.model.attention import PackedLayout
 from tlt.model.transformer import Transformer
-from tlt.train.drafter import DrafterSpoilt, DrafterTrainer, policy_states
+from tlt.train.drafter import DrafterDiverged, DrafterTrainer, policy_states
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.policy import PolicyTrainer
 from tlt.types import Completion, Experience, Message, Prompt, Rollout, SamplingParams
@@ -112,7 +112,7 @@ def test_the_update_is_the_same_with_and_without_it_and_the_drafter_learns() -> 
     expected = policy_trainer(plain).update(experiences(found))
     drafter = learner(policy)
     drafter.learn_from(found, 0)
-    drafter.take_in()
+    drafter.sort_arrived()
     training = drafter.in_update(1e9)
     update = policy_trainer(policy).update(experiences(found), training)
     result = training.finish()
@@ -134,7 +134,7 @@ def test_what_it_may_take_bounds_its_micro_steps() -> None:
     found = answers(policy)
     drafter = learner(policy)
     drafter.learn_from(found, 0)
-    drafter.take_in()
+    drafter.sort_arrived()
     drafter._in_updates.append(1.0)
     training = drafter.in_update(3.5)
     policy_trainer(policy).update(experiences(found), training)
@@ -167,7 +167,7 @@ def test_short_sessions_are_measured_together_and_then_give_a_drafter_out() -> N
     results = []
     for _ in range(3):
         drafter.learn_from(found, 0)
-        drafter.take_in()
+        drafter.sort_arrived()
         drafter._in_updates.extend([1.0] * 5)
         training = drafter.in_update(2.0)
         policy_trainer(policy).update(experiences(found), training)
@@ -186,16 +186,16 @@ def test_a_drafter_that_fails_does_not_fail_the_update(monkeypatch: pytest.Monke
     policy_trainer(plain).update(experiences(found))
     drafter = learner(policy)
     drafter.learn_from(found, 0)
-    drafter.take_in()
+    drafter.sort_arrived()
 
     def fails(*_: object) -> None:
-        raise DrafterSpoilt("no finite numbers")
+        raise DrafterDiverged("no finite numbers")
 
     monkeypatch.setattr(DrafterTrainer, "launch", fails)
     training = drafter.in_update(1e9)
     policy_trainer(policy).update(experiences(found), training)
     result = training.finish()
-    assert (result.ended, result.alarm, result.published) == ("spoilt", "no finite numbers", False)
+    assert (result.ended, result.alarm, result.published) == ("diverged", "no finite numbers", False)
     for one, other in zip(plain.parameters(), policy.parameters(), strict=True):
         assert torch.equal(one, other)
 

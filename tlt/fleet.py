@@ -365,7 +365,7 @@ class LocalFleet:
         drafter, planner = self.worker.drafter, self._planner
         if drafter is None or planner is None:
             return
-        drafter.take_in()  # whether or not it trains now: what has arrived has no bounds
+        drafter.sort_arrived()  # also if it does not train now: arrived samples are not bounded
         status = drafter.status(self._survival())
         decision = self._charge(Cost.MEASURING, partial(planner.decide, step, status))
         self._tell(step, decision)

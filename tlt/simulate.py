@@ -1,8 +1,7 @@
 """`tlt simulate`: how long a rollout would take on so many workers, plainly and with TLT, from a length trace.
 
-Measures a policy on this machine first, or reads the book of one that was measured. What is foreseen are rollouts of
-workers that have met their shapes before, one after the other: the last one counts. Where the trace is a run's own,
-what that run took is told beside.
+Measures a policy on this machine first, or reads the cost book of a measured one. Rollouts are simulated one after the
+other, so that tuners learn; the last one counts. For the trace of a run, its measured time is printed beside.
 """
 
 import json
@@ -33,13 +32,15 @@ from tlt.spec.drafter import drafter_class, learned_drafter
 from tlt.spec.shape import by_batch
 from tlt.spec.shape_policy import ShapePolicy
 
-_LAST = 32  # answers whose time is told apart …
-_LEAST_TAIL = 0.05  # … where it is such a share of all: where many reach the cap, they end together
+_LAST = 32  # completions that make up the tail
+_LEAST_TAIL = (
+    0.05  # fraction of the rollout below which the tail is not shown: many completions end together at the cap
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    subject: str  # a policy to measure, or the book of one
+    subject: str  # a policy to measure, or a cost book
     lengths: str
     workers: tuple[int, ...] = (1, 2, 4, 8)
     rollouts: int = 3  # one after the other
@@ -49,11 +50,11 @@ class SimulateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """On so many workers."""
+    """Simulated rollouts on one number of workers."""
 
     workers: int
     plain: Simulated
-    drafted: Simulated | None  # None where no drafter is known
+    drafted: Simulated | None  # None: the book has no drafter
 
     @property
     def best(self) -> Simulated:
@@ -109,8 +110,10 @@ def choose_next(
     rollouts: int,
     done: Callable[[], None] = lambda: None,
 ) -> Foreseen:
-    """The last of some rollouts, plainly and with a tuner for each worker; `done` is called after each. What may be
-    chosen are the learned drafter's shapes, where the book knows one."""
+    """Simulates rollouts plainly and with a tuner per worker that chooses among the learned drafter's shapes.
+
+    Returns the last of each. `done` is called after every rollout.
+    """
     spec = replace(config.spec, drafter=learned_drafter() if book.drafts else "none", path=NEW)
     engine = replace(config.engine, rows=book.rows, page_size=book.page_size)
     shapes, pad = shapes_of(spec, exact=engine.exact) if book.drafts else (), pad_of(book)
@@ -135,14 +138,14 @@ def choose_next(
 
 
 def _tuner(spec: SpecSettings, engine: EngineSettings, book: CostBook) -> ShapePolicy:
-    """It knows of the drafter what the book does."""
+    """A tuner that starts from the book's acceptance."""
     tuner = shape_policy_of(spec, book.rows, book.measured, exact=engine.exact, on_gpu=book.gpu)
     for name in spec.drafters:
         tuner.load_prior(name, book.ranks)
     return tuner
 
 
-# ---- telling
+# ---- output
 
 
 def _tell_subject(console: Console, book: CostBook, trace: Trace) -> None:
@@ -196,7 +199,7 @@ def _cells(one: Foreseen) -> list[str]:
 
 
 def _compared(found: list[Foreseen], trace: Trace) -> Simulated | None:
-    """What was foreseen of the very run that the trace is of."""
+    """The simulated counterpart of the run from which the trace was read."""
     one = next((one for one in found if one.workers == trace.workers), None)
     if one is None or trace.rollout_s is None:
         return None

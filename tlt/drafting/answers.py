@@ -1,7 +1,7 @@
-"""The policy's answers that a drafter learns from before there is a run: whole ones, or as far as time allowed.
+"""Decodes the policy's answers on which `tlt draft train` trains a drafter, within a time limit.
 
-What always holds: an answer is what the policy writes under its key, or the beginning of that. A request that fails
-raises, whether time is up or not. Knows nothing of prompts' origins or of drafters.
+What always holds: an answer is what the policy writes under its key, or the beginning of that if time was up. A failed
+request raises, whether time is up or not. Does not know where prompts come from, nor drafters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    answers: dict[Key, Answer]  # without those of fewer than two tokens: they hold nothing to draft
-    whole: int  # requests that were answered to the end
+    answers: dict[Key, Answer]  # of two tokens or more: in shorter ones there is nothing to draft
+    whole: int  # complete answers
     graphs: int = 0  # CUDA graphs captured
     capture_s: float = 0.0
 
@@ -36,7 +36,7 @@ class Written:
 def write_answers(
     policy: Policy, config: RunConfig, requests: Sequence[Request], limit: TimeLimit, console: Console, clock: Clock
 ) -> Written:
-    """Answers the requests, those named first before the others; what is being written when time is up ends there."""
+    """Decodes the requests in their order. Those running when time is up are cut there."""
     engine = EngineCore(policy.model, policy.tokenizer, config.engine)
     engine.compile(filtered=config.sampling.filtered)
     engine.submit(requests)
@@ -66,7 +66,7 @@ def _ticks(engine: EngineCore) -> Iterator[list[Completion]]:
 
 
 def _begun(engine: EngineCore, request: Request) -> tuple[int, ...]:
-    """What was written so far; nothing if it still waits."""
+    """The tokens written so far; none if the request still waits."""
     try:
         return engine.written(request.key)
     except KeyError:  # neither answered nor in flight: it failed

@@ -1,9 +1,9 @@
-"""What the drafter learns from: answers in host memory, each with the version of the policy that wrote it.
+"""The drafter's training data: completions in host memory, each with the policy version that wrote it.
 
-What always holds: the bytes held never exceed the bound; what must go is the oldest, and of these the shortest; a batch
-mixes answers of the newest version (those that are ready early are short) with earlier ones (drawn by their length, so
-mostly long) in the configured ratio, as far as there are both. Policy states are kept only as long as they are the
-newest version's. The order of draws is a function of the seed. Knows tokens and bytes; knows nothing of training.
+What always holds: the bytes held never exceed the bound; the oldest samples are dropped first, of these the shortest; a
+batch mixes samples of the newest version (the first to arrive are short) with earlier ones (drawn in proportion to
+their length, so mostly long) in the configured ratio, as far as there are both. Hidden states are kept for the newest
+version only. The order of draws is a function of the seed. Knows tokens and bytes, not training.
 """
 # T tokens of a sample, P positions with states, F = 3·D tapped states, D hidden
 
@@ -22,13 +22,13 @@ from tlt.config import DraftingSettings
 from tlt.errors import TltError
 from tlt.train.restore import expect_keys
 
-_RECORD_BYTES = 512  # of a sample besides its tensors: objects, names, its place in the books
-_HELD_SHARE = 8  # one in so many answers is held out, at most
+_RECORD_BYTES = 512  # of a sample besides its tensors: objects, names, entries in lists
+_HELD_SHARE = 8  # at most one prompt in 8 is held out
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The policy's states of positions answer_start − 1 … T − 2, on the host. The last token's was never computed."""
+    """The policy's hidden states at positions answer_start − 1 … T − 2, on the host. The last token has none."""
 
     features_PF: Tensor  # residual stream after each tapped layer
     hidden_PD: Tensor  # after the final norm
@@ -73,13 +73,15 @@ class Buffer:
         self._limit = settings.buffer_mib * 2**20
         self._seed = seed
         self._samples: dict[int, Sample] = {}  # by serial number
-        self._leaving: list[tuple[int, int, int]] = []  # heap of (version, answer tokens, serial): who goes first
-        self._stateful: list[tuple[int, int]] = []  # heap of (answer tokens, serial): whose states go first
+        self._leaving: list[
+            tuple[int, int, int]
+        ] = []  # heap of (version, answer tokens, serial): drop order of samples
+        self._stateful: list[tuple[int, int]] = []  # heap of (answer tokens, serial): drop order of states
         self._next = 0  # serial number
-        self.version = -1  # the newest that a sample has had
+        self.version = -1  # newest policy version of any sample
         self.bytes = 0
-        self.dropped = 0  # samples that had to go
-        self._books = _Books()
+        self.dropped = 0  # samples
+        self._books = _DrawState()
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -90,7 +92,7 @@ class Buffer:
         return tuple(self._samples.values())
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Takes them in. What goes for them: states first, then samples, the oldest first and of these the shortest."""
+        """Adds samples. Makes room by dropping states first, then the oldest samples, of these the shortest."""
         for sample in samples:
             if sample.version > self.version:
                 self._new_version(sample.version)
@@ -112,7 +114,7 @@ class Buffer:
         self.bytes += sample.bytes
 
     def _new_version(self, version: int) -> None:
-        """States speak of a policy that is no more."""
+        """Drops all states: they are of an older policy."""
         self.version = version
         while self._stateful:
             self._forget_states()
@@ -136,9 +138,9 @@ class Buffer:
     # ---- drawing
 
     def draw(self, tokens: int) -> list[Sample]:
-        """Different samples of at most `tokens` tokens together; a longer one comes alone; none if there are none.
+        """Distinct samples of at most `tokens` tokens in total, or one longer sample. Empty if there are none.
 
-        Fresh ones come round after round, each once per round; earlier ones as often as their answers are long.
+        Samples of the newest version are drawn in rounds, each once per round; earlier ones in proportion to length.
         """
         if not self._books.sorted_out:
             self._sort_out()
@@ -156,14 +158,14 @@ class Buffer:
         return [self._samples[serial] for serial in drawn]
 
     def _sort_out(self) -> None:
-        """The samples have changed: who is fresh, and how long are the others?"""
+        """After samples have changed: lists those of the newest version, and the lengths of the others."""
         fresh = [serial for serial, sample in self._samples.items() if sample.version == self.version]
         earlier = [serial for serial, sample in self._samples.items() if sample.version != self.version]
         lengths = accumulate(self._samples[serial].answer_tokens for serial in earlier)
-        self._books = _Books(True, fresh, earlier, list(lengths), draws=self._books.draws)
+        self._books = _DrawState(True, fresh, earlier, list(lengths), draws=self._books.draws)
 
     def _fresh_next(self) -> bool:
-        """Whichever kind is behind its share."""
+        """Whether the next draw is of the newest version: of the kind whose fraction of the tokens is too low."""
         books = self._books
         if not books.fresh or not books.earlier:
             return bool(books.fresh)
@@ -171,7 +173,7 @@ class Buffer:
         return books.taken[True] < self._settings.fresh * total or (total == 0 and self._settings.fresh > 0)
 
     def _upcoming(self, fresh: bool) -> int:
-        """The sample of this kind that comes next. It stays so until it is taken."""
+        """The next sample of this kind. Stays the same until it is taken."""
         books = self._books
         if fresh not in books.upcoming:
             books.draws += 1
@@ -187,7 +189,7 @@ class Buffer:
     # ---- saving
 
     def state(self) -> dict[str, Any]:
-        """Everything but the policy's states, which can be computed again."""
+        """Everything but the hidden states, which can be computed again."""
         return {
             "samples": samples_state(self.samples),
             "serials": list(self._samples),
@@ -202,7 +204,7 @@ class Buffer:
             self._next = serial
             self._put(sample)
         self._next, self.version, self.dropped = state["counts"]
-        self._books = _Books(**state["books"])
+        self._books = _DrawState(**state["books"])
         if self.bytes > self._limit:  # the bound was lowered meanwhile
             self._shrink()
             self._books.sorted_out = False
@@ -224,30 +226,30 @@ def samples_of(state: Mapping[str, Any]) -> list[Sample]:
 
 
 @dataclass(slots=True)
-class _Books:
-    """Who may be drawn, and how it went."""
+class _DrawState:
+    """Which samples can be drawn, and what was drawn so far."""
 
-    sorted_out: bool = False
-    fresh: list[int] = field(default_factory=list)  # serial numbers
-    earlier: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # of the earlier answers, summed up
-    round: list[int] = field(default_factory=list)  # fresh ones yet to come in this round
-    upcoming: dict[bool, int] = field(default_factory=dict)  # by kind: fresh or not
+    sorted_out: bool = False  # the lists below are up to date
+    fresh: list[int] = field(default_factory=list)  # serial numbers of samples of the newest version
+    earlier: list[int] = field(default_factory=list)  # of the others
+    lengths: list[int] = field(default_factory=list)  # cumulative answer lengths of the others
+    round: list[int] = field(default_factory=list)  # of the newest version, not yet drawn in this round
+    upcoming: dict[bool, int] = field(default_factory=dict)  # next sample, by whether it is of the newest version
     taken: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # tokens, by kind
     draws: int = 0
 
 
 def hold_out(samples: Sequence[Sample], tokens: int) -> list[Sample]:
-    """Answers to measure on: all of some prompts', one prompt in eight at most, and about `tokens` tokens.
+    """Samples to measure on: all of some prompts, at most one prompt in eight, about `tokens` tokens.
 
-    The answers of one prompt resemble each other: a drafter that learned from some of them knows too much of the rest.
+    Answers to one prompt resemble each other: a drafter trained on some of them would be measured too high on the rest.
     """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     if len(groups) == 1:
         groups = {str(number): [sample] for number, sample in enumerate(samples)}
-    order = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest())  # whoever arrived first is short
+    order = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest())  # the first to arrive are short
     held: list[Sample] = []
     for name in order[: max(1, len(order) // _HELD_SHARE)]:
         if sum(len(sample.tokens_T) for sample in held) < tokens:

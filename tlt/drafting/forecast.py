@@ -1,8 +1,8 @@
-"""Whether training the drafter pays: rollout seconds that come back before the run ends, against the seconds it costs.
+"""Whether training the drafter pays: rollout seconds saved until the run ends, against the seconds that training costs.
 
 Owns a learning curve of the drafter, the makespan of a rollout from its lengths and measured costs, and the choice of
 how long to train. What always holds: no number of the forecast is older than the step before; training is proposed only
-where what comes back exceeds its cost by a margin. Knows numbers only: no tensors, no clock.
+if its savings exceed its cost by a margin. Knows numbers only: no tensors, no clock.
 
 M = Σ_n min over shapes of T(shape, B(n)) / accept_length(shape), B(n) the requests that still run at token n.
 """
@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import expm1, log1p
 
-_MARGIN = 1.5  # times its cost that training must bring back
+_MARGIN = 1.5  # savings that training must bring, as a multiple of its cost
 _RISE, _FIRST_TOKENS = 0.138, 15_000  # chance = rise · ln(1 + tokens / first): Qwen2.5-1.5B on GSM8K, drafter_curves.py
-_FADE = 0.7  # weight of earlier points of the curve, when another arrives
-_HIGHEST = 0.95  # chance that any drafter is taken to reach
+_FADE = 0.7  # weight of earlier points of the curve when a new one arrives
+_HIGHEST = 0.95  # upper limit of the chance
 _NEXT_RANK = 0.5  # chance of a further candidate, relative to the one before it
-_LONGEST = 12  # doublings of a training's length that are compared
+_LONGEST = 12  # doublings of the length of a training that are compared
 
 
-# ---- how good a drafter becomes
+# ---- learning curve
 
 
 def chance_of(accept_length: float, depth: int) -> float:
-    """Chance c of every draft token, given those before it, with 1 + c + c² + … + c^depth = accept_length."""
+    """The chance c of a draft token, given that those before it are right: 1 + c + c² + … + c^depth = accept_length."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -32,7 +32,7 @@ def chance_of(accept_length: float, depth: int) -> float:
 
 
 def ranks_of(chance: float, depth: int, width: int) -> list[list[float]]:
-    """Probability of each rank at each depth, as `tlt.spec.acceptance` wants it."""
+    """The probability of each rank at each depth, in the form of `tlt.spec.acceptance`."""
     left, row = 1.0, list[float]()
     for rank in range(width):
         row.append(left * chance * _NEXT_RANK**rank)
@@ -42,21 +42,21 @@ def ranks_of(chance: float, depth: int, width: int) -> list[list[float]]:
 
 @dataclass(slots=True)
 class LearningCurve:
-    """Chance of a draft token against tokens trained on: a prior, corrected by what this run has seen."""
+    """Chance of a draft token as a function of the tokens trained on: a prior, updated with this run's measurements."""
 
-    _tokens: float = 0.0  # trained on, by the prior where a drafter was trained elsewhere
+    _tokens: float = 0.0  # trained on; for a drafter trained elsewhere, estimated from its chance
     _squares: float = 1.0
     _products: float = _RISE
 
     def see(self, before: float, tokens: int, after: float) -> None:
-        """Training on so many tokens led from one chance to another."""
+        """Adds a measurement: training on `tokens` tokens changed the chance from `before` to `after`."""
         self._tokens = (self._tokens or _tokens_at(before, _RISE)) + tokens
         x = log1p(self._tokens / _FIRST_TOKENS)
         self._squares = 1.0 + _FADE * (self._squares - 1.0) + x * x
         self._products = _RISE + _FADE * (self._products - _RISE) + x * after
 
     def after(self, chance: float, tokens: int) -> float:
-        """What training on so many more tokens leads to from this chance; never less than it."""
+        """The expected chance after training on `tokens` more tokens; never below the present one."""
         rise = max(1e-3, self._products / self._squares)
         reached = rise * log1p((_tokens_at(chance, rise) + tokens) / _FIRST_TOKENS)
         return max(chance, min(_HIGHEST, reached))
@@ -66,19 +66,19 @@ def _tokens_at(chance: float, rise: float) -> float:
     return _FIRST_TOKENS * expm1(min(40.0, chance / rise))
 
 
-# ---- how long a rollout takes
+# ---- makespan of a rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What decoding at one batch size may cost."""
+    """Costs of decoding at one batch size."""
 
-    others_s: float  # per token of every request, the best without the learned drafter
-    learned_s: tuple[float, ...]  # of a tick of each shape of the learned drafter alone
+    others_s: float  # seconds per token of every request, with the best shape without the learned drafter
+    learned_s: tuple[float, ...]  # seconds of a tick, for each shape of the learned drafter alone
 
 
 def ticks_by_size(lengths: Sequence[int], rows: int, pad: Callable[[int], int]) -> dict[int, float]:
-    """Plain ticks at each padded number of requests, few of them; more requests than rows wait for each other."""
+    """Plain ticks at each padded batch size, for a rollout of these lengths. Requests beyond `rows` wait."""
     ticks: dict[int, float] = {}
     before, left = 0, len(lengths)
     for length in sorted(lengths):
@@ -92,7 +92,7 @@ def ticks_by_size(lengths: Sequence[int], rows: int, pad: Callable[[int], int]) 
 
 
 def makespan(ticks: Mapping[int, float], choices: Mapping[int, Choices], lengths: Sequence[float]) -> float:
-    """Seconds of a rollout. `lengths`: accept length of each shape of the learned drafter; none: it is not asked."""
+    """Seconds of a rollout. `lengths`: accept length of each shape of the learned drafter; empty: do not use it."""
     total = 0.0
     for size, count in ticks.items():
         here = choices[size]
@@ -101,7 +101,7 @@ def makespan(ticks: Mapping[int, float], choices: Mapping[int, Choices], lengths
     return total
 
 
-# ---- whether and how long to train
+# ---- choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Costs:
 
     micro_s: float
     micro_tokens: int
-    look_s: float  # measuring accept length, before and after
+    look_s: float  # of one measurement of the accept length
     check: int  # micro-steps between two measurements
 
     def of(self, micro_steps: int) -> float:
@@ -120,12 +120,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A run as it is after a rollout."""
+    """The state of a run after a rollout."""
 
     ticks: Mapping[int, float]  # `ticks_by_size` of the last rollout
     choices: Mapping[int, Choices]
-    accept_lengths: Callable[[float], Sequence[float]]  # of the learned drafter's shapes, for a chance
-    chance: float  # now
+    accept_lengths: Callable[[float], Sequence[float]]  # of the learned drafter's shapes, as a function of the chance
+    chance: float  # at present
     costs: Costs
     steps_left: int
     step_s: float
@@ -133,12 +133,12 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The best training there is, or none."""
+    """The best length of training, or none."""
 
-    micro_steps: int  # 0: none pays
+    micro_steps: int  # 0: no training pays
     cost_s: float = 0.0
-    returns_s: float = 0.0  # before the run ends
-    gain: float = 0.0  # of the time that is left, costs taken off; of the best training, whether it pays or not
+    returns_s: float = 0.0  # seconds saved until the run ends
+    gain: float = 0.0  # (savings − cost) of the best training over the remaining time, also if it does not pay
     steps_left: int = 0
 
     @property
@@ -147,7 +147,7 @@ class Forecast:
 
 
 def forecast(now: Situation, curve: LearningCurve) -> Forecast:
-    """Trainings twice as long as each other are compared. The one that leaves most after its cost is the best."""
+    """Compares trainings of `check` · 2ⁿ micro-steps, and takes the one with the largest savings beyond its cost."""
     without_s = makespan(now.ticks, now.choices, now.accept_lengths(now.chance))
     left_s = max(1e-9, now.steps_left * now.step_s)
     best, most, highest = Forecast(0, steps_left=now.steps_left), 0.0, -float("inf")
@@ -159,7 +159,7 @@ def forecast(now: Situation, curve: LearningCurve) -> Forecast:
         gain = (returns_s - cost_s) / left_s
         highest = max(highest, gain)
         if cost_s > now.steps_left * without_s:
-            break  # longer ones cost more than rollouts take
+            break  # longer trainings cost more than all remaining rollouts
         if returns_s - _MARGIN * cost_s > most:
             most = returns_s - _MARGIN * cost_s
             best = Forecast(micro_steps, cost_s, returns_s, gain, now.steps_left)

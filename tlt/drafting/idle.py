@@ -1,9 +1,9 @@
-"""Who trains the drafter and until when: workers without requests, until the last answer of the rollout is in.
+"""Decides which workers train the drafter and until when: those without requests, until the rollout's last completion.
 
-A rollout is an epoch, and every message names its own. Messages say how things are, not what has changed, and are
-numbered: an older one, a repeated one or one from another epoch changes nothing, and a lost one is made good by the
-next. Nobody is told to stop while anybody has an answer to write. Whoever is told to stop, or is handed a request, has
-left the drafter's training before its next micro-step. Knows nothing of how messages travel or what a micro-step is.
+A rollout is an epoch, and every message names its epoch. Messages carry the whole state, not changes, and are numbered:
+an older or repeated message, or one of another epoch, is ignored, and the next message repairs a lost one. No worker is
+told to stop while any worker has a request. A worker that is told to stop, or is assigned a request, leaves training
+before its next micro-step. Does not know how messages are sent or what a micro-step is.
 """
 
 from collections.abc import Iterable
@@ -15,22 +15,22 @@ from tlt.errors import TltError
 
 
 def without_rest(settings: DraftingSettings) -> DraftingSettings:
-    """For workers that train only when nobody waits for them: the time is free, and never too good for training."""
+    """Settings for workers that train only in idle time: it costs nothing, so training never rests."""
     return replace(settings, probe=1, gain=0.0)
 
 
 class State(StrEnum):
-    """What a worker is at."""
+    """What a worker does."""
 
-    BUSY = "busy"  # has answers to write
+    BUSY = "busy"  # has requests
     IDLE = "idle"  # has none
-    DRAFTING = "drafting"  # trains the drafter meanwhile
+    DRAFTING = "drafting"  # has none and trains the drafter
     READY = "ready"  # the rollout is over
 
 
 @dataclass(frozen=True, slots=True)
 class HandOut:
-    """Coordinator to worker: requests to answer."""
+    """Coordinator to worker: an assignment of requests."""
 
     epoch: int
     worker: int
@@ -40,30 +40,30 @@ class HandOut:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Coordinator to worker: how things stand."""
+    """Coordinator to worker: the complete orders."""
 
     epoch: int
     worker: int
-    serial: int  # of two orders of an epoch, the one with the larger serial holds
+    serial: int  # of two orders of an epoch, the one with the larger serial is valid
     handed: int  # hand-outs made to this worker so far
-    group: tuple[int, ...]  # who trains the drafter, the leader first
+    group: tuple[int, ...]  # workers that train the drafter, the leader first
     stop: bool  # the rollout is over
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Worker to coordinator: how far it is."""
+    """Worker to coordinator: its progress."""
 
     epoch: int
     worker: int
     serial: int
     state: State
     taken: int  # hand-outs received
-    unanswered: int  # requests among them that are still being written
+    unanswered: int  # requests among them without a completion
 
 
 class WorkerStatus:
-    """A worker's side. Its state follows from what it holds and the newest order; nothing else is remembered."""
+    """A worker's side. Its state follows from its requests and the newest order alone."""
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
@@ -76,7 +76,7 @@ class WorkerStatus:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Who trains the drafter, as far as this worker has heard."""
+        """The workers that train the drafter, by the newest order."""
         return self._order.group
 
     @property
@@ -85,17 +85,17 @@ class WorkerStatus:
             return State.BUSY
         if self._order.stop:
             return State.READY
-        # an order older than the last hand-out knows nothing of it: no reason to draft
+        # an order older than the last hand-out does not count it: do not draft
         wanted = self.worker in self._order.group and self._taken == self._order.handed
         return State.DRAFTING if wanted else State.IDLE
 
     def take(self, hand_out: HandOut) -> bool:
-        """Whether these requests are new and next in line: then they are to be answered. Others come again."""
+        """True if this hand-out is the next one, whose requests the worker must take. Others are sent again."""
         if hand_out.worker != self.worker or hand_out.epoch < self.epoch:
             return False
         if hand_out.epoch > self.epoch:
             if hand_out.number != 1:
-                return False  # would begin the epoch, but is not its beginning
+                return False  # an epoch begins with hand-out 1
             self._enter(Order(hand_out.epoch, self.worker, serial=0, handed=0, group=(), stop=False))
         if hand_out.number != self._taken + 1 or self._order.stop:
             return False
@@ -127,9 +127,9 @@ class WorkerStatus:
 
 
 class Coordinator:
-    """The fleet's side: books of who was handed what and who has reported what, and the orders that follow from them.
+    """The fleet's side: hand-outs and reports of every worker, and the orders that follow from them.
 
-    Workers may be lost and others may come; a number is never used again. `hold` keeps everyone from drafting.
+    Workers may be lost and others may join; a worker id is never used again. `hold` keeps all from drafting.
     """
 
     def __init__(self, workers: Iterable[int], *, epoch: int = -1) -> None:
@@ -156,16 +156,16 @@ class Coordinator:
 
     @property
     def stopped(self) -> bool:
-        """Whether the epoch is over for everyone, heard or not."""
+        """Whether the epoch is over, whether or not the workers know it."""
         return self._stopped
 
     @property
     def all_ready(self) -> bool:
-        """Whether everyone has said that they stopped."""
+        """Whether every worker has reported that it stopped."""
         return self._stopped and all(self.state(worker) is State.READY for worker in self._handed)
 
     def state(self, worker: int) -> State:
-        """As far as reported; handed requests count at once."""
+        """A worker's state by its last report; requests handed out since count as well."""
         report = self._reports.get(worker)
         if report is None or report.taken < self._handed[worker]:
             return State.BUSY
@@ -188,7 +188,7 @@ class Coordinator:
         return HandOut(self._epoch, worker, self._handed[worker], requests)
 
     def hear(self, report: Report) -> None:
-        """Reports of other epochs, of the lost, and older ones than the newest are nothing."""
+        """Takes a report. Ignores those of other epochs, of lost workers, and older ones."""
         known = self._reports.get(report.worker)
         if report.epoch != self._epoch or report.worker not in self._handed:
             return
@@ -196,23 +196,23 @@ class Coordinator:
             self._reports[report.worker] = report
 
     def unconfirmed(self, worker: int) -> range:
-        """Numbers of the hand-outs that a worker has not yet said it has."""
+        """Numbers of the hand-outs that a worker has not confirmed."""
         report = self._reports.get(worker)
         return range(report.taken if report else 0, self._handed[worker])
 
     def lost(self, worker: int) -> None:
-        """What it was handed and has not answered must be handed to others before the epoch is closed."""
+        """Removes a worker. Its open requests must be handed to others before the epoch is closed."""
         for book in (self._handed, self._reports, self._orders):
             book.pop(worker, None)
         if not self._handed:
             raise TltError("no worker is left")
 
     def join(self, worker: int) -> None:
-        """Takes part at once."""
+        """Adds a worker, which takes part at once."""
         self._handed[worker] = 0
 
     def close(self) -> None:
-        """Every request of the epoch has been answered; nobody will be handed another."""
+        """Every request of the epoch has its completion; no more are handed out."""
         self._open = False
 
     def hold(self) -> None:
@@ -220,7 +220,7 @@ class Coordinator:
         self._hold = True
 
     def orders(self) -> list[Order]:
-        """What everyone should know now. The same order as before if nothing has changed: tell it as often as liked."""
+        """The orders of all workers. An unchanged order keeps its serial, so it may be sent any number of times."""
         dry = [worker for worker in self._handed if self._dry(worker)]
         if not self._open and len(dry) == len(self._handed):
             self._stopped = True
@@ -243,10 +243,10 @@ class Coordinator:
 
 
 class Rounds:
-    """The leader's book of the micro-steps: who takes part, whose gradient is in, when the step may be taken.
+    """The leader's record of micro-steps: the members, whose gradients have arrived, and when the step can be taken.
 
-    Who joins takes part from the next micro-step on; who leaves is waited for no longer. A gradient counts once, and
-    only in the micro-step it was computed for.
+    A new member takes part from the next micro-step on; a member that leaves is no longer waited for. A gradient counts
+    once, and only in the micro-step for which it was computed.
     """
 
     def __init__(self) -> None:
@@ -261,23 +261,23 @@ class Rounds:
 
     @property
     def contributors(self) -> tuple[int, ...]:
-        """Whose gradients the step is made of, in a fixed order."""
+        """Members whose gradients are averaged, in a fixed order."""
         return tuple(sorted(self._given))
 
     def join(self, member: int) -> int:
-        """The first micro-step it takes part in."""
+        """Adds a member. Returns the first micro-step in which it takes part."""
         if member not in self._joined:
             self._joined.append(member)
         return self.step if member in self._expected else self.step + 1
 
     def keep(self, members: Iterable[int]) -> None:
-        """Only these remain, of those who joined."""
+        """Drops all other members."""
         remaining = set(members)
         self._joined = [member for member in self._joined if member in remaining]
         self._expected &= remaining
 
     def give(self, member: int, step: int) -> bool:
-        """Whether the gradient counts."""
+        """Records a gradient. True if it counts."""
         counts = step == self.step and member in self._expected and member not in self._given
         if counts:
             self._given.add(member)

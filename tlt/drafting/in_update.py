@@ -2,8 +2,8 @@
 
 An update computes the policy's hidden states of every packed row anyway, so a drafter that learns from them needs no
 forward pass of the policy. What always holds: measured and learned sequences share no prompt, unless there is only one;
-every part lies in one row; the choice is a function of the rows and the seed. Knows lengths and tokens; knows nothing
-of models or of training.
+every micro-batch lies in one row; the choice is a function of the rows and the seed. Knows lengths and tokens, neither
+models nor training.
 """
 
 import random
@@ -29,12 +29,12 @@ class MicroBatch:
     """Sequences of one row that make one batch of the drafter."""
 
     row: int
-    members: tuple[int, ...]  # their places in the row, ascending
+    members: tuple[int, ...]  # indices of the sequences in the row, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    held: MicroBatch | None  # to measure on; None: there are too few sequences
+    held: MicroBatch | None  # to measure on; None: too few sequences
     learned: tuple[MicroBatch, ...]  # one micro-step each, in the order of the rows
 
 
@@ -62,7 +62,7 @@ def plan_update(rows: Sequence[PackedRow], tokens: int, held_tokens: int, most: 
     held = sorted(next(_grouped(rows[0], order[: max(1, len(order) // _HELD_SHARE)], held_tokens)))
     prompts = {_prompt(rows[0], place) for place in held}
     others = [[place for place in range(len(row.lengths)) if _prompt(row, place) not in prompts] for row in rows]
-    if not any(others):  # all of them answer one prompt
+    if not any(others):  # there is one prompt only
         others = [
             [place for place in range(len(row.lengths)) if row is not rows[0] or place not in held] for row in rows
         ]
@@ -77,7 +77,7 @@ def plan_update(rows: Sequence[PackedRow], tokens: int, held_tokens: int, most: 
 
 
 def _grouped(row: PackedRow, places: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Consecutive places of at most `tokens` tokens together; a longer sequence comes alone."""
+    """Groups consecutive sequences to at most `tokens` tokens; a longer sequence is a group of its own."""
     group, used = list[int](), 0
     for place in places:
         if group and used + row.lengths[place] > tokens:
@@ -96,7 +96,7 @@ def _prompt(row: PackedRow, place: int) -> bytes:
 
 
 def batch_of(part: MicroBatch, row: PackedRow, states: Output) -> DrafterBatch:
-    """The part's sequences and their states. Copies them: the row's own states are freed after its pass."""
+    """The sequences of a micro-batch and copies of their hidden states: the row's own are freed after its pass."""
     spans = [np.arange(row.starts[place], row.starts[place + 1]) for place in part.members]
     at_T = torch.from_numpy(np.concatenate(spans))
     here_T = upload(at_T, states.hidden_TD.device)

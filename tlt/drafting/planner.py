@@ -1,9 +1,8 @@
-"""When the drafter is trained where a step waits for it, and for how long: a forecast says whether it pays, the run's
-account whether it can be afforded, `Cadence` whether training still gains.
+"""Plans drafter training for which a step waits: the forecast says whether it pays, the account whether to afford it.
 
-What always holds: a step waits for drafter training only as long as the account allows, its worst case included, and
-only where the forecast expects more back; time in which nothing waits is used and never charged. Pure: numbers in, a
-decision out.
+What always holds: a step waits for drafter training only as long as the account allows, worst case included, and only
+if the forecast expects larger savings; time in which nothing waits is used and never charged. `Cadence` decides whether
+training still gains. Pure: numbers in, a decision out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,15 +25,15 @@ from tlt.spec.acceptance import Acceptance
 from tlt.spec.shape import OFF, Shape
 
 ExpectedTick = Callable[[Shape, int], tuple[float, float | None]]  # accept length, and seconds if known
-_SURE = 1e6  # verifies: a supposed chance is taken as it is
+_SURE = 1e6  # weight of an assumed chance, in verifies: it is not mixed with a prior
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterStatus:
-    """The drafter in training, as its trainer knows it."""
+    """The drafter in training, as its trainer sees it."""
 
-    accept_length: float  # measured last, on answers held out
-    due: bool  # training may gain something
+    accept_length: float  # last measured, on held-out answers
+    due: bool  # training may gain
     micro_tokens: int  # of a micro-step
     micro_s: float  # of a micro-step
     look_s: float  # of a measurement
@@ -43,11 +42,11 @@ class DrafterStatus:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a step may spend on drafter training."""
+    """The time that a step may spend on drafter training."""
 
-    seconds: float  # that everything else may wait
-    forecast: Forecast | None  # None: nothing to go by
-    worst_s: float  # that everything else waits for what was begun while nothing waited
+    seconds: float  # for which other work may wait
+    forecast: Forecast | None  # None: costs are not known yet
+    worst_s: float  # for which other work waits if it becomes ready during a micro-step and its measurement
 
     @property
     def trains(self) -> bool:
@@ -55,7 +54,7 @@ class Decision:
 
 
 class DraftShapes:
-    """What the learned drafter's shapes cost, and how long their accept lengths are for a supposed chance."""
+    """Costs of the learned drafter's shapes, and their accept lengths for an assumed chance."""
 
     def __init__(self, shapes: Iterable[Shape], learned: str, expected: ExpectedTick) -> None:
         known = tuple(shapes)
@@ -65,7 +64,7 @@ class DraftShapes:
         self._lengths: dict[float, Sequence[float]] = {}  # by chance
 
     def choices(self, size: int) -> Choices | None:
-        """None as long as plain decoding was not measured."""
+        """None until plain decoding has been measured."""
         plain_s = self._expected(OFF, size)[1]
         if not plain_s:
             return None
@@ -86,7 +85,7 @@ class DraftShapes:
 
 
 class TrainingPlanner:
-    """After each rollout `rolled_out`, then `decide`; `account` is told what was spent."""
+    """Call `rolled_out` after each rollout, then `decide`; charge `account` with what was spent."""
 
     def __init__(
         self,
@@ -97,32 +96,35 @@ class TrainingPlanner:
         pad: Callable[[int], int],
         shapes: DraftShapes | None,
     ) -> None:
-        """`shapes` None: nobody measures what ticks cost, so that nothing can be forecast."""
+        """`shapes`: None if no cost model measures ticks; then there is no forecast."""
         self._settings, self._steps, self._unroll, self._shapes = settings, steps, unroll, shapes
         self._rows, self._pad = rows, pad
         self.account = RunBudget()
         self._curve = LearningCurve()
         self._lengths: Sequence[int] = ()
         self._rollout_s = self._step_s = self._seconds = 0.0  # of the last rollout, of the last step; of all steps
-        self._estimated_s, self._trust = 0.0, 1.0  # saved by the last rollout; share of such estimates that replays saw
+        self._estimated_s, self._trust = (
+            0.0,
+            1.0,
+        )  # estimated savings of the last rollout; fraction that replays confirm
 
     def rolled_out(self, lengths: Sequence[int], rollout_s: float, step_s: float, saved_s: float) -> None:
-        """A rollout is over, `step_s` after the one before it, charged work and replays left out."""
+        """Books a rollout. `step_s`: seconds since the one before it, without charged work and replays."""
         self._lengths, self._rollout_s, self._step_s, self._estimated_s = lengths, rollout_s, step_s, saved_s
         self._seconds += step_s
         self.account.finished(step_s, min(saved_s, self._trust * saved_s))
 
     def replayed(self, plain_s: float) -> None:
-        """Plain decoding of the last rollout took so long: savings are believed as far as this shows them."""
+        """Corrects estimated savings by a replay: plain decoding of the last rollout took `plain_s`."""
         if self._estimated_s > 0.0:
             self._trust = min(1.0, max(0.0, plain_s - self._rollout_s) / self._estimated_s)
 
     def trained(self, before: float, tokens: int, after: float) -> None:
-        """Training on so many tokens led from one accept length to another."""
+        """Adds a measured training to the learning curve: accept lengths before and after `tokens` tokens."""
         self._curve.see(chance_of(before, self._unroll), tokens, chance_of(after, self._unroll))
 
     def decide(self, step: int, status: DrafterStatus) -> Decision:
-        """`step`: the one whose rollout has just ended, from 1."""
+        """`step`: the step whose rollout has just ended; the first is 1."""
         costs = Costs(status.micro_s, status.micro_tokens, status.look_s, self._settings.check)
         found = self._forecast(step, status, costs)
         seconds = self._forced_s
@@ -134,7 +136,7 @@ class TrainingPlanner:
 
     @property
     def _forced_s(self) -> float:
-        """What is spent whether it pays or not, as configured."""
+        """Seconds spent whether they pay or not, by `drafting.forced_share`."""
         spent = self.account.spent
         whole_s = self._settings.forced_share * (self._seconds + sum(spent.values()))
         return max(0.0, whole_s - sum(spent[kind] for kind in (Cost.TRAINING, Cost.MEASURING)))

@@ -1,9 +1,8 @@
-"""Checkpoints of the drafter alone: what it owns and what its trainer remembers, written while training goes on.
+"""Checkpoints of the drafter alone: its own tensors and its trainer's state, written in the background.
 
-What always holds: only trainable tensors, the optimizer and the books are saved, none of the policy's tensors; training
-is held up for a copy to host memory and no longer; a checkpoint is whole or not there; a write that failed raises at
-the next call, whatever that is. Read back, every bit is the same. The directory is a drafter's as `tlt` reads it
-(`spec.path`, `tlt draft export`), with the trainer's files beside it.
+What always holds: none of the policy's tensors are saved; training waits for a copy to host memory only; a checkpoint
+is complete or absent; a failed write raises at the next call of any method. Reading restores every bit. The directory
+is a drafter's as `tlt` reads it (`spec.path`, `tlt draft export`), with the trainer's files beside it.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ def write_checkpoint(drafter: OnlineDrafter, origin: Origin, directory: Path, *,
 
 
 def read_checkpoint(drafter: OnlineDrafter, directory: Path) -> None:
-    """Goes on from what `write_checkpoint` or a `DrafterSaver` wrote."""
+    """Restores what `write_checkpoint` or a `DrafterSaver` wrote."""
     state, ours = load_state(directory, TRAINER), drafter.drafter
     saved = load_drafter(
         directory, drafter.policy.config, window=ours.config.window, dtype=ours.fc.dtype, device=ours.fc.device
@@ -68,12 +67,12 @@ class DrafterSaver:
         self._pending = self._thread.submit(self._checkpoints.write, step, partial(write_contents, contents))
 
     def wait(self) -> Path | None:
-        """Until the last write is done: where it is. Raises what went wrong with it, once."""
+        """Waits for the last write and returns its directory. Raises its error, once."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
     def close(self) -> None:
-        """As `wait`; then the thread ends."""
+        """Waits for the last write and ends the thread."""
         try:
             self.wait()
         finally:
@@ -81,7 +80,7 @@ class DrafterSaver:
 
 
 def contents_of(drafter: OnlineDrafter, origin: Origin, buffer: bool) -> dict[str, Any]:
-    """All of a checkpoint, in live tensors and plain values."""
+    """The contents of a checkpoint: live tensors and plain values."""
     model = drafter.drafter
     own_head = {} if model.own_head_vD is None else {HEAD: model.own_head_vD}
     state = drafter.state(buffer=buffer)

@@ -1,4 +1,4 @@
-"""One session of drafter training: what it has done so far, and what is told of it when it ends. Numbers only."""
+"""One session of drafter training: its running totals and its result. Numbers only."""
 
 from dataclasses import dataclass, field
 
@@ -9,20 +9,20 @@ from tlt.train.drafter_measure import Expected
 
 @dataclass(frozen=True, slots=True)
 class DraftingResult:
-    """What one call of `train` did."""
+    """The result of one call of `train`."""
 
-    began: str  # why: cold, behind, improving, probe; or rested, and nothing was done
-    ended: str  # rested, no answers, stopped, no gain; or, with an alarm, spoilt or no memory
+    began: str  # reason: cold, behind, improving, probe; rested: nothing was done
+    ended: str  # rested, no answers, stopped, no gain; or, with an alarm, diverged or no memory
     micro_steps: int
     tokens: int  # learned from, repetitions included
-    before: Expected  # the last good drafter, on answers held out
-    after: Expected  # the drafter given out now, on the same answers
+    before: Expected  # the published drafter before, on held-out answers
+    after: Expected  # the published drafter now, on the same answers
     seconds: float
-    published: bool  # a better drafter is there
-    version: int  # of the drafter given out now
-    alarm: str = ""  # what went wrong, if something did
-    waited_s: float = 0.0  # of the seconds, in which everything else waited …
-    measuring_s: float = 0.0  # … and in which accept lengths were measured
+    published: bool  # a better drafter was published
+    version: int  # of the published drafter
+    alarm: str = ""  # the error, if there was one
+    waited_s: float = 0.0  # of the seconds, those for which other work waited
+    measuring_s: float = 0.0  # of the seconds, those spent measuring accept lengths
 
 
 NOTHING = Expected(0.0, 1.0, 0)
@@ -35,7 +35,7 @@ class Session:
     began: Reason = "rested"
     held: list[DrafterBatch] = field(default_factory=list)  # to measure on
     before: Expected = NOTHING
-    best: Expected = NOTHING  # of the drafter given out by now
+    best: Expected = NOTHING  # of the published drafter
     micro_steps: int = 0
     unchecked: int = 0  # micro-steps since the last measurement
     tokens: int = 0

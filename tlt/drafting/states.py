@@ -1,15 +1,15 @@
-"""Where the policy's states come from when the drafter learns: computed again, or kept from the rollout.
+"""The policy's hidden states for drafter training: computed again, or kept from the rollout.
 
-Two ways to one `DrafterBatch`, equal by test. `Recompute` runs the policy over the tokens once more: costs a forward
-pass per token in training, nothing in rollout, and the states are always the newest policy's. `StateKeeper` takes them
-as the engine hands them out and brings them to the host: no forward pass, but (3 + 1)·hidden numbers per token to move
-and to hold, and some host work in every tick, which in the tail, where a tick is one or two tokens, all of the rollout
-waits for. Which is cheaper depends on the policy and the machine: `measure_states` times both. All of a rollout is kept
-but only some of it is learned from, for training is a small part of a step, so that keeping has to be much cheaper.
+Two ways to one `DrafterBatch`, equal by test. `Recompute` runs the policy over the tokens once more: one forward pass
+per token in training, nothing in the rollout, and the states are always the newest policy's. `StateKeeper` copies the
+engine's states to the host: no forward pass, but (3 + 1)·hidden numbers per token to move and to store, and host work
+in every tick, for which the whole rollout waits in the tail. Which is cheaper depends on the policy and the machine:
+`measure_states` times both. States of a whole rollout are kept but only some are learned from, so keeping has to be
+much cheaper per token.
 
-What always holds: a drafter learns tokens of answers only, and reads the prompt before them as it does in rollout, but
-for kept states, which begin at the prompt's last position. Kept states are used only for the version that wrote them.
-The policy is read, never written.
+What always holds: a drafter learns tokens of answers only, and reads the prompt before them as in rollout, except with
+kept states, which begin at the prompt's last position. Kept states are used only for the version that wrote them. The
+policy is read, never written.
 """
 # T packed positions, F = 3·D tapped states, D hidden, R rows of a tick, S positions of a row, P positions of an answer
 
@@ -35,7 +35,7 @@ from tlt.types import Completion, Key
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Positions first … end − 1 of a sample; the token at `end` is known too."""
+    """Positions first … end − 1 of a sample, which also has the token at `end`."""
 
     sample: Sample
     first: int
@@ -43,9 +43,9 @@ class Piece:
 
     @classmethod
     def whole(cls, sample: Sample, most: int | None = None) -> "Piece":
-        """All that can be learned from a sample, or the beginning of it, shown after its prompt as in rollout.
+        """The answer of a sample, or its first `most` positions, with the prompt before it.
 
-        Of kept states those of the prompt are not among them: there the drafter starts at the prompt's last position.
+        Kept states do not include the prompt's: there the piece starts at the prompt's last position.
         """
         last, end = sample.answer_start - 1, len(sample.tokens_T) - 1  # of the prompt, of the sample
         first = 0 if sample.states is None else last
@@ -57,18 +57,18 @@ class Piece:
 
 
 def longest_piece(lengths: Sequence[int], total: int) -> int:
-    """How long each may be at most, so that together they are no longer than `total`: long ones are cut, not short."""
+    """The longest piece allowed so that all pieces together have at most `total` positions. Only long ones are cut."""
     left = total
     for place, length in enumerate(sorted(lengths)):
         count = len(lengths) - place
         if length * count > left:
-            return max(2, left // count)  # of a single token nothing is drafted
+            return max(2, left // count)  # a single token holds nothing to draft
         left -= length
     return max(lengths)
 
 
 def aligned_pieces(pieces: Sequence[Piece]) -> Aligned:
-    """Lines up pieces laid end to end. Only answers are learned."""
+    """Aligns concatenated pieces. Only tokens of answers are learned."""
     tokens_T = torch.cat([piece.sample.tokens_T[piece.first : piece.end] for piece in pieces]).long()
     learn_T = torch.cat([torch.arange(piece.first, piece.end) >= piece.sample.answer_start for piece in pieces])
     last_C = torch.stack([piece.sample.tokens_T[piece.end] for piece in pieces]).long()
@@ -77,11 +77,11 @@ def aligned_pieces(pieces: Sequence[Piece]) -> Aligned:
 
 class StateSource(Protocol):
     def batch(self, pieces: Sequence[Piece]) -> DrafterBatch:
-        """The pieces, in whatever order, with the policy's states, on the policy's device."""
+        """The pieces, in any order, with the policy's hidden states, on the policy's device."""
 
 
 class Recompute:
-    """A forward pass of the policy over each piece and all that comes before it."""
+    """Runs the policy over each piece and everything before it."""
 
     def __init__(self, policy: Transformer, taps: Sequence[int]) -> None:
         self._policy = policy
@@ -100,7 +100,7 @@ class Recompute:
 
 
 class Kept:
-    """States kept in rollout, where a sample has them; those of the others are computed again."""
+    """Uses the states kept in the rollout if a sample has them, and computes the others again."""
 
     def __init__(self, otherwise: Recompute, device: torch.device) -> None:
         self._otherwise = otherwise
@@ -129,14 +129,14 @@ def _rows(piece: Piece, states_PX: Tensor) -> Tensor:
 
 
 class StateKeeper:
-    """The engine's `on_features`: brings the states of every answer under way to the host, at most `limit` bytes.
+    """The engine's `on_features`: copies the hidden states of every running request to the host, up to `limit` bytes.
 
-    An answer that does not fit loses its states, no more. Copies run beside the next tick; `collect` waits for them.
+    A request that does not fit loses its states only. Copies overlap the next tick; `collect` waits for them.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.wanted = True  # whether a drafter will learn from the states of answers that begin now
+        self.wanted = True  # whether a drafter will learn from requests that begin now
         self._blocks: dict[Key, list[tuple[int, Tensor]]] = {}  # (first position, [S, F + D]) in the order written
         self._lost: set[Key] = set()
         self._copied: torch.cuda.Event | None = None
@@ -150,8 +150,8 @@ class StateKeeper:
 
     @torch.no_grad()
     def keep(self, keys: Sequence[Key], first: Sequence[int], states: Sequence[Tensor]) -> None:
-        """States of each request's positions from `first` on, [R, S, D] each: the tapped ones, then the last."""
-        block_RSX = torch.cat(tuple(states), dim=-1)  # a copy: the engine's own live for one tick
+        """Adds the states of each request's positions from `first` on, [R, S, D] each: tapped layers, then the last."""
+        block_RSX = torch.cat(tuple(states), dim=-1)  # a copy: the engine's tensors are valid for one tick
         if block_RSX.is_cuda:
             host = torch.empty(block_RSX.shape, dtype=block_RSX.dtype, pin_memory=True)
             block_RSX = host.copy_(block_RSX, non_blocking=True)
@@ -177,7 +177,7 @@ class StateKeeper:
         return blocks
 
     def collect(self, completion: Completion) -> States | None:
-        """The states of an answer that has ended, which are handed out once; None if they were lost."""
+        """Removes and returns the states of a completion; None if they were lost."""
         return self.take(completion.key, len(completion.prompt_tokens) - 1, len(completion.tokens))
 
     def take(self, key: Key, start: int, positions: int) -> States | None:
@@ -189,7 +189,7 @@ class StateKeeper:
             self._copied.synchronize()
         states_PX = blocks[0][1].new_empty((positions, blocks[0][1].shape[1]))
         known_P = torch.zeros(positions, dtype=torch.bool)
-        for first, rows_SX in blocks:  # what lay beyond an accepted draft is written over by what came next
+        for first, rows_SX in blocks:  # later blocks overwrite the positions of rejected drafts
             at = slice(first - start, min(first - start + len(rows_SX), positions))
             states_PX[at] = rows_SX[: max(0, at.stop - at.start)]
             known_P[at] = True
@@ -200,10 +200,10 @@ class StateKeeper:
 
 
 def keeper_of(policy: Transformer, taps: Sequence[int], config: RunConfig) -> StateKeeper | None:
-    """What the engine should hand its states to, as the configuration asks: nothing where they are computed again."""
+    """The receiver of the engine's states, by `drafting.states`; None where they are computed again."""
     wanted = config.drafting.states
     if wanted == "auto" and policy.embed.is_cuda:
-        wanted = "recompute"  # told of states, an engine must read every tick before the next: that is not measured
+        wanted = "recompute"  # an engine with a receiver reads every tick before the next; that cost is not measured
     elif wanted == "auto":
         most = _MEASURED_TOKENS[policy.embed.device.type]
         running, tokens = min(_TAIL, config.engine.rows), min(config.drafting.tokens, most)
@@ -213,17 +213,17 @@ def keeper_of(policy: Transformer, taps: Sequence[int], config: RunConfig) -> St
 
 # ---- measuring
 
-_TAIL = 16  # requests that run while everybody waits for the last ones
+_TAIL = 16  # running requests in the tail of a rollout
 _MEASURED_TOKENS = {"cpu": 128, "cuda": 1024}
-_LEARNED_SHARE = 0.25  # of the tokens written that a step learns drafting from, at most
+_LEARNED_SHARE = 0.25  # most of a rollout's tokens that a step trains the drafter on, as a fraction
 
 
 @dataclass(frozen=True, slots=True)
 class StateCosts:
     """Seconds per token of the two ways, everything included."""
 
-    recompute_s: float  # and per token learned from
-    keep_s: float  # and per token written
+    recompute_s: float  # per token learned from
+    keep_s: float  # per token of the rollout
 
     @property
     def keep(self) -> bool:
@@ -231,7 +231,7 @@ class StateCosts:
 
 
 def measure_states(policy: Transformer, taps: Sequence[int], *, running: int, tokens: int) -> StateCosts:
-    """Times both for an answer of `tokens` tokens on this machine, kept while `running` requests are written."""
+    """Times both ways on this machine, for answers of `tokens` tokens in batches of `running` requests."""
     tokens = min(tokens, policy.config.max_positions)
     sample = Sample(torch.arange(tokens, dtype=torch.int32) % policy.config.vocab, 1, "", 0)
     recompute = Recompute(policy, taps)
@@ -253,7 +253,7 @@ def measure_states(policy: Transformer, taps: Sequence[int], *, running: int, to
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of a second run: the first one may have something to prepare."""
+    """Seconds of a second run; the first may compile or allocate."""
     for _ in range(2):
         started = time.perf_counter()
         work()

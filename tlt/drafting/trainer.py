@@ -1,11 +1,10 @@
-"""The drafter in training while the policy learns: takes answers in, takes micro-steps, gives better drafters out.
+"""Online training of the drafter: collects completions, takes micro-steps, publishes better drafters.
 
-What always holds: training changes a copy, so that a stop between any two micro-steps leaves a whole drafter, and what
-was learned is gone on from; only a drafter that reaches no less than the last one on answers it has not learned from is
-given out (the first one of a cold start in any case); numbers that are none, or memory that does not suffice, throw
-the copy away for the last good drafter and are reported, and the run goes on: the drafter is advice. The policy's
-tensors are read, never written.
-Knows nothing of engines or other workers: whoever calls says how long, and how gradients are averaged.
+What always holds: training changes a copy (the learner), so a stop between any two micro-steps leaves a usable drafter,
+and the next call continues from the learner. A drafter is published only if its accept length on held-out answers is
+not below the last one's (the first one of a cold start always). After a non-finite loss, or out of memory, the learner
+is reset to the last good drafter, the result carries an alarm, and the run continues. The policy's tensors are read,
+never written. Does not know engines or other workers: the caller gives the time limit and averages gradients.
 """
 
 import copy
@@ -32,33 +31,33 @@ from tlt.model.device import DeviceTimer
 from tlt.model.transformer import Output, Transformer
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
-from tlt.train.drafter import Average, DrafterBatch, DrafterSpoilt, DrafterTrainer, drafter_loss
+from tlt.train.drafter import Average, DrafterBatch, DrafterDiverged, DrafterTrainer, drafter_loss
 from tlt.train.drafter_measure import Expected, expected
 from tlt.train.packing import PackedRow, plan_rows
 from tlt.train.supervised import StepResult
 from tlt.types import Completion
 
-_PATIENCE = 2  # checks' worth of micro-steps that led nowhere, before training goes back to the last good drafter
-_RECENT = 5  # micro-steps and measurements whose median is expected of the next one
+_PATIENCE = 2  # checks without a better drafter after which the learner is reset to the last good one
+_RECENT = 5  # micro-steps and measurements whose median predicts the next one
 _WARM_UP_TOKENS = 256  # of a sequence
-_TIMED_TOKENS = 512  # on a CPU
-_FIRST_STEPS = 2  # micro-steps in an update, before it is known how long they take
+_TIMED_TOKENS = 512  # most tokens of a timed pass on a CPU
+_FIRST_STEPS = 2  # micro-steps in an update while their duration is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class _Upcoming:
-    """What the next micro-step learns from."""
+    """The data of the next micro-step."""
 
     pieces: list[Piece]
-    batch: DrafterBatch | None  # None: not made yet
+    batch: DrafterBatch | None  # None: hidden states not computed yet
 
 
 class OnlineDrafter:
-    """`learn_from` answers, `train` until told to stop, then hand `weights()` to whoever drafts.
+    """Call `learn_from` with completions and `train` until it is time to stop; load `weights()` into the engine.
 
-    The drafter to go on from is copied. `cold`: it has learned nothing yet. `keeper`: what the engine hands its states
-    to. `average`: for workers that train one drafter together, each with answers of its own; all of them must then take
-    the same number of micro-steps. The policy's tensors are expected to be updated in place.
+    `eagle`: the drafter to start from, which is copied. `cold`: it is untrained. `keeper`: receives the engine's hidden
+    states. `average`: averages gradients over workers that train one drafter, each on its own completions; all of them
+    must take the same number of micro-steps. The policy's tensors are expected to be updated in place.
     """
 
     def __init__(
@@ -91,14 +90,14 @@ class OnlineDrafter:
         self._arrived: list[Sample] = []  # since the last training
         self._held: list[Sample] = []  # of the newest version, to measure on
         self._upcoming: _Upcoming | None = None
-        self._strayed = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
+        self._since_good = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
         self._micro_steps: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # seconds and tokens of the last ones
         self._looks_s: deque[float] = deque(maxlen=_RECENT)  # of the last measurements
         self._in_updates: deque[float] = deque(maxlen=_RECENT)  # seconds of the last micro-steps inside updates
         self._unchecked = self._unchecked_tokens = (
             0  # inside updates, micro-steps and tokens since the last measurement
         )
-        self.version = 0  # of the drafter given out; each better one counts one up
+        self.version = 0  # of the published drafter; grows by one with each better one
 
     @classmethod
     def of(
@@ -110,18 +109,18 @@ class OnlineDrafter:
         keeper: StateKeeper | None = None,
         average: Average | None = None,
     ) -> "OnlineDrafter":
-        """As a configuration asks for it. A keeper (`states.keeper_of`) must be what the engine hands its states to."""
+        """By a configuration. A keeper (`states.keeper_of`) must be the engine's receiver of hidden states."""
         cold, seed = config.spec.path == NEW, config.run.seed
         return cls(
             *(policy.model, eagle, config.draft, config.drafting), seed=seed, cold=cold, keeper=keeper, average=average
         )
 
-    # ---- taking in
+    # ---- data
 
     def learn_from(self, completions: Sequence[Completion], version: int, prompt_ids: Sequence[str] = ()) -> None:
-        """Answers the policy of this version has written, as they end. Those of one token hold nothing to draft.
+        """Adds completions of this policy version. Those of one token are left out: there is nothing to draft.
 
-        Answers with the same prompt id belong together; without ids, those with the same prompt.
+        Completions with the same prompt id form a group; without ids, those with the same prompt.
         """
         ids = prompt_ids or [f"{hash(completion.prompt_tokens):x}" for completion in completions]
         for completion, prompt_id in zip(completions, ids, strict=True):
@@ -130,8 +129,8 @@ class OnlineDrafter:
                 sample = Sample.of(completion.prompt_tokens, completion.tokens, prompt_id, version)
                 self._arrived.append(replace(sample, states=states))
 
-    def take_in(self) -> None:
-        """What has arrived: some of a newer version to measure on, the rest to learn from."""
+    def sort_arrived(self) -> None:
+        """Divides new completions: some of a newer version are held out for measuring, the others are trained on."""
         arrived, self._arrived = self._arrived, []
         self._upcoming = None if arrived else self._upcoming
         newest = max((sample.version for sample in arrived), default=-1)
@@ -145,16 +144,16 @@ class OnlineDrafter:
 
     @property
     def steps_taken(self) -> int:
-        """Micro-steps, ever."""
+        """Micro-steps since the drafter was made."""
         return self._trainer.steps_taken
 
     def able(self) -> bool:
-        """Whether there are answers to learn from and others to measure on."""
-        self.take_in()
+        """Whether there are completions to learn from and others to measure on."""
+        self.sort_arrived()
         return bool(self._held) and len(self._buffer) > 0
 
     def status(self, survival: float = 0.0) -> DrafterStatus:
-        """Once per step. `survival`: share of its first draft tokens accepted in the last rollout; 0: none drafted."""
+        """Call once per step. `survival`: fraction of first draft tokens accepted in the last rollout; 0: none."""
         inside, look_s = self.learns_in_updates, self._look_s
         micro_s = self._update_s if inside else self._micro_s
         return DrafterStatus(
@@ -168,17 +167,17 @@ class OnlineDrafter:
 
     @property
     def _asks_first(self) -> bool:
-        """Whether a measurement comes first, which says if there is a reason to train."""
+        """Whether a measurement comes first and decides if there is a reason to train."""
         return not (self._cadence.training or self._untried)
 
     @property
     def learns_in_updates(self) -> bool:
-        """Whether training that other work waits for takes place inside policy updates."""
+        """Whether training for which other work waits takes place inside policy updates."""
         return self._drafting.states == "update" and self._average is None
 
     @property
     def _untried(self) -> bool:
-        """Whether it began with nothing and none was given out yet."""
+        """Whether the drafter was untrained at the start and none has been published yet."""
         return self._cold and self.version == 0
 
     @property
@@ -199,10 +198,10 @@ class OnlineDrafter:
         return median(self._looks_s) if self._looks_s else 0.0
 
     def train(self, until: Callable[[], bool], *, extra_s: float = 0.0) -> DraftingResult:
-        """Micro-steps until told to stop, and then for `extra_s` seconds in all; but no longer than the drafter gains.
+        """Takes micro-steps until `until` is True and `extra_s` seconds have passed, or the drafter stops gaining.
 
-        Does nothing while the drafter is as good as it was. `until` is asked before every micro-step; after the last
-        one the drafter is measured, which takes less time than a micro-step, and given out if it is not worse.
+        Does nothing while the drafter has not fallen behind. `until` is called before every micro-step. After the last
+        one the drafter is measured, which takes less time than a micro-step, and published if it is not worse.
         """
         started = time.perf_counter()
         session, deadline = Session(), Deadline(until, extra_s)
@@ -210,24 +209,24 @@ class OnlineDrafter:
         return session.result(self.version, ended, alarm, time.perf_counter() - started, deadline.waited_s)
 
     def in_update(self, seconds: float) -> "UpdateTraining":
-        """Training inside the next policy update that takes about so many seconds."""
+        """Training inside the next policy update, for about `seconds` seconds."""
         return UpdateTraining(self, seconds)
 
     def _guarded(self, work: Callable[[], str]) -> tuple[str, str]:
-        """How the work ended, and what went wrong. If something did, training goes back to the last good drafter."""
+        """How the work ended, and the error if there was one: then the learner is reset to the last good drafter."""
         try:
             return work(), ""
-        except DrafterSpoilt as error:
-            ended, alarm = "spoilt", str(error)
+        except DrafterDiverged as error:
+            ended, alarm = "diverged", str(error)
         except torch.OutOfMemoryError as error:
             self._pace.too_large()
             ended, alarm = "no memory", f"micro-steps have {self._pace.tokens} tokens from now on: {error}"
         self._return_to_good()
-        self._cadence.spoilt()
+        self._cadence.diverged()
         return ended, alarm
 
     def _learn(self, session: Session, deadline: Deadline) -> str:
-        """How it ended."""
+        """Trains, and returns how it ended."""
         if not self.able():
             return "no answers"
         started = time.perf_counter()
@@ -249,7 +248,7 @@ class OnlineDrafter:
         return "stopped" if going_on else "no gain"
 
     def _looked_at(self, session: Session) -> Expected:
-        """What the learner reaches."""
+        """Measures the learner."""
         started = time.perf_counter()
         found = self._measure(self._learner, session.held)
         self._looked(session, time.perf_counter() - started)
@@ -261,11 +260,11 @@ class OnlineDrafter:
 
     @property
     def _ahead_s(self) -> float:
-        """What a further micro-step and the measurement behind it will take."""
+        """Expected seconds of one more micro-step and the measurement after it."""
         return self._micro_s + self._look_s
 
     def _micro_step(self, session: Session, deadline: Deadline) -> None:
-        """What the next one learns from is chosen while the device computes, if there is time for a next one."""
+        """One micro-step. The data of the next one is prepared while the device computes, if there is time for one."""
         started = time.perf_counter()
         this = self._upcoming or self._next()
         result = self._trainer.launch(this.batch or self._source.batch(this.pieces))
@@ -274,19 +273,19 @@ class OnlineDrafter:
         tokens = result().tokens
         session.tokens += tokens
         session.unchecked += 1
-        self._strayed += 1
+        self._since_good += 1
         seconds = time.perf_counter() - started
         self._micro_steps.append((seconds, tokens))
         self._pace.took(sum(piece.end for piece in this.pieces), seconds)
 
     def _check(self, session: Session, found: Expected) -> bool:
-        """Gives the learner out if it is not worse than the last one, and says whether to go on."""
+        """Publishes the learner if it is not worse than the last drafter. True: continue training."""
         micro_steps, session.unchecked = session.unchecked, 0
         if self._untried or found.accept_length >= session.best.accept_length:
             _copy_into(self._good, self._learner)
             self.version += 1
-            self._strayed, session.best, session.published = 0, found, True
-        elif self._strayed >= _PATIENCE * self._drafting.check:
+            self._since_good, session.best, session.published = 0, found, True
+        elif self._since_good >= _PATIENCE * self._drafting.check:
             self._return_to_good()
         return self._cadence.goes_on(found.accept_length, micro_steps)
 
@@ -295,10 +294,10 @@ class OnlineDrafter:
         self._unchecked = self._unchecked_tokens = 0
         _copy_into(self._learner, self._good)
         self._trainer.start_over(self._trainer.steps_taken)
-        self._strayed = 0
+        self._since_good = 0
 
     def _choose_vocabulary(self) -> None:
-        """A drafter from nothing that names few tokens names the most frequent ones of the answers so far."""
+        """Fills the reduced vocabulary of an untrained drafter with the most frequent tokens of the completions."""
         if self._learner.config.reduced:
             written = torch.cat([sample.tokens_T[sample.answer_start :] for sample in self._buffer.samples]).long()
             counts_V = torch.bincount(written, minlength=self.policy.config.vocab)
@@ -306,15 +305,14 @@ class OnlineDrafter:
             self._learner.set_vocabulary(ids_v.to(self.policy.embed.device))
 
     def warm_up(self) -> None:
-        """Computes what training computes, and drops the result: afterwards everything it needs is compiled, and what a
-        micro-step and a measurement take is known.
+        """Runs a micro-step and a measurement on made-up data, which compiles and times them, and drops the results.
 
-        For one trainer alone: others are not told of it.
+        Gradients are not averaged with other workers.
         """
         self._timed_pass(_WARM_UP_TOKENS, self._draft.unroll)
         wanted, held = self._drafting.tokens, self._drafting.held_out
-        most = wanted if self.policy.embed.is_cuda else _TIMED_TOKENS  # there a token takes as long in any number
-        for _ in range(2):  # the first of a size may set up more than later ones
+        most = wanted if self.policy.embed.is_cuda else _TIMED_TOKENS  # on a CPU time is proportional to tokens
+        for _ in range(2):  # the first pass of a size may compile
             micro_s, _ = self._timed_pass(min(wanted, most), self._trainer.unrolled)
             _, look_s = self._timed_pass(min(held, most), 1)
         micro_s *= wanted / min(wanted, most)
@@ -323,7 +321,7 @@ class OnlineDrafter:
         self._looks_s.append(look_s * held / min(held, most))
 
     def _timed_pass(self, tokens: int, unrolled: int) -> tuple[float, float]:
-        """Seconds of a micro-step of so many tokens, without the optimizer's, and of a measurement on them."""
+        """Seconds of a micro-step of `tokens` tokens, without its optimizer step, and of a measurement on them."""
         shared = (self.policy.head_weight, self.policy.embed, self._draft)
         tokens_T = torch.arange(_WARM_UP_TOKENS, dtype=torch.int32) % self.policy.config.vocab
         pieces = [Piece.whole(Sample(tokens_T, 1, "", 0))] * max(1, tokens // _WARM_UP_TOKENS)
@@ -338,15 +336,15 @@ class OnlineDrafter:
         states_s = 0.0 if self.learns_in_updates else states.seconds
         return states_s + micro.seconds, states_s + look.seconds
 
-    # ---- answers as batches
+    # ---- batches
 
     def _next(self) -> _Upcoming:
-        """On a GPU with its states, so that the device has work while the host reads how the last micro-step went."""
+        """On a GPU with hidden states, so that the device works while the host reads the last micro-step's result."""
         pieces = self._draw()
         return _Upcoming(pieces, self._source.batch(pieces) if self.policy.embed.is_cuda else None)
 
     def _draw(self) -> list[Piece]:
-        """What the next micro-step learns from, the longest first."""
+        """The samples of the next micro-step, the longest first."""
         budget = self._pace.tokens
         pieces = [Piece.whole(sample) for sample in self._buffer.draw(budget)]
         if len(pieces) == 1 and pieces[0].positions > budget:
@@ -357,7 +355,7 @@ class OnlineDrafter:
         return sorted(pieces, key=lambda piece: -piece.positions)
 
     def _held_batches(self) -> list[DrafterBatch]:
-        """The answers held out, so many tokens of them, in rows no longer than a micro-step's where they can be."""
+        """`held_out` tokens of the held-out answers, in batches no longer than a micro-step's if possible."""
         most = longest_piece([sample.answer_tokens for sample in self._held], self._drafting.held_out)
         pieces = sorted((Piece.whole(sample, most) for sample in self._held), key=lambda piece: -piece.positions)
         room = max(self._pace.most, *(piece.end for piece in pieces))
@@ -370,26 +368,26 @@ class OnlineDrafter:
             return found
         sums = torch.tensor([found.loss, found.accept_length, 1.0], dtype=torch.float64) * found.tokens
         sums = sums.to(self.policy.embed.device)
-        self._average([sums])  # so that all decide alike
+        self._average([sums])  # all workers must decide alike
         loss, accept_length, tokens = sums.tolist()
         return Expected(loss / max(tokens, 1e-9), accept_length / max(tokens, 1e-9), found.tokens)
 
-    # ---- giving out and going on later
+    # ---- publishing and saving
 
     @property
     def drafter(self) -> Eagle:
-        """The one given out now; its tensors change in place."""
+        """The published drafter; its tensors change in place."""
         return self._good
 
     def weights(self) -> dict[str, Tensor]:
-        """The drafter given out now, by the names of `Eagle`'s tensors. Live: copy them before the next training."""
+        """The published drafter's tensors, by their names in `Eagle`. Live: copy them before the next training."""
         return _owned(self._good)
 
     def state(self, *, buffer: bool = True) -> dict[str, Any]:
-        """What going on needs, in live tensors and plain values; the answers, which may be many, on demand."""
+        """The state that `restore` needs, in live tensors and plain values. `buffer`: with the training data."""
         return {
             "version": self.version,
-            "counts": (self._strayed, self._cuts, self._unchecked, self._unchecked_tokens),
+            "counts": (self._since_good, self._cuts, self._unchecked, self._unchecked_tokens),
             "good": _owned(self._good),
             "learner": _owned(self._learner),
             "trainer": self._trainer.state(),
@@ -401,7 +399,7 @@ class OnlineDrafter:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = state["version"]
-        self._strayed, self._cuts, self._unchecked, self._unchecked_tokens = state["counts"]
+        self._since_good, self._cuts, self._unchecked, self._unchecked_tokens = state["counts"]
         for model, name in ((self._good, "good"), (self._learner, "learner")):
             load_weights(model, state[name])
         self._trainer.restore(state["trainer"])
@@ -413,11 +411,11 @@ class OnlineDrafter:
 
 
 class UpdateTraining:
-    """One session of drafter training inside a policy update (`tlt.train.policy.RowObserver`): hand it to the update,
-    then `finish`. A drafter that fails does not fail the update.
+    """Drafter training inside one policy update (`tlt.train.policy.RowObserver`): pass it to the update, then call
+    `finish`. An error of the drafter does not fail the update.
 
-    Sessions are short, so that training is measured, and a better drafter given out, once in `drafting.check`
-    micro-steps, however many sessions they take."""
+    Sessions are short: the drafter is measured and published once in `drafting.check` micro-steps of several sessions.
+    """
 
     def __init__(self, drafter: OnlineDrafter, seconds: float) -> None:
         self.taps: tuple[int, ...] = drafter.drafter.config.taps
@@ -430,7 +428,7 @@ class UpdateTraining:
         self._row = 0  # number of the next row
         self._ended, self._alarm = "no answers", ""
         self._looks, self._steps = list[DeviceTimer](), list[DeviceTimer]()
-        self._pending: list[Callable[[], StepResult]] = []  # micro-steps that were launched
+        self._pending: list[Callable[[], StepResult]] = []  # launched micro-steps
 
     def begin(self, rows: Sequence[PackedRow]) -> None:
         drafter = self._drafter
@@ -491,7 +489,7 @@ class UpdateTraining:
         return found
 
     def finish(self) -> DraftingResult:
-        """Waits for the micro-steps. When it is time to, measures the drafter and gives it out if it is not worse."""
+        """Waits for the micro-steps. If a check is due, measures the drafter and publishes it if it is not worse."""
         drafter, session = self._drafter, self._session
         if self._pending and not self._alarm:
             self._ended, self._alarm = drafter._guarded(self._take_stock)
@@ -506,7 +504,7 @@ class UpdateTraining:
         drafter, session = self._drafter, self._session
         results = [result() for result in self._pending]
         session.micro_steps, session.tokens = len(results), sum(result.tokens for result in results)
-        drafter._strayed += len(results)
+        drafter._since_good += len(results)
         drafter._unchecked += len(results)
         drafter._unchecked_tokens += session.tokens
         if self._measures:
@@ -518,7 +516,7 @@ class UpdateTraining:
 
     def _check(self) -> str:
         drafter, session = self._drafter, self._session
-        if not self._asks_first:  # else it was measured, on the same answers, before the first micro-step
+        if not self._asks_first:  # otherwise it was measured on the same answers before the first micro-step
             session.before = session.best = NOTHING if drafter._untried else self._looked_at(drafter._good)
             session.began = drafter._cadence.begin(session.before.accept_length)
         session.unchecked, session.tokens = drafter._unchecked, drafter._unchecked_tokens
@@ -527,7 +525,7 @@ class UpdateTraining:
 
 
 def load_weights(model: Eagle, weights: Mapping[str, Tensor]) -> None:
-    """Copies `weights()` into a drafter of the same shape, in place."""
+    """Copies `OnlineDrafter.weights()` into a drafter of the same shape, in place."""
     with torch.no_grad():
         for name, tensor in _owned(model).items():
             tensor.copy_(weights[name])
@@ -538,6 +536,6 @@ def _copy_into(target: Eagle, source: Eagle) -> None:
 
 
 def _owned(model: Eagle) -> dict[str, Tensor]:
-    """The tensors that are the drafter's own."""
+    """The drafter's own tensors, without those of the policy."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return tensors if model.token_of_draft_v is None else {**tensors, "token_of_draft_v": model.token_of_draft_v}

@@ -1,7 +1,7 @@
-"""The book of a machine: what runs of a policy and its drafter were measured to cost, and what the policy accepts.
+"""The cost book of a machine: measured seconds of forwards of a policy and its drafter, and the drafter's acceptance.
 
-With it rollouts are foreseen where that machine is not. What always holds: a book is whole and sensible or an error.
-Knows nothing of who measures, and no tensors.
+Rollouts of that machine can be simulated from it elsewhere. What always holds: a book that was read is complete and its
+numbers are in range, or reading raises. Does not know how the costs were measured, and no tensors.
 """
 
 import json
@@ -21,21 +21,21 @@ _KINDS: dict[type, str] = {str: "words", bool: "true or false", int: "a whole nu
 
 @dataclass(frozen=True, slots=True)
 class CostBook:
-    device: str  # what it was measured on
-    policy: str  # and of what
-    gpu: bool  # a tree reads its context once, however many nodes it has; batches are padded
-    rows: int  # requests that decode at the same time, at most
-    pages: int  # of the key-value cache
+    device: str  # that was measured
+    policy: str  # path of the measured policy
+    gpu: bool  # True: a tree's nodes share one read of the context, and batches are padded
+    rows: int  # largest batch
+    pages: int  # of the KV cache
     page_size: int  # tokens of a page
-    measured: tuple[Measured, ...]  # runs over an empty cache, as an engine measures them
-    context_s: float  # that a tick takes longer for every token that is looked back on …
-    padded: bool  # … by each request, if it looked back as far as the one that looks back furthest
-    prefill_s: float  # of a prompt's token
-    plain_tick_s: float  # beside the run of the policy, of an engine that never drafts …
-    off_tick_s: float  # … of one that might, but does not now …
-    verify_tick_s: float  # … and where drafts are verified, beside all runs
-    window: int = 0  # positions a learned drafter looks back; 0: none was measured
-    ranks: tuple[tuple[float, ...], ...] = ()  # how often its guesses are right, as in `tlt.spec.record`; (): unknown
+    measured: tuple[Measured, ...]  # forwards with an empty KV cache, as an engine times them
+    context_s: float  # added to a tick per token of context
+    padded: bool  # True: every request's context counts as long as the longest in the batch
+    prefill_s: float  # per prompt token
+    plain_tick_s: float  # of a tick beside its forwards, in an engine without speculation
+    off_tick_s: float  # the same, in an engine with speculation, for a tick without drafts
+    verify_tick_s: float  # the same, for a tick that verifies drafts
+    window: int = 0  # positions of the learned drafter's attention window; 0: no drafter was measured
+    ranks: tuple[tuple[float, ...], ...] = ()  # acceptance per depth and rank, as in `tlt.spec.record`; (): unknown
 
     @property
     def drafts(self) -> bool:
@@ -43,7 +43,7 @@ class CostBook:
 
 
 def words_of(book: CostBook) -> dict[str, Any]:
-    """As it stands in a file."""
+    """The contents of a book's file."""
     return asdict(book) | {"measured": [[cost.role, cost.size, cost.seconds] for cost in book.measured]}
 
 
@@ -77,7 +77,7 @@ def _book(words: dict[str, Any]) -> CostBook:
         raise ConfigError(f"nothing of the role {POLICY!r} was measured; expected runs of several sizes")
     ranks = tuple(tuple(_list("a row of ranks", row)) for row in _list("ranks", words["ranks"]))
     if ranks:
-        DraftRecord(ranks, places=1, temperature=1.0)  # says what does not fit
+        DraftRecord(ranks, places=1, temperature=1.0)  # raises if they are out of range
     book = CostBook(**{**words, "measured": measured, "ranks": ranks})
     for name in ("rows", "pages", "page_size"):
         if getattr(book, name) < 1:

@@ -1,8 +1,8 @@
-"""A simulated fleet: one rollout after the other on several workers, with the driver's own books.
+"""A simulated fleet: rollouts on several simulated workers, with the driver's own decisions.
 
-Who answers what (`tlt.dispatch`) and who trains the drafter until when (`tlt.drafting.idle`) is decided by the objects
-that decide it in a real fleet; messages take no time. What always holds: all requests of a rollout are answered, once;
-a worker's time is divided into writing, training the drafter and waiting, and adds up to the rollout's.
+Requests are assigned by `tlt.dispatch` and idle workers trained by `tlt.drafting.idle`, as in a real fleet; messages
+take no time. What always holds: every request of a rollout is completed once; a worker's time is divided into decoding,
+drafter training and waiting, which add up to the rollout's time.
 """
 
 from collections import Counter
@@ -28,28 +28,28 @@ class Simulated:
     """One rollout."""
 
     workers: int
-    seconds: float  # to the last answer
+    seconds: float  # to the last completion
     tokens: int
     ticks: int  # of all workers
-    finished_s: tuple[float, ...]  # of each answer, rising
-    writing_s: tuple[float, ...]  # of each worker
-    drafting_s: tuple[float, ...]  # of each worker: without requests, training the drafter
-    accept_length: float  # tokens per verify; 1 where nothing was drafted
+    finished_s: tuple[float, ...]  # end of each completion, ascending
+    writing_s: tuple[float, ...]  # decoding time of each worker
+    drafting_s: tuple[float, ...]  # drafter training time of each worker, without requests
+    accept_length: float  # tokens per verify; 1 without drafts
     shapes: dict[tuple[int, Shape], int]  # requests and shape → ticks
 
     @property
     def idle_share(self) -> float:
-        """Of all workers' time, what nobody writes in: drafter training is free there."""
+        """Fraction of all workers' time without requests, in which drafter training delays nothing."""
         return 1.0 - sum(self.writing_s) / (self.workers * self.seconds)
 
     def tail_s(self, left: int) -> float:
-        """Time in which at most so many answers were still being written."""
+        """Time in which at most `left` requests were still running."""
         return self.seconds - (self.finished_s[-1 - left] if left < len(self.finished_s) else 0.0)
 
 
 class SimFleet:
-    """`rollout` after `rollout`, as a run takes its steps: tuners remember. Each has answers as long as the trace's, to
-    prompts that nobody has seen before."""
+    """Call `rollout` repeatedly, as a run takes its steps: tuners keep what they learned. Each rollout has the trace's
+    lengths and new prompts."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SimFleet:
         shape_policy: Callable[[], ShapePolicy | None],
         deepest: int = 0,
     ) -> None:
-        """`world` of a worker with this number, and a `shape_policy` for it; None: plain decoding."""
+        """`world` makes the environment of a worker, `shape_policy` its shape policy; None: plain decoding."""
         self._trace, self._rollouts = trace, 0
         self._lengths: dict[Key, int] = {}
         worlds = [world(number) for number in range(workers)]
@@ -69,7 +69,7 @@ class SimFleet:
         self._dispatch = Dispatch(worlds[0].book.rows)
         self._coordinator = Coordinator(range(workers))
         self._statuses = [WorkerStatus(number) for number in range(workers)]
-        self._dry_s = [0.0] * workers  # since when a worker has had nothing to write
+        self._dry_s = [0.0] * workers  # since when a worker has had no request
 
     def rollout(self) -> Simulated:
         for worker in self._workers:
@@ -93,7 +93,7 @@ class SimFleet:
         return self._told(finished, writing_s, drafting_s)
 
     def _requests(self) -> list[Request]:
-        """In the trace's order; prompts of as many tokens as it says, no two alike."""
+        """Requests in the trace's order. No two prompts are alike."""
         requests, params = list[Request](), SamplingParams(max_tokens=self._trace.cap)
         self._rollouts += 1
         for number, asked in enumerate(self._trace.asked):
@@ -108,7 +108,7 @@ class SimFleet:
         return self._workers[number].now
 
     def _hand_out(self, now: float) -> None:
-        """A worker alone is asked everything at once, in order: its engine decides who waits."""
+        """A single worker gets all requests at once, in order: its engine queues them."""
         alone, given = len(self._workers) == 1, dict[int, list[Request]]()
         while (handed := self._dispatch.next(crowded=alone)) is not None:
             number, requests = handed
@@ -135,7 +135,7 @@ class SimFleet:
             self._statuses[order.worker].hear(order)
 
     def _close(self) -> list[float]:
-        """Everyone who is dry trains until the last answer is in, and stops then. For how long each did."""
+        """Ends the rollout. Workers without requests have trained until now; returns for how long each did."""
         drafting = [status.worker for status in self._statuses if status.state is State.DRAFTING]
         last_s = max(worker.now for worker in self._workers)
         drafting_s = [last_s - self._dry_s[n] if n in drafting else 0.0 for n in range(len(self._workers))]
@@ -165,7 +165,7 @@ class SimFleet:
 
 
 def check_room(trace: Trace, book: CostBook) -> None:
-    """Whether the cache holds the longest answer, with a tree behind it; else it could never be written."""
+    """Raises ConfigError if the KV cache cannot hold the longest completion and a draft tree after it."""
     needed = max(asked.prompt_tokens + min(max(asked.lengths), trace.cap) for asked in trace.asked) + MOST_NODES
     room = (book.pages - 1) * book.page_size
     if needed > room:

@@ -25,16 +25,16 @@ from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.swappable import SwappableShapePolicy
 from tlt.types import Key, SamplingParams
 
-_SHORT = 16  # tokens of prompts, and of long ones …
-_LONG = {False: 256, True: 1024}  # … on a CPU, whose caches many tokens would not fit, and on a GPU
+_SHORT = 16  # tokens of a short prompt
+_LONG = {False: 256, True: 1024}  # tokens of a long one; by whether it is a GPU: a CPU's caches hold fewer
 _BATCH = {False: 32, True: 64}  # requests
-_TICKS = {False: 12, True: 48}
-_SETTLE = 4  # ticks before them
+_TICKS = {False: 12, True: 48}  # that are timed
+_SETTLE = 4  # ticks before the timed ones
 
 
 def measure_book(policy: Policy, config: RunConfig) -> CostBook:
     """`spec.drafter` is none or eagle. The engines run one after the other: a GPU's memory may hold only one."""
-    at_once = max(config.engine.prefill_tokens, EngineSettings().prefill_tokens)  # or the first would end meanwhile
+    at_once = max(config.engine.prefill_tokens, EngineSettings().prefill_tokens)  # or the first request would end early
     config = replace(config, engine=replace(config.engine, prefill_tokens=at_once))
     alone = replace(config, spec=SpecSettings())
     plain = _CostBookRun(policy, alone, build_engine(policy, alone), SwappableShapePolicy()).plain_book()
@@ -66,7 +66,7 @@ class _CostBookRun:
         pages = page_stats.free + page_stats.used + page_stats.cached
         batch, long = self._sizes(pages * config.engine.page_size)
         for length in (_SHORT, long):
-            self._ticks(OFF, batch, length)  # what is compiled or loaded at first
+            self._ticks(OFF, batch, length)  # compiles and loads
         short, later = self._ticks(OFF, batch, _SHORT), self._ticks(OFF, batch, long)
         book = CostBook(
             device=describe(self._policy.model.embed.device, None).device,
@@ -141,7 +141,7 @@ class _CostBookRun:
         return sum(len(self._engine.written(key)) for key in keys)
 
     def _submit(self, shape: Shape, batch: int, prompt_tokens: int) -> list[Key]:
-        """With room for as many tokens as may come before the last tick that is timed, those of prefill too."""
+        """Submits requests with room for all tokens up to the last timed tick, those during prefill included."""
         prefills = 1 + batch * prompt_tokens // self._config.engine.prefill_tokens
         params = SamplingParams(
             max_tokens=(prefills + 2 * _SETTLE + _TICKS[self._gpu]) * (1 + shape.depth), ignore_eos=True
@@ -157,6 +157,6 @@ class _CostBookRun:
 
 @dataclass(frozen=True, slots=True)
 class _Ticks:
-    first_s: float  # until all prompts were taken in and a token of each was drawn
-    tick_s: float  # after that
-    position: float  # tokens that a request looked back on meanwhile
+    first_s: float  # until all prompts were prefilled and the first token of each was drawn
+    tick_s: float  # median tick after that
+    position: float  # mean context length during these ticks

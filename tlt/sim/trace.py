@@ -1,6 +1,6 @@
-"""Length traces: which prompts a step asked, and how long their answers became. Read from a run, or drawn.
+"""Length traces: the prompts of a step and the lengths of their completions, read from a run or drawn at random.
 
-What always holds: every prompt has an answer, every answer a token. Knows nothing of costs.
+What always holds: every prompt has a completion, every completion a token. Does not know costs.
 """
 
 import json
@@ -19,15 +19,15 @@ from tlt.watch.directory import ROLLOUTS
 from tlt.watch.events import RolloutFinished, StepFinished, read_run
 from tlt.watch.history import counted
 
-_PROMPT_TOKENS = 128  # where nobody knows
-_SAME_PROMPT = 0.5  # of the variance of drawn log lengths, what a prompt's answers share
+_PROMPT_TOKENS = 128  # if the trace does not tell
+_SAME_PROMPT = 0.5  # fraction of the variance of drawn log lengths that the completions of a prompt share
 
 
 @dataclass(frozen=True, slots=True)
 class TracedPrompt:
-    """A prompt, and the answers it got."""
+    """A prompt and its completions."""
 
-    lengths: tuple[int, ...]  # tokens of each
+    lengths: tuple[int, ...]  # tokens of each completion
     prompt_tokens: int = _PROMPT_TOKENS
 
 
@@ -36,12 +36,12 @@ class Trace:
     """One step."""
 
     asked: tuple[TracedPrompt, ...]
-    cap: int  # tokens that an answer might have had
-    source: str  # in words
-    rollout_s: float | None = None  # that it took, where it was measured …
-    workers: int = 1  # … on so many workers …
-    drafter: str = ""  # … with this `spec.drafter` …
-    rest_s: float | None = None  # … and what else was in the step: rewards, the update, checkpoints
+    cap: int  # most tokens of a completion
+    source: str  # where the trace is from, for people
+    rollout_s: float | None = None  # measured seconds of the rollout; None: unknown
+    workers: int = 1  # of the measured rollout
+    drafter: str = ""  # `spec.drafter` of the measured rollout
+    rest_s: float | None = None  # measured seconds of the step beside the rollout; None: unknown
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class Trace:
 
 
 def trace_of(wanted: str, config: RunConfig) -> Trace:
-    """Of a run's directory, a JSONL file, or drawn: `median=400,sigma=1,cap=8192`."""
+    """The trace of a run's directory or a JSONL file, or a drawn one: `median=400,sigma=1,cap=8192`."""
     if "=" in wanted and not exists(wanted):
         return draw_trace(wanted, config)
     path = Path(wanted)
@@ -66,11 +66,11 @@ def trace_of(wanted: str, config: RunConfig) -> Trace:
     return Trace(asked, max(config.sampling.max_tokens, *(max(one.lengths) for one in asked)), str(path))
 
 
-# ---- what was measured
+# ---- measured
 
 
 def _of_rollout(path: Path) -> Trace:
-    """`tlt rollout` keeps every answer."""
+    """From the completions that `tlt rollout` wrote."""
     run = read_run(path)
     told = [record.event for record in run.events if isinstance(record.event, RolloutFinished)]
     seconds = told[-1].seconds if told else None
@@ -80,7 +80,7 @@ def _of_rollout(path: Path) -> Trace:
 
 
 def _of_training(path: Path) -> Trace:
-    """The last step of `tlt train`: its events tell lengths, in the order of the requests."""
+    """The last step of `tlt train`. Its events list lengths in the order of the requests."""
     run = read_run(path)
     events = [record.event for record in counted(run.events)]
     rollouts = {event.step: event for event in events if isinstance(event, RolloutFinished)}
@@ -140,11 +140,11 @@ def _by_prompt(rows: Sequence[dict[str, Any]]) -> tuple[TracedPrompt, ...]:
     )
 
 
-# ---- what is drawn
+# ---- drawn
 
 
 def draw_trace(wanted: str, config: RunConfig) -> Trace:
-    """Logarithms of lengths are normal; half of their variance is the prompt's."""
+    """Draws lengths from a log-normal distribution. Half of the variance is common to a prompt's completions."""
     numbers = _numbers(wanted)
     median, sigma, cap = numbers["median"], numbers["sigma"], int(numbers["cap"])
     prompt_tokens = int(numbers.get("prompt", _PROMPT_TOKENS))

@@ -1,8 +1,8 @@
-"""A simulated worker: the engine's own scheduler, and whoever chooses its shapes, by a clock that costs nothing.
+"""A simulated worker: the engine's own scheduler and shape policy on a simulated clock.
 
-What always holds: a tick is planned, chosen and observed as an engine does it; only what the device would compute is
-taken from the world. Every request is answered exactly once, with as many tokens as its trace says. Captures and
-compilers are left out: what is foreseen is a worker that has met its shapes before.
+What always holds: ticks are planned, shapes chosen and outcomes observed by the engine's own objects; only the device's
+results come from `World`. Every request is answered exactly once, with as many tokens as its trace says. Graph captures
+and compilation are left out: the simulated worker has used its shapes before.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from tlt.types import Key
 class SimCompletion:
     key: Key
     tokens: int
-    at_s: float  # by the worker's clock
+    at_s: float  # on the worker's clock
 
 
 class SimWorker:
@@ -60,7 +60,7 @@ class SimWorker:
         return self._open > 0
 
     def begin(self) -> None:
-        """Another rollout: by a clock that starts anew, with another policy, whose prompts nobody has computed."""
+        """Begins another rollout: the clock restarts, and the prefix cache is empty as the policy is another one."""
         self.now = 0.0
         self.shapes.clear()
         self.ticks = self.verifies = self.accepted = 0
@@ -77,7 +77,7 @@ class SimWorker:
                 self._shape_policy.set_max_len(request.params.max_tokens)
 
     def tick(self) -> list[SimCompletion]:
-        """One step for every running request; who was answered in it."""
+        """One token or draft for every running request. Returns the requests that were completed."""
         shape = self._choose()
         plan = self._scheduler.plan(nodes=shape.verify)
         self._enter(plan)
@@ -142,7 +142,7 @@ class SimWorker:
         return self._arrived - before
 
     def _cut(self, reqs: Sequence[RunningRequest], results: Sequence[AcceptResult]) -> list[int]:
-        """An answer ends where it ends, in the middle of an accepted block too."""
+        """Tokens emitted per request: a completion may end within an accepted draft."""
         return [min(walked.accepted + 1, self._left(req)) for req, walked in zip(reqs, results, strict=True)]
 
     def _left(self, req: RunningRequest) -> int:

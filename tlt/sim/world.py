@@ -1,8 +1,8 @@
-"""The world of a simulated worker: what a tick takes there, and how far the policy walks along with a draft.
+"""The environment of a simulated worker: how long a tick takes, and how many draft tokens the policy accepts.
 
-What always holds: a tick's time follows from the book and from who decodes; luck is drawn in the order in which it is
-asked for, so the same questions get the same answers. A learned drafter's guesses are right as often as its table says,
-independently of each other: real requests differ in that, and a tree that follows each context does better.
+What always holds: a tick's time depends on the cost book and the batch alone; random numbers are drawn in the order of
+the calls, so equal calls give equal results. Draft tokens are accepted as often as the book's table says, independently
+of each other. Real requests differ from one another, and a tree built for each context does better than this.
 """
 
 import random
@@ -16,7 +16,7 @@ from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
 from tlt.spec.costs import CostTable, TickCosts
 from tlt.spec.shape import OFF, Shape
 
-_CERTAIN = 1e9  # verifies that the table is worth: here it is the truth
+_CERTAIN = 1e9  # weight of the book's table, in verifies: no observation changes it
 
 Paths = frozenset[tuple[int, ...]]  # of a tree's nodes: ranks from the root
 
@@ -98,7 +98,7 @@ class World:
 
 
 def grown(ranks: Sequence[Sequence[float]], shape: Shape) -> Paths:
-    """The likeliest nodes within depth and width, as many as are verified beside the root."""
+    """The likeliest nodes within depth and width, `shape.verify` of them with the root."""
     found: set[tuple[int, ...]] = set()
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     while heap and len(found) < shape.verify:

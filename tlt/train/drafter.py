@@ -85,7 +85,7 @@ def _states_of(model: Transformer, rows: Sequence[PackedRow], taps: Sequence[int
     return [DrafterBatch(*parts) for parts in states]
 
 
-class DrafterSpoilt(TltError):
+class DrafterDiverged(TltError):
     """A micro-step gave numbers that are not finite: the drafter's weights are lost."""
 
 
@@ -194,7 +194,7 @@ class DrafterTrainer:
     def _read(self, numbers: Reading, step: int, aligned: Aligned, named: int, rate: float) -> StepResult:
         loss, grad_norm = numbers.values()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise DrafterSpoilt(
+            raise DrafterDiverged(
                 f"micro-step {step} of the drafter: loss {loss}, gradient norm {grad_norm}; expected finite numbers: "
                 "the training diverged; start again with a lower draft.learning_rate, a run from its last checkpoint"
             )
