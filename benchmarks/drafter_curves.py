@@ -7,6 +7,7 @@ The recipe's task is decoded plainly once; completions of held-out prompts are m
 pass after pass, each variant from the same new drafter and in the same order. A variant is settings joined by "+":
 
     norm=ones        the last norm starts from ones, not from the policy's
+    fc=tap           the state starts as the last tapped layer's, not as a random mix of the three
     layer=policy     attention and MLP start from the policy's last layer
     lr=X             X times draft.learning_rate
     tokens=N         tokens of a micro-step (default drafting.tokens)
@@ -40,7 +41,7 @@ from tlt.config import RunConfig
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.loop import ask
-from tlt.machine import wait_for
+from tlt.machine import free_memory, wait_for
 from tlt.model.transformer import Block, Transformer
 from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config
@@ -137,6 +138,10 @@ def new_drafter_of(config: RunConfig, policy: Policy, words: dict[str, str], don
     drafter = new_drafter(policy, config, ids)
     if words.get("norm") == "ones":
         torch.nn.init.ones_(drafter.norm)
+    if words.get("fc") == "tap":
+        hidden = size.layer.hidden
+        with torch.no_grad():
+            drafter.fc.zero_()[:, -hidden:].fill_diagonal_(1.0)
     if words.get("layer") == "policy":
         _copy_layer(drafter, model)
     return drafter
@@ -221,6 +226,7 @@ def main() -> None:
     config = load_config(given.recipe, flags)
     policy = open_policy(config.model)
     done = completions_of(config, policy, given.completions)
+    free_memory()  # of the engine
     held, learned = done[: given.held], done[given.held :]
     lengths = sorted(len(completion.tokens) for completion in done)
     places = {"p50": len(done) // 2, "p90": len(done) * 9 // 10, "p99": len(done) * 99 // 100, "max": len(done) - 1}
