@@ -83,7 +83,6 @@ class Worker:
         reference = open_policy(config.model).model if config.grpo.kl else None
         make = peers.make_trainer or partial(self._trainer, peers)
         self.trainer = make(self.policy.model, reference)
-        emit(StartupPhase("building the engine"))
         on_gpu = self.policy.model.embed.is_cuda
         shape_policy = shape_policy_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
         self.tuner = shape_policy if isinstance(shape_policy, Tuner) else None
@@ -91,7 +90,10 @@ class Worker:
         self._learned = next((drafter for drafter in drafters if drafter.learned), Drafter())
         trained = self._learned.model if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, trained.config.taps, config) if trained else None
-        self.engine = build_engine(self.policy, self._with_room(), shape_policy, drafters, keeper)
+        self.engine = build_engine(
+            *(self.policy, self._with_room(), shape_policy, drafters, keeper),
+            on_phase=lambda it: emit(StartupPhase(it)),
+        )
         self._keeper = keeper
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
         self._files = peers.files

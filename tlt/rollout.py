@@ -67,8 +67,7 @@ def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) ->
         asked = _ask(config, task)
         log.emit(StartupPhase(f"opening the policy {config.model.path}"))
         policy = open_policy(config.model)
-        log.emit(StartupPhase("building the engine"))
-        engine = build_engine(policy, config)
+        engine = build_engine(policy, config, on_phase=lambda phase: log.emit(StartupPhase(phase)))
         log.emit(StartupFinished(seconds=time.perf_counter() - started))
         requests = [request for _, request in asked]
 

@@ -31,7 +31,7 @@ from tlt.tasks.context import refuse_long_prompts
 from tlt.tasks.files import FileTask
 from tlt.text import Tokenizer
 from tlt.types import Key
-from tlt.watch.events import DrafterSwapped, DrafterTrained, Event, TrainingForecast
+from tlt.watch.events import DrafterSwapped, DrafterTrained, Event, StartupPhase, TrainingForecast
 
 PLAIN = "plain"
 RECENT = 10  # steps
@@ -119,6 +119,7 @@ class VariantSteps:
     variant: str
     config: RunConfig
     start_s: float = 0.0
+    start_phases_s: dict[str, float] = field(default_factory=dict)  # seconds of each part of it
     snapshot_s: float | None = None
     records: list[StepRecord] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of all answers
@@ -136,25 +137,36 @@ class VariantRun:
         self._events: list[Event] = []
         self._version: int | None = None
         self._forecast: TrainingForecast | None = None
+        self._phases: list[tuple[float, str]] = []  # when each began
         started = time.perf_counter()
         with ExitStack() as stack:
             task = task_of(config)
             judge = stack.enter_context(judge_of(task, config))
-            self.fleet = LocalFleet(config, self._events.append)
+            self.fleet = LocalFleet(config, self._see)
             stack.callback(self.fleet.close)
             tokenizer = Tokenizer.load(source_of(config.model))
-            self._loop = Loop(config, task, tokenizer, judge, self.fleet, self._events.append)
+            self._loop = Loop(config, task, tokenizer, judge, self.fleet, self._see)
             self._device = self.fleet.worker.policy.model.embed.device
             wait_for(self._device)
             self._stack = stack.pop_all()
         self._ended = time.perf_counter()
         self.taken.start_s = self._ended - started
+        self.taken.start_phases_s = self._phases_s(self._ended)
 
     def __enter__(self) -> "VariantRun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, StartupPhase):
+            self._phases.append((time.perf_counter(), event.phase))
+        self._events.append(event)
+
+    def _phases_s(self, ended: float) -> dict[str, float]:
+        ends = [begun for begun, _ in self._phases[1:]] + [ended]
+        return {phase: end - begun for (begun, phase), end in zip(self._phases, ends, strict=True)}
 
     def step(self) -> tuple[Step, StepRecord]:
         """The next step. The record is not yet one of those that `taken` holds: whoever has more to say adds it."""

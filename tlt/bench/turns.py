@@ -11,7 +11,7 @@ plan, however few of the steps are taken.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ class StartRecord:
 
     phase: str  # "warm-up", whose seconds are no variant's, or the variant
     seconds: float
+    parts_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +162,12 @@ class _TurnsBench:
         starts = []
         started = time.perf_counter()
         _warm_up(self._configs[PLAIN])
-        starts.append(StartRecord("warm-up", time.perf_counter() - started))
+        starts.append(StartRecord("warm-up", time.perf_counter() - started, {}))
         self._report.keep("start", starts)
         for name, config in self._configs.items():
             self._runs[name] = self._stack.enter_context(VariantRun(name, config))
-            starts.append(StartRecord(name, self._runs[name].taken.start_s))
+            taken = self._runs[name].taken
+            starts.append(StartRecord(name, taken.start_s, taken.start_phases_s))
             self._report.keep("start", starts)
         self._report.show(", ".join(f"{start.phase} {start.seconds:.1f} s" for start in starts))
 

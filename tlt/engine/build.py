@@ -29,11 +29,13 @@ def build_engine(
     shape_policy: ShapePolicy | None = None,
     drafters: Sequence[Drafter] = (),
     on_features: Callable[[Features], None] | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> EngineCore:
     """`shape_policy` and `drafters` replace the configured ones.
 
-    `on_features` receives the hidden states that the drafter on the device reads.
+    `on_features` receives the hidden states that the drafter on the device reads, `on_phase` what is done next.
     """
+    on_phase("building the engine")
     if not config.spec.drafters:
         engine = EngineCore(policy.model, policy.tokenizer, config.engine)
         engine.compile(filtered=config.sampling.filtered)
@@ -44,7 +46,9 @@ def build_engine(
         config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu
     )
     engine = speculating_engine(policy, config, shape_policy, drafters, on_features)
+    on_phase("timing the engine's passes")
     shape_policy.load_costs(engine.measure())
+    on_phase("capturing graphs for speculation")
     make_ready(engine, shape_policy, config)
     return engine
 
