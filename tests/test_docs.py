@@ -113,8 +113,8 @@ def test_every_value_that_may_be_chosen_and_every_range_is_explained() -> None:
 @pytest.mark.parametrize(
     ("key", "doc", "expected"),
     [
-        ("grpo.loss", "every token weighs the same, or every answer does", ["grpo.loss token", "grpo.loss sequence"]),
-        ("grpo.loss", "token: every token weighs the same; sequence", ["grpo.loss sequence"]),
+        ("task.reward_batch", "those to one prompt, or all", ["task.reward_batch group", "task.reward_batch step"]),
+        ("task.reward_batch", "group: those to one prompt; step", ["task.reward_batch step"]),
         ("model.device", "auto, cpu, cuda or cuda:N", [f"model.device {value}" for value in NAMED["model.device"]]),
         ("run.steps", "steps of reinforcement learning", ["run.steps (range)"]),
         ("spec.shares", "on average, the likeliest of all", ["spec.shares (range)"]),

@@ -451,8 +451,14 @@ class GrpoSettings:
     leave_one_out: bool = False  # compare a rollout with the mean of the other rollouts of its group
     clip_low: float = 0.2  # lower clip of the probability ratio is 1 - clip_low
     clip_high: float = 0.2  # upper clip is 1 + clip_high; above clip_low it lets rare tokens grow faster
-    loss: Literal["token", "sequence"] = "token"  # token: equal weight per token; sequence: equal weight per completion
-    kl: float = 0.0  # weight of the KL divergence from the initial policy; 0: no term, and no copy of that policy
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what the probability ratio does. ppo: the surrogate of each
+    # token is clipped; gspo: likewise with the ratio of the whole completion, its geometric mean per token;
+    # cispo: the ratio is clipped and weights the log-probability, so that every token keeps its gradient
+    loss: Literal["token", "sequence", "constant", "sum"] = "token"  # weight of a token. token: equal for all tokens;
+    # sequence: equal for all completions; constant: equal, 1 over completions × sampling.max_tokens;
+    # sum: equal, 1 over completions
+    kl: float = 0.0  # weight of the KL divergence from the initial policy. 0: no term, and no copy of that policy;
+    # adapters need no copy either
     mask_overlong: bool = False  # exclude completions cut off at the length limit from the loss
     importance_cap: float = 0.0  # weight tokens by trainer's over engine's probability, at most this; 0: no weights
     mismatch_limit: float = 0.5  # stop if trainer and engine differ by more nats per token on average; 0: no limit

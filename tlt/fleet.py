@@ -80,7 +80,10 @@ class Worker:
         self.config = config
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = open_policy(config.model)
-        reference = open_policy(config.model).model if config.grpo.kl else None
+        copied = (
+            config.grpo.kl and not config.train.lora_rank
+        )  # with adapters, the policy without them is the reference
+        reference = open_policy(config.model).model if copied else None
         make = peers.make_trainer or partial(self._trainer, peers)
         self.trainer = make(self.policy.model, reference)
         on_gpu = self.policy.model.embed.is_cuda

@@ -1,14 +1,13 @@
-"""GRPO: advantages from the rewards of a group, and the loss of each token. Pure functions.
+"""GRPO and its relatives: advantages from the rewards of a group, and the loss of each token. Pure functions.
 
-A rollout's advantage compares its reward with its group's rewards. A token's loss is the clipped surrogate of PPO,
-−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A), where r is the ratio of the token's probability now to its probability when
-it was sampled. Optional terms: the divergence from a frozen reference (the k3 estimator), and truncated importance
-weights. Each option is a knob of `GrpoSettings`.
+A rollout's advantage A compares its reward with its group's rewards. A token's loss follows from the ratio r of the
+token's probability now to its probability when it was sampled, clipped to c(r) within 1 − ε_low … 1 + ε_high:
+−min(r·A, c(r)·A) (PPO; GSPO with the ratio of the whole completion), or −c(r)·A·log p where c(r) has no gradient
+(CISPO). Optional terms: the divergence from a frozen reference (the k3 estimator), and truncated importance weights.
+Each option is a knob of `GrpoSettings`; GRPO, Dr. GRPO, DAPO, RLOO, GSPO and CISPO are recipes.
 
-Not implemented: a value model and per-token rewards; ratios of whole sequences (GSPO) and soft clips (CISPO, SAPO); a
-second clip for negative advantages (dual clip); division by a constant length (Dr. GRPO; its other half is
-`divide_by_std = false`); an entropy bonus; length penalties (they belong in the reward); resampling groups with equal
-rewards (DAPO's dynamic sampling: such groups have no gradient and cost no training).
+Not implemented: a value model and per-token rewards; soft clips (SAPO); a second clip for negative advantages (dual
+clip); an entropy bonus.
 
 Works on numbers and tensors of tokens; does not know models, rows or optimizers.
 """
@@ -67,6 +66,7 @@ class Totals:
 
     answers: int
     tokens: int  # of those answers
+    limit: int = 1  # of an answer, in tokens
 
 
 def counts(completion: Completion, settings: GrpoSettings) -> bool:
@@ -75,13 +75,45 @@ def counts(completion: Completion, settings: GrpoSettings) -> bool:
 
 
 def token_weight(tokens: int, totals: Totals, settings: GrpoSettings) -> float:
-    """Loss weight of each token of a completion with `tokens` tokens. The weights of a batch sum to 1."""
-    if settings.loss == "token":
-        return 1.0 / totals.tokens
-    return 1.0 / (tokens * totals.answers)
+    """Loss weight of each token of a completion with `tokens` tokens. Of `token` and `sequence` they sum to 1."""
+    match settings.loss:
+        case "token":
+            return 1.0 / totals.tokens
+        case "sequence":
+            return 1.0 / (tokens * totals.answers)
+        case "constant":
+            return 1.0 / (totals.limit * totals.answers)
+        case "sum":
+            return 1.0 / totals.answers
 
 
 # ---- tokens
+
+
+def token_losses(
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, settings: GrpoSettings
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether its ratio was clipped. For GSPO `old_N` is that of `sequence_old`."""
+    loss = clipped_weight if settings.objective == "cispo" else clipped_surrogate
+    return loss(logprob_N, old_N, advantage_N, settings)
+
+
+def clipped_weight(
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, settings: GrpoSettings
+) -> tuple[Tensor, Tensor]:
+    """CISPO: the log-probability, weighted by the clipped ratio. Every token has a gradient."""
+    ratio_N = (logprob_N - old_N).detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    held_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -held_N * advantage_N * logprob_N, held_N != ratio_N
+
+
+def sequence_old(now_N: Tensor, old_N: Tensor, sizes_S: Tensor) -> Tensor:
+    """GSPO: old log-probabilities that give each token the mean log ratio of its completion, of `sizes_S` tokens each.
+
+    `now_N` are the present log-probabilities: their gradient is then that of the mean.
+    """
+    mean_S = torch.segment_reduce(now_N - old_N, "mean", lengths=sizes_S)
+    return now_N - mean_S.repeat_interleave(sizes_S)
 
 
 def clipped_surrogate(

@@ -9,7 +9,8 @@ adapted; queries, keys and values are one matrix here and share an A. Knows weig
 # N outputs, K inputs, r rank
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +47,17 @@ class Lora(nn.Module):
         """Writes base + scale · B·A into the policy."""
         for weight, base, a_rK, b_Nr in zip(self._weights, self._bases, self.a, self.b, strict=True):
             weight.copy_(torch.addmm(base.to(a_rK.dtype), b_Nr, a_rK, alpha=self.scale))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The policy without its adapters, in place: what it was when it was opened. No copy is made."""
+        with torch.no_grad():
+            for weight, base in zip(self._weights, self._bases, strict=True):
+                weight.copy_(base)
+        try:
+            yield
+        finally:
+            self.merge()
 
     def state(self) -> dict[str, Any]:
         """The adapters, and a fingerprint of the weights they are added to. Live tensors."""

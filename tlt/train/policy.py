@@ -95,8 +95,8 @@ class UpdateResult:
 class PolicyTrainer:
     """Takes steps. Reads the device's results once per update, before the weights change.
 
-    `reference`: the frozen policy of the `grpo.kl` term. `sampling`: the settings of the rollouts. `passes`: maps this
-    worker's number of passes to the number that all workers make.
+    `reference`: the frozen policy of the `grpo.kl` term; None: the policy without its adapters. `sampling`: settings of
+    the rollouts. `passes`: maps this worker's number of passes to the number that all workers make.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class PolicyTrainer:
         passes: Callable[[int], int] | None = None,
     ) -> None:
         sampling = sampling or SamplingParams()
-        _check(model, grpo, reference, sampling)
+        _check(model, grpo, reference, sampling, adapters=train.lora_rank > 0)
         self._model = model
         self._train = train
         self._grpo = grpo
         self._reference = reference if grpo.kl else None
-        self._temperature = sampling.temperature
+        self._temperature, self._limit = sampling.temperature, sampling.max_tokens
         self._round_off = _ROUND_OFF.get(model.embed.dtype, 0.0)
         self._sum_over_workers = sum_over_workers or (lambda tensors: None)
         self._passes = passes or (lambda own: own)
@@ -144,6 +144,10 @@ class PolicyTrainer:
         `observer` sees the rows of the first update."""
         rate = learning_rate(self.steps_taken, self._schedule)
         parts = [self._prepare(experiences[i :: self._train.minibatches]) for i in range(self._train.minibatches)]
+        if self._grpo.kl and self._reference is None and self._lora is not None:
+            with self._lora.off():
+                for part in parts:
+                    part.rows = [self._referred(row, self._model) for row in self._rows(part)]
         if self._grpo.importance_cap or self._round_off:
             # the first update computes the log-probabilities at the start of the step itself
             for part in parts if self._train.epochs > 1 else parts[1:]:
@@ -199,7 +203,7 @@ class PolicyTrainer:
         for index, row in enumerate(self._rows(part)):
             states = self._states(self._model, row, observer.taps if observer else ())
             hidden_ND = states.hidden_TD.index_select(0, row.before_N)
-            loss_of = _RowLoss(row, self._grpo, sums, self._round_off)
+            loss_of = _RowLoss(self._with_ratios(row, hidden_ND), self._grpo, sums, self._round_off)
             loss, _, entropy_N = token_loss(
                 hidden_ND, self._model.head_weight, row.token_N, loss_of, temperature=self._temperature
             )
@@ -250,7 +254,7 @@ class PolicyTrainer:
         counts = torch.tensor([len(counted), tokens, len(learned)], device=self._model.embed.device)
         self._sum_over_workers([counts])
         all_answers, all_tokens, all_learned = counts.tolist()
-        totals = grpo.Totals(answers=all_answers, tokens=all_tokens)
+        totals = grpo.Totals(answers=all_answers, tokens=all_tokens, limit=self._limit)
         # a completion longer than a row gets a longer row, rather than an error in the middle of a run
         longest = max((_length(e.rollout.completion) for e in learned), default=1)
         rows = pack([_example(e) for e in learned], max(self._train.row_tokens, longest))
@@ -295,11 +299,21 @@ class PolicyTrainer:
             advantage_N=per_token([e.advantage for e in members]),
             weight_N=per_token(weights),
             old_N=upload(torch.from_numpy(np.frombuffer(old).astype(wide)), device),
+            sizes_S=upload(torch.from_numpy(sizes_S), device) if self._grpo.objective == "gspo" else None,
         )
-        if self._reference is None:
+        return row if self._reference is None else self._referred(row, self._reference)
+
+    @torch.no_grad()
+    def _referred(self, row: "_Row", reference: Transformer) -> "_Row":
+        return replace(row, reference_N=self._logprobs(reference, row))
+
+    def _with_ratios(self, row: "_Row", hidden_ND: Tensor) -> "_Row":
+        """For GSPO, whose ratios are of whole completions, while losses are computed chunk by chunk."""
+        if row.sizes_S is None:
             return row
-        with torch.no_grad():
-            return replace(row, reference_N=self._logprobs(self._reference, row))
+        now_N = token_logprobs(hidden_ND.detach(), self._model.head_weight, row.token_N, temperature=self._temperature)
+        _, anchor_N = _anchors(now_N, row.old_N, row.anchor_N, self._grpo, self._round_off)
+        return replace(row, sequence_N=grpo.sequence_old(now_N, anchor_N, row.sizes_S))
 
     def _old(self, completion: Completion) -> tuple[float, ...]:
         """The engine's log-probabilities under the distribution the ratio is of."""
@@ -336,6 +350,8 @@ class _Row:
     old_N: Tensor  # the engine's log-probabilities
     reference_N: Tensor | None = None  # the reference's
     anchor_N: Tensor | None = None  # the trainer's own at the start of the step
+    sizes_S: Tensor | None = None  # tokens of each answer, where they are needed
+    sequence_N: Tensor | None = None  # old ones with which a token's ratio is its answer's
 
 
 @dataclass(slots=True)
@@ -363,12 +379,11 @@ class _RowLoss:
         row = self._row
         settings = self._settings
         now_C, old_C = logprob_C.detach(), row.old_N[chunk]
-        start_C = now_C if row.anchor_N is None else row.anchor_N[chunk]
-        off_C = (start_C - old_C).abs()
-        if self._round_off:
-            old_C = grpo.settled(old_C, start_C, self._round_off)
-        anchor_C = start_C if settings.importance_cap else old_C
-        loss_C, clipped_C = grpo.clipped_surrogate(logprob_C, anchor_C, row.advantage_N[chunk], settings)
+        start_C = None if row.anchor_N is None else row.anchor_N[chunk]
+        off_C = ((now_C if start_C is None else start_C) - old_C).abs()
+        old_C, anchor_C = _anchors(now_C, old_C, start_C, settings, self._round_off)
+        ratio_C = anchor_C if row.sequence_N is None else row.sequence_N[chunk]
+        loss_C, clipped_C = grpo.token_losses(logprob_C, ratio_C, row.advantage_N[chunk], settings)
         if settings.importance_cap:
             trust_C = grpo.importance(anchor_C, old_C, settings.importance_cap)
             loss_C = loss_C * trust_C
@@ -382,6 +397,19 @@ class _RowLoss:
         self._sums.add(tokens=len(now_C), clipped=clipped_C.sum(), mismatch=off_C.sum())
         self._sums.see_mismatch(off_C.max())
         return loss_C * row.weight_N[chunk]
+
+
+def _anchors(
+    now_N: Tensor, old_N: Tensor, start_N: Tensor | None, settings: GrpoSettings, round_off: float
+) -> tuple[Tensor, Tensor]:
+    """The engine's log-probabilities as they count, and those that ratios are relative to.
+
+    `start_N`: the trainer's at the start of the step; None: they are those of now.
+    """
+    start_N = now_N if start_N is None else start_N
+    if round_off:
+        old_N = grpo.settled(old_N, start_N, round_off)
+    return old_N, start_N if settings.importance_cap else old_N
 
 
 def _result(reports: Sequence[UpdateReport], parts: Sequence[_Minibatch], rate: float) -> UpdateResult:
@@ -425,10 +453,12 @@ def _length(completion: Completion) -> int:
     return len(completion.prompt_tokens) + len(completion.tokens)
 
 
-def _check(model: Transformer, grpo: GrpoSettings, reference: Transformer | None, sampling: SamplingParams) -> None:
+def _check(
+    model: Transformer, grpo: GrpoSettings, reference: Transformer | None, sampling: SamplingParams, *, adapters: bool
+) -> None:
     if model.embed.dtype == torch.float16:
         raise ConfigError("model.dtype is float16, whose gradients vanish; train in bfloat16 or float32")
-    if grpo.kl and reference is None:
+    if grpo.kl and reference is None and not adapters:
         raise ConfigError(f"grpo.kl is {grpo.kl} but there is no reference policy; give one, or set grpo.kl to 0")
     if sampling.temperature == 0:
         raise ConfigError("sampling.temperature is 0: all answers of a group are the same; set it to 1")
