@@ -23,7 +23,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt.bench.record import new_record, write_record
-from tlt.engine import sampler
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.kernels.sampling import triton as sampling_triton
 from tlt.types import Key, SamplingParams
@@ -139,12 +138,10 @@ def with_shape(counters: int, tiles: int, warps: int, rows: SamplingRows, out: S
     def call(logits_RV: Tensor) -> None:
         sampling_triton.sample(
             logits_RV,
-            (rows.seed_R, rows.request_R, rows.position_R),
-            (rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.log_min_p_R),
-            (out.token_R, out.logprob_R, out.policy_logprob_R),
+            rows.keys,
+            rows.settings,
+            out.parts,
             filtered=False,
-            greedy_below=sampler.GREEDY_BELOW,
-            weight_units=sampler.WEIGHT_UNITS,
             counters=counters,
             tiles=tiles,
             warps=warps,

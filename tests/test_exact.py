@@ -303,15 +303,13 @@ def test_log_probabilities_do_not_depend_on_the_company(monkeypatch: pytest.Monk
     rows = rows_for(params, len(params), DEVICE)
 
     def draw(first: int, last: int, exact: bool) -> Sampled:
-        some, out = rows.slice(first, last), Sampled.empty(last - first, DEVICE)
+        out = Sampled.empty(last - first, DEVICE)
         sampling_triton.sample(
             logits[first:last].contiguous(),
-            (some.seed_R, some.request_R, some.position_R),
-            (some.temperature_R, some.top_k_R, some.top_p_R, some.log_min_p_R),
-            (out.token_R, out.logprob_R, out.policy_logprob_R),
+            tuple(part[first:last] for part in rows.keys),
+            tuple(part[first:last] for part in rows.settings),
+            out.parts,
             filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params[first:last]),
-            greedy_below=1e-5,
-            weight_units=2.0**40,
             exact=exact,
         )
         return out

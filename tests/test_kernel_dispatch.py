@@ -21,7 +21,7 @@ ROOT = Path(tlt.__file__).parents[1]
 # Triton functions whose reference is not beside them.
 IMPORTED = {
     "tlt.model.attention": "tlt.kernels.attention.exact_triton",  # the reference of any attention is its reference
-    "tlt.engine.sampler": "tlt.kernels.sampling",  # the sampler's torch path is in the module itself
+    "tlt.tune_kernels": "tlt.kernels.linear.tuning_triton",  # times kernels: there is nothing to time in torch
 }
 
 

@@ -11,9 +11,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from tlt.engine import sampler
 from tlt.engine.sampler import Sampled, SamplingRows, log_min_p, sample
-from tlt.kernels.sampling import noise
+from tlt.kernels.sampling import noise, reference
 from tlt.types import Key, SamplingParams
 
 # R rows, V vocabulary, N tokens or keys
@@ -57,7 +56,9 @@ def with_noise(gumbel: Noise) -> Draw:
         noise_RV = torch.cat(
             [
                 gumbel(part.seed_R, part.request_R, part.position_R, logits_RV.shape[-1])
-                for part in (rows.slice(k, k + 2000) for k in range(0, len(logits_RV), 2000))  # in cache: quicker
+                for part in (
+                    pick(rows, slice(k, k + 2000)) for k in range(0, len(logits_RV), 2000)
+                )  # in cache
             ]
         )
         return (logits_RV / rows.temperature_R[:, None] + noise_RV).argmax(-1)
@@ -269,7 +270,7 @@ def mixed_rows(count: int) -> SamplingRows:
     return SamplingRows.of(keys, [7 * k for k in range(count)], [settings[k % len(settings)] for k in range(count)])
 
 
-def pick(rows: SamplingRows, index: Tensor) -> SamplingRows:
+def pick(rows: SamplingRows, index: Tensor | slice) -> SamplingRows:
     return SamplingRows(
         rows.seed_R[index],
         rows.request_R[index],
@@ -290,9 +291,9 @@ def test_order_and_split_of_the_batch_change_nothing(dtype: torch.dtype, monkeyp
     order = torch.randperm(40, generator=generator)
     assert torch.equal(sample(logits_RV[order], pick(rows, order)).token_R, whole.token_R[order])
     for size in (1, 7):
-        parts = [sample(logits_RV[k : k + size], rows.slice(k, k + size)) for k in range(0, 40, size)]
+        parts = [sample(logits_RV[k : k + size], pick(rows, slice(k, k + size))) for k in range(0, 40, size)]
         assert torch.equal(torch.cat([part.token_R for part in parts]), whole.token_R)
-    monkeypatch.setattr(sampler, "_CHUNK", 450)  # three rows at a time
+    monkeypatch.setattr(reference, "_CHUNK", 450)  # three rows at a time
     chunked = sample(logits_RV, rows, out=Sampled.empty(40))
     assert torch.equal(chunked.token_R, whole.token_R)
     assert torch.equal(chunked.logprob_R, whole.logprob_R)

@@ -31,6 +31,13 @@ if ON_GPU:
     FILTERED_CASES = [(v, dtype) for v in (1, 5, 1000, 5003, 49_152, 151_936) for dtype in DTYPES]
 
 
+def fused_sample(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None = None) -> Sampled:
+    """As `sampler.sample` where there is a GPU; here in the interpreter, too."""
+    out = out or Sampled.empty(len(logits_RV), logits_RV.device)
+    sampling_triton.sample(logits_RV, rows.keys, rows.settings, out.parts, filtered=rows.filtered)
+    return out
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """These operations are too small to share: on a busy machine a second thread is only waited for."""
@@ -70,7 +77,7 @@ def logits_for(rows: int, vocab_size: int, dtype: torch.dtype, spread: float = 3
 
 def assert_equal_samples(logits_RV: Tensor, params: list[SamplingParams]) -> Sampled:
     expected = sampler.sample(logits_RV, rows_for(params, len(logits_RV)))
-    fused = sampler._sample_fused(logits_RV.to(DEVICE), rows_for(params, len(logits_RV), DEVICE), None)
+    fused = fused_sample(logits_RV.to(DEVICE), rows_for(params, len(logits_RV), DEVICE))
     assert torch.equal(fused.token_R.cpu(), expected.token_R)
     close = {"atol": 5e-5, "rtol": 1e-6, "equal_nan": True}  # 152k float32 terms summed in another order
     torch.testing.assert_close(fused.logprob_R.cpu(), expected.logprob_R, **close)
@@ -128,10 +135,10 @@ def test_rows_without_a_distribution_say_so(params: list[SamplingParams]) -> Non
 def test_rows_may_be_strided_and_out_is_used() -> None:
     wide_RV = logits_for(3, 256, torch.float32).to(DEVICE)
     rows, out = rows_for(PLAIN, 3, DEVICE), Sampled.empty(3, DEVICE)
-    assert sampler._sample_fused(wide_RV[:, :130], rows, out) is out
-    assert torch.equal(out.token_R, sampler._sample_fused(wide_RV[:, :130].contiguous(), rows, None).token_R)
+    fused_sample(wide_RV[:, :130], rows, out)
+    assert torch.equal(out.token_R, fused_sample(wide_RV[:, :130].contiguous(), rows).token_R)
     with pytest.raises(ValueError, match="contiguous"):
-        sampler._sample_fused(wide_RV[:, ::2], rows, None)
+        fused_sample(wide_RV[:, ::2], rows)
 
 
 @pytest.mark.parametrize("tiles", [1, 4])
@@ -140,12 +147,10 @@ def test_the_split_of_the_vocabulary_changes_no_token(tiles: int) -> None:
     out = Sampled.empty(3, DEVICE)
     sampling_triton.sample(
         logits_RV,
-        (rows.seed_R, rows.request_R, rows.position_R),
-        (rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.log_min_p_R),
-        (out.token_R, out.logprob_R, out.policy_logprob_R),
+        rows.keys,
+        rows.settings,
+        out.parts,
         filtered=False,
-        greedy_below=sampler.GREEDY_BELOW,
-        weight_units=sampler.WEIGHT_UNITS,
         counters=256,
         tiles=tiles,
     )

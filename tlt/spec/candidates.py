@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.sampling import candidates as kernels
-from tlt.kernels.sampling.candidates import GREEDY_BELOW, perturbed
+from tlt.kernels.sampling.candidates import perturbed
+from tlt.kernels.sampling.reference import GREEDY_BELOW
 
 __all__ = [
     "BETAS",

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.sampling import noise
-
-GREEDY_BELOW = 1e-5  # temperatures the sampler takes for 0
+from tlt.kernels.sampling.reference import GREEDY_BELOW
 
 Key = tuple[Tensor, Tensor, Tensor]  # seed, request, position of the token to be named: int64, one per row
 

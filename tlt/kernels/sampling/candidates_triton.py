@@ -17,8 +17,9 @@ from torch import Tensor
 from tlt.kernels.attention.cache_triton import start
 from tlt.kernels.linear.workspace import shared_workspace
 from tlt.kernels.sampling import noise
-from tlt.kernels.sampling.candidates import GREEDY_BELOW, Key
+from tlt.kernels.sampling.candidates import Key
 from tlt.kernels.sampling.noise_triton import first_token, gumbel_lanes, gumbel_of
+from tlt.kernels.sampling.reference import GREEDY_BELOW
 
 MOST = 8  # candidates one launch can name
 TILES = (512, 256, 128)  # counters per program: at 4 warps 16, 8 or 4 tokens per thread

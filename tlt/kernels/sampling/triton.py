@@ -1,6 +1,6 @@
 """Keyed sampling in Triton, fused over the vocabulary: noise, argmax and both softmax sums in one read of the logits.
 
-Always holds: tokens and noise are bit-equal to the torch path (`noise.py`, `engine/sampler.py`), because both use the
+Always holds: tokens and noise are bit-equal to the torch path (`noise.py`, `reference.py`), because both use the
 same IEEE additions and multiplications in the same order; every launch therefore sets `enable_fp_fusion=False`, or the
 compiler would fuse them. Sums of probabilities are only close. No noise or probability tensor is ever stored, nothing
 waits for the device, and with `out` tensors given every launch can be captured in a CUDA graph.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tlt.kernels.sampling import noise
 from tlt.kernels.sampling.noise_triton import exp, first_token, gumbel_lanes
+from tlt.kernels.sampling.reference import GREEDY_BELOW, WEIGHT_UNITS, Keys, Out, Settings
 
 # R rows, V vocabulary, S splits of the vocabulary, one program each
 
@@ -285,19 +286,17 @@ def _select(
 
 def sample(
     logits_RV: Tensor,
-    keys: tuple[Tensor, Tensor, Tensor],  # seed, request, position: int64 [R]
-    settings: tuple[Tensor, Tensor, Tensor, Tensor],  # float32 but top-k: temperature, top-k, top-p, ln min-p: [R]
-    out: tuple[Tensor, Tensor, Tensor],  # token int64, logprob float32, policy logprob float32: [R], written
+    keys: Keys,
+    settings: Settings,
+    out: Out,
     *,
     filtered: bool,
-    greedy_below: float,
-    weight_units: float,
     exact: bool = False,
     counters: int = COUNTERS,
     tiles: int | None = None,
     warps: int = 4,
 ) -> None:
-    """What engine.sampler says, in two launches (plain) or some more (filtered). The last three are for benchmarks.
+    """`reference.sample` in two launches (plain) or some more (filtered). The last three are for benchmarks.
 
     Exact: a row's log-probabilities too are the same bit for bit in any company: the vocabulary is always cut alike,
     and rows without filters go through the kernel of those with, where their thresholds are −inf.
@@ -316,27 +315,25 @@ def sample(
     digits = _digits(logits_RV.dtype)
     sums = row_top_R = token_RS  # never read unless filtered
     if filtered:
-        sums, row_top_R = _select_sums(logits_RV, settings, digits, greedy_below, weight_units)
+        sums, row_top_R = _select_sums(logits_RV, settings, digits)
     elif exact:
         sums = torch.zeros((rows, 2, DIGITS, 16), dtype=torch.int64, device=logits_RV.device)
         row_top_R = torch.zeros(rows, dtype=torch.int32, device=logits_RV.device)  # 0: ln min-p is −inf in every row
     _scan[(rows, splits)](
         logits_RV, logits_RV.stride(0), vocab_size, *keys, *settings, row_top_R, sums,
         best_RS, token_RS, top_RS, mass_RS, policy_mass_RS,
-        C=counters, TILES=tiles, FILTERED=filtered or exact, SELECT_DIGITS=digits, GREEDY_BELOW=greedy_below,
+        C=counters, TILES=tiles, FILTERED=filtered or exact, SELECT_DIGITS=digits, GREEDY_BELOW=GREEDY_BELOW,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     _combine[(rows,)](
         logits_RV, logits_RV.stride(0), vocab_size, temperature_R,
         best_RS, token_RS, top_RS, mass_RS, policy_mass_RS, *out, splits,
-        S=triton.next_power_of_2(splits), GREEDY_BELOW=greedy_below,
+        S=triton.next_power_of_2(splits), GREEDY_BELOW=GREEDY_BELOW,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _select_sums(
-    logits_RV: Tensor, settings: tuple[Tensor, ...], digits: int, greedy_below: float, weight_units: float
-) -> tuple[Tensor, Tensor]:
+def _select_sums(logits_RV: Tensor, settings: Settings, digits: int) -> tuple[Tensor, Tensor]:
     """The sums from which every row's threshold is read, int64 [R, 2, DIGITS, 16]; and its largest logit, ordered."""
     rows, vocab_size = logits_RV.shape
     sums = torch.zeros((rows, 2, DIGITS, 16), dtype=torch.int64, device=logits_RV.device)
@@ -348,7 +345,7 @@ def _select_sums(
             _select[grid](
                 logits_RV, logits_RV.stride(0), vocab_size, *settings[:3], top_R, sums, passes,
                 BY_MASS=by_mass, SELECT_DIGITS=digits, TOKENS=SELECT_TOKENS,
-                GREEDY_BELOW=greedy_below, WEIGHT_UNITS=weight_units, enable_fp_fusion=False,
+                GREEDY_BELOW=GREEDY_BELOW, WEIGHT_UNITS=WEIGHT_UNITS, enable_fp_fusion=False,
             )  # fmt: skip
     return sums, top_R
 
