@@ -63,7 +63,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.draft",
         "tlt.tune_kernels",
     ),
-    "doors": ("tlt.cli", "tlt.bench", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server"),
+    "doors": ("tlt.cli", "tlt.bench", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server", "tlt.serve"),
 }
 # Modules that need nothing but the standard library (and each other).
 PLAIN = {
@@ -102,6 +102,9 @@ PLAIN = {
     "tlt.model.shapes",
     "tlt.sim",
     "tlt.train.rates",
+    "tlt.serve.options",
+    "tlt.serve.errors",
+    "tlt.serve.fields",
     "tlt.bench.compare",
     "tlt.bench.options",
     "tlt.watch.metrics",

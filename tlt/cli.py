@@ -282,6 +282,22 @@ def _train(options: Namespace, flags: list[str]) -> None:
             resume, resume_from = True, ""
 
 
+def _serve(options: Namespace, flags: list[str]) -> None:
+    drafters = {"none": ["none"], "suffix": ["suffix"], None: ["suffix"], "new": ["both", "new"]}
+    drafter, *path = drafters.get(options.drafter) or ["both", options.drafter]
+    usual = [f"--spec.drafter={drafter}", *(f"--spec.path={each}" for each in path), "--engine.admission=fifo"]
+    kept = [flag for flag in usual if not any(given.startswith(flag.partition("=")[0]) for given in flags)]
+    config = _config(options, [*kept, *flags])
+    from tlt.serve.options import read_options
+
+    names = ("host", "port", "name", "queue", "logprobs")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    chosen = read_options(given, options.api_key or os.environ.get("TLT_API_KEY", ""))
+    from tlt.serve.server import serve
+
+    serve(config, chosen)
+
+
 def _report(options: Namespace, flags: list[str]) -> None:
     if flags:
         raise ConfigError(f"tlt report takes no settings, found {flags[0].partition('=')[0]}; it tells a run as it was")
@@ -502,6 +518,22 @@ VERBS: dict[str, Verb] = {
         ),
         _simulate,
         ("run.seed", "task.prompts", "task.group", *_ENGINE, "cluster.workers"),
+    ),
+    "serve": Verb(
+        "serve a model over HTTP: OpenAI's endpoints, and those that trainers use",
+        (
+            _MODEL,
+            ("--host", "where to listen; 127.0.0.1 by default, others need an --api-key"),
+            ("--port", "8000 by default; 0 takes any that is free"),
+            ("--name", "what the model is called; MODEL by default"),
+            ("--api-key", "asked of every caller; the environment's TLT_API_KEY by default"),
+            ("--drafter", "`suffix` (the default), `none`, `new` for one that learns while serving, or its directory"),
+            ("--queue", "completions that may be under way or waiting; 2048 by default"),
+            ("--logprobs", "`raw`, of the policy (the default), or `processed`, with temperature and filters"),
+            _OPTIONAL_RECIPE,
+        ),
+        _serve,
+        ("run.seed", *_ENGINE, "drafting"),
     ),
     "report": Verb(
         "make a run's report.html from its events: again, while it runs, or after a crash",

@@ -4,7 +4,7 @@ Always holds: every exception of transformers or panic of tokenizers, caused by 
 becomes a one-line error. The files and libraries are external, so every exception is caught here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Tokenizer:
         self._vocab = vocab  # size of the policy's vocabulary; None: unchecked
         self.eos_ids = eos_ids  # any of these ends a completion
         self.eos_id: int = inner.eos_token_id  # the last token of a supervised answer
+        self._pieces: dict[int, str] = {}  # texts of single tokens
 
     @classmethod
     def load(cls, path: Path | str, *, vocab: int | None = None) -> "Tokenizer":
@@ -62,23 +63,43 @@ class Tokenizer:
         """Plain text with the tokenizer's special tokens, or a chat in the template with a generation prompt."""
         if isinstance(content, str):
             return self._encode(content, special=True)
+        return self.encode_chat([{"role": message.role, "content": message.content} for message in content])
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        going_on: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """A chat in the template, with a generation prompt; `going_on`: its last message is to be continued instead.
+
+        `tools` and `variables` are what the template knows under these names.
+        """
         if not self.has_chat_template:
             raise TaskError(
                 "the prompt is a chat, but the policy's tokenizer has no chat template: use a plain text prompt"
             )
-        messages = [{"role": message.role, "content": message.content} for message in content]
+        options = {**(variables or {}), "add_generation_prompt": not going_on, "continue_final_message": going_on}
         try:
-            text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._inner.apply_chat_template(list(messages), tools=list(tools) or None, tokenize=False, **options)
         except Exception as error:
-            roles = ", ".join(message.role for message in content)
+            roles = ", ".join(str(message.get("role")) for message in messages)
             raise TaskError(
                 f"the policy's chat template refuses a chat of {roles or 'nobody'}: {_why(error)}"
             ) from error
         return self._encode(text, special=False)
 
-    def encode_text(self, text: str) -> list[int]:
-        """The text without special tokens."""
-        return self._encode(text, special=False)
+    def encode_text(self, text: str, *, special: bool = False) -> list[int]:
+        """The text, without special tokens unless they are asked for."""
+        return self._encode(text, special=special)
+
+    def piece(self, token: int) -> str:
+        """The text of one token alone, special or not. Part of a character reads as a replacement character."""
+        if token not in self._pieces:
+            self._pieces[token] = self._inner.decode([token], clean_up_tokenization_spaces=False)
+        return self._pieces[token]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -121,6 +142,13 @@ class TextStream:
         after = self._tokenizer.decode(self._tokens[self._context :])
         if len(after) <= len(before) or after.endswith(_PENDING):
             return ""
+        self._context, self._shown = self._shown, len(self._tokens)
+        return after[len(before) :]
+
+    def rest(self) -> str:
+        """The text withheld so far: no more tokens will complete it."""
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        after = self._tokenizer.decode(self._tokens[self._context :])
         self._context, self._shown = self._shown, len(self._tokens)
         return after[len(before) :]
 

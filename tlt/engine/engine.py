@@ -104,7 +104,7 @@ class EngineCore:
         self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # tokens at which a completion may end
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, RequestState] = {}
-        self._failures: list[str] = []
+        self._failures: dict[Key, str] = {}
         self._torn = False  # a tick was begun and not ended
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
 
@@ -267,11 +267,15 @@ class EngineCore:
         completions = []
         while not self.idle:
             completions += self.tick()
-        if self._failures:
-            failures, self._failures = self._failures, []
+        if failures := self.take_failures():
             others = f"{len(completions)} other requests were answered: see the error's `completions`"
-            raise RequestError(f"{'; '.join(failures)}. {others}", completions)
+            raise RequestError(f"{'; '.join(failures.values())}. {others}", completions)
         return completions
+
+    def take_failures(self) -> dict[Key, str]:
+        """Requests that failed since this was last called, or `drain` raised: why each did."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def written(self, key: Key) -> tuple[int, ...]:
         """What a request in flight has been answered so far."""
@@ -305,8 +309,12 @@ class EngineCore:
         Each position also names the `top` likeliest tokens. Requests under way are not disturbed.
         """
         for text in texts:
-            check_text(text, self._limits)
+            self.check(text)
         return score(self._runner.model, texts, top)
+
+    def check(self, text: Sequence[int]) -> None:
+        """Raises RequestError where the text could never be scored."""
+        check_text(text, self._limits)
 
     def drop_prefixes(self) -> None:
         """Keys and values of prompts and of kept answers are computed again when they are next asked for."""
@@ -445,7 +453,7 @@ class EngineCore:
         state = req.state
         self._scheduler.finish(req, keep=False)
         self._forget(state)
-        self._failures.append(
+        self._failures[state.request.key] = (
             f"request {state.request.key.request}: the policy's logits at position "
             f"{len(state.request.prompt) + len(state.tokens)} are NaN or infinite; check its weights"
         )

@@ -116,7 +116,7 @@ def load_policy(
     """A policy with the weights of a Hugging Face directory, converted to `dtype`."""
     directory = Path(path)
     config = read_config(directory)
-    _check_headers(config, directory)  # before memory is taken for what the config promises
+    check_headers(config, directory)  # before memory is taken for what the config promises
     model = Transformer(config, dtype=dtype, device=device)
     load_tensors(model, read_tensors(directory), origin=str(directory))
     return model
@@ -148,7 +148,28 @@ def load_tensors(model: Transformer, tensors: Iterator[tuple[str, Tensor]], *, o
         raise ModelError(_complaint(origin, problems))
 
 
-def _check_headers(config: ModelConfig, directory: Path) -> None:
+@torch.no_grad()
+def load_some(model: Transformer, file: Path) -> None:
+    """Copies a safetensors file's tensors into the model, which may be some of those it has. None is copied where one
+    does not fit."""
+    wanted, ours = places(model.config), dict(model.named_parameters())
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
+            headers = {name: _header(opened, name) for name in names}
+            problems = [_misfit(name, shape, model.config, wanted) for name, (_, shape) in headers.items()]
+            problems += [f"{name} has dtype {dtype}" for name, (dtype, _) in headers.items() if dtype not in _DTYPES]
+            problems = [problem for problem in problems if problem]
+            if problems or not names:
+                raise ModelError(_complaint("the tensors", problems or ["there are none"]))
+            for name in names:
+                if name in wanted:  # else the head of a policy whose embedding it is
+                    wanted[name].of(ours).copy_(opened.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"the tensors cannot be read as safetensors: {error}; send them again") from error
+
+
+def check_headers(config: ModelConfig, directory: Path) -> None:
     """The names, shapes and dtypes that `load_tensors` will meet, from the files' headers alone."""
     wanted = places(config)
     seen: set[str] = set()

@@ -1,0 +1,104 @@
+"""`POST /v1/chat/completions`: messages and tools through the policy's own chat template."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt.errors import shown
+from tlt.serve import logprobs
+from tlt.serve.answers import Call, Piece, answer, finish_reason, new_id, now, read_top, streams, version_fields
+from tlt.serve.errors import refused
+from tlt.serve.fields import Fields
+from tlt.serve.http import read_fields
+from tlt.serve.sampling import read_sampling
+from tlt.serve.service import Service
+
+
+async def chat_completions(request: Request, service: Service) -> Response:
+    fields = await read_fields(request, service.body_limit)
+    model = service.check_model(fields)
+    prompt = chat_prompt(fields, service)
+    limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
+    most = fields.integer(limit, service.room(prompt), 1)
+    stream, usage = streams(fields)
+    call = Call(
+        model,
+        [prompt],
+        read_sampling(fields, most, service.options.queue),
+        *(stream, usage),
+        logprobs=fields.flag("logprobs"),
+        top=read_top(fields, "top_logprobs"),
+        token_ids=fields.flag("return_token_ids"),
+        as_ids=fields.flag("return_tokens_as_token_ids"),
+        with_stop=fields.flag("include_stop_str_in_output"),
+    )
+    return await answer(request, service, call, _ChatForm(service, new_id("chatcmpl"), now()))
+
+
+def chat_prompt(fields: Fields, service: Service) -> tuple[int, ...]:
+    """The prompt that the template makes of `messages` and `tools`."""
+    fields.only("tool_choice", "auto", "none", why="the policy chooses by itself")
+    fields.only("modalities", ["text"])
+    fields.only("chat_template")
+    messages = [_message(index, message) for index, message in enumerate(fields.objects("messages"))]
+    if not messages:
+        raise refused(fields.name("messages"), "expected at least one message")
+    tools = fields.objects("tools") if fields.raw("tool_choice") != "none" else []
+    going_on = fields.flag("continue_final_message")
+    if going_on and fields.flag("add_generation_prompt"):
+        raise refused("add_generation_prompt", "true, as continue_final_message is; one of them must be false")
+    tokens = service.tokenizer.encode_chat(
+        messages, tools=tools, going_on=going_on, variables=fields.object("chat_template_kwargs")
+    )
+    return tuple(tokens)
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates know it: its content is text."""
+    name = f"messages[{index}]"
+    if not isinstance(message.get("role"), str):
+        raise refused(f"{name}.role", f"{shown(message.get('role'))} is no text")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [Fields(part, f"{name}.content.") if isinstance(part, dict) else None for part in content]
+        if not all(part and part.raw("type") == "text" and isinstance(part.raw("text"), str) for part in parts):
+            raise refused(f"{name}.content", f"{shown(content)} has parts that are no text; the policy reads text")
+        content = "".join(part.text("text") for part in parts if part)
+    if not isinstance(content, str | None):
+        raise refused(f"{name}.content", f"{shown(content)} is neither a text nor a list of text parts")
+    return {**message, "content": content or ""}
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatForm:
+    service: Service
+    id: str
+    created: int
+
+    def opening(self, call: Call, index: int) -> dict[str, Any] | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def choice(self, call: Call, piece: Piece, *, streamed: bool) -> dict[str, Any]:
+        part = piece.part
+        found: dict[str, Any] | None = None
+        if call.logprobs:
+            told = logprobs.of_part(part, (), echo=False, top=call.top, processed=self.service.processed)
+            found = logprobs.for_chat(told, self.service.tokenizer, as_ids=call.as_ids)
+        message = {"content": piece.text} if streamed else {"role": "assistant", "content": piece.text}
+        return {
+            "index": part.index,
+            "delta" if streamed else "message": message,
+            "logprobs": found,
+            "finish_reason": finish_reason(part),
+            "stop_reason": piece.stop,
+            **({"token_ids": list(part.tokens)} if call.token_ids else {}),
+            **version_fields(part),
+        }
+
+    def envelope(self, call: Call, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if streamed else "chat.completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": call.model}
+        return {**head, "choices": choices, **({"prompt_token_ids": list(call.prompts[0])} if call.token_ids else {})}
