@@ -110,6 +110,7 @@ PLAIN = {
     "tlt.watch.metrics",
     "tlt.watch.summary",
     "tlt.watch.verdict",
+    "tlt.watch.health",
     "tlt.watch.plot",
     "tlt.watch.lanes",
     "tlt.watch.figures",

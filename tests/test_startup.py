@@ -12,6 +12,7 @@ import tlt
 from tests.training import small
 from tests.watching import config_of, recorded
 from tlt.errors import TaskError
+from tlt.recipe import load_config
 from tlt.rollout import rollout
 from tlt.tasks.choose import task_of
 from tlt.warmup import warmup
@@ -40,7 +41,11 @@ def console_of(terminal: bool = False) -> Console:
 @pytest.mark.parametrize("verb", ["train", "rollout"])
 def test_lines_name_a_phase_as_it_begins_and_the_seconds_of_each(tmp_path: Path, verb: str) -> None:
     console = console_of()
-    reader = Lines(3, console) if verb == "train" else startup_readers_of(config_of(tmp_path), console)[0]
+    reader = (
+        Lines(load_config(None, ["--run.steps=3"]), console)
+        if verb == "train"
+        else startup_readers_of(config_of(tmp_path), console)[0]
+    )
     began = ["  opening the policy …", "  building the engine …"]
     assert shown(reader, EVENTS, console).splitlines() == began
     ready = "  ready after 1 min 35 s: opening the policy 1.0 s, building the engine 1 min 33 s"
@@ -57,7 +62,7 @@ def test_a_terminal_shows_the_phase_that_runs(tmp_path: Path) -> None:
     assert "ready after 1 min 35 s: opening" in after
     assert len(after) == before  # the status was gone already: the verb has a display of its own
     console = console_of(terminal=True)
-    live = LiveLines(3, console)
+    live = LiveLines(load_config(None, ["--run.steps=3"]), console)
     shown(live, EVENTS, console)
     live.close()  # which draws it once more
     assert "building the engine · " in shown(live, [], console)

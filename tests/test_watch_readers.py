@@ -15,6 +15,7 @@ from rich.console import Console
 from tests.watching import MACHINE, config_of, events_of_steps, recorded, rollout, step
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError
+from tlt.recipe import load_config
 from tlt.watch.console import WIDE, Lines, Progress, heading, notice, step_line
 from tlt.watch.events import (
     AcceptanceCollapsed,
@@ -72,7 +73,7 @@ def test_a_line_holds_the_numbers_of_its_step_under_their_headings() -> None:
 
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
     console = console_of(width=80, terminal=True)
-    lines = Lines(12, console)
+    lines = Lines(load_config(None, ["--run.steps=12"]), console)
     for record in recorded(*events_of_steps(0, 2)):
         lines.show(record)
     assert "update" not in printed(console)
@@ -81,7 +82,7 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
 
 def test_only_a_new_version_of_the_drafter_is_worth_a_line() -> None:
     console = console_of()
-    lines = Lines(12, console)
+    lines = Lines(load_config(None, ["--run.steps=12"]), console)
     versions = (1, 1, 1, 2, 2)
     trained = (
         DrafterTrained(n, version, 5, 100, 2.0, 1.5, 0.5, "behind") for n, version in enumerate(versions, start=1)
@@ -93,7 +94,7 @@ def test_only_a_new_version_of_the_drafter_is_worth_a_line() -> None:
 
 def test_a_replayed_step_shows_both_ratios_when_it_is_over() -> None:
     console = console_of()
-    lines = Lines(12, console)
+    lines = Lines(load_config(None, ["--run.steps=12"]), console)
     for record in recorded(ReplayCompared(1, 10, tlt_s=4.0, plain_s=7.0, identical=True), step(1), step(2)):
         lines.show(record)
     assert "against plain training so far: rollout 1.75 ×, whole step 1.36 × as fast" in printed(console)
@@ -105,7 +106,8 @@ def test_what_is_piped_is_plain_lines(tmp_path: Path) -> None:
     watch(config_of(tmp_path), console, [*events_of_steps(0, 3), RunFinished(9.0)])
     lines = printed(console).splitlines()
     assert "\x1b" not in printed(console)
-    assert lines[:4] == [heading(), *(step_line(step(number), 12) for number in range(1, 4))]
+    assert lines[0].split() == ["●", "learning", "●", "rewards", "●", "truncation", "○", "speculation", "●", "machine"]
+    assert lines[1:5] == [heading(), *(step_line(step(number), 12) for number in range(1, 4))]
     assert lines[-1] == f"Report: {tmp_path / 'shown' / 'report.html'}"
     assert (tmp_path / "shown" / "report.html").exists()
 

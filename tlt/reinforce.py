@@ -56,6 +56,7 @@ from tlt.watch.events import (
     StartupPhase,
     read_run,
 )
+from tlt.watch.health import HealthReader
 from tlt.watch.history import events_of
 from tlt.watch.log import EventLog
 from tlt.watch.sampling import StepFiles, sampled_groups
@@ -110,6 +111,8 @@ class _Run:
         self._config, self._log = config, log
         self._checkpoints, self._saver = checkpoints, _Saver(checkpoints, log)
         self._started = time.perf_counter()
+        self._health = HealthReader(config)
+        log.add_reader(self._health)
 
     def go(
         self, task: Task, judge: Judge, held_out: list[HeldOut], start: ResumePoint | None, open_fleet: OpenFleet
@@ -154,6 +157,8 @@ class _Run:
         checkpoint_s = time.perf_counter() - computed
         step_s = time.perf_counter() - started - step.times.replay
         self._log.emit(step_finished(step, checkpoint_s=checkpoint_s, step_s=step_s))
+        for warning in self._health.take_warnings():
+            self._log.emit(warning)
         if fill:  # after the event: whoever resumes from this checkpoint does not compute the step again
             self._saver.save(step.number, fill)
         self._saver.tell()

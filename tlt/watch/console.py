@@ -6,7 +6,7 @@ file) there are only lines, and none of them is ever rewritten. Knows nothing of
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -16,6 +16,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from tlt.config import RunConfig
 from tlt.train.rates import is_far
 from tlt.watch.events import (
     AcceptanceCollapsed,
@@ -26,6 +27,7 @@ from tlt.watch.events import (
     DrafterTrained,
     Evaluated,
     Event,
+    HealthWarning,
     LearningRatePlanned,
     PhaseStarted,
     ReaderFailed,
@@ -41,6 +43,7 @@ from tlt.watch.events import (
     StepFinished,
     TrainingForecast,
 )
+from tlt.watch.health import Health, HealthLight, Level, worst_of
 from tlt.watch.history import drafted
 from tlt.watch.summary import duration, evaluation_in_words, first_line, forecast_in_words, size, when_evaluated
 from tlt.watch.verdict import Replayed, both_ratios, in_short, whole_steps
@@ -153,6 +156,23 @@ def _short(seconds: float) -> str:
     return f"{sign}{seconds:.2f}s" if seconds < 9.995 else f"{sign}{seconds:.0f}s"
 
 
+_LIGHT: dict[Level, tuple[str, str]] = {  # how a light is drawn, and its style
+    "off": ("○", "dim"),
+    "good": ("●", "green"),
+    "warn": ("▲", "bold yellow"),
+    "bad": ("■", "bold red"),
+}
+
+
+def lights_row(lights: Sequence[HealthLight]) -> Text:
+    """As in `● learning  ▲ truncation`: shapes, too, for who sees no colours."""
+    row = Text(no_wrap=True, overflow="ellipsis")
+    for light in lights:
+        mark, style = _LIGHT[light.level]
+        row.append(f"  {mark} {light.name}", style)
+    return row
+
+
 def notice(event: Event) -> tuple[str, str] | None:
     """What an event other than a step's has to say, and how loudly (a style); None for the quiet ones."""
     match event:
@@ -182,6 +202,9 @@ def notice(event: Event) -> tuple[str, str] | None:
         case RewardsFailed() as failed:
             text = f"{failed.count} rewards failed ({failed.kind}); the first, of {failed.prompt}: {failed.message}"
             return text, "bold yellow"
+        case HealthWarning() as warning:
+            style = "bold red" if warning.bad else "bold yellow"
+            return f"{warning.light}: {warning.message}; {warning.remedy}", style
         case AcceptanceCollapsed() as alarm:
             text = f"acceptance of {alarm.drafter} collapsed: {alarm.recent:.2f} tokens per verify"
             return f"{text}, was {alarm.baseline:.2f}; decoding goes on without it until it helps again", "bold yellow"
@@ -284,8 +307,9 @@ class Lines:
 
     name = "console"
 
-    def __init__(self, planned: int, console: Console, *, beginnings: bool = True) -> None:
-        self._progress = Progress(planned)
+    def __init__(self, config: RunConfig, console: Console, *, beginnings: bool = True) -> None:
+        self._progress = Progress(config.run.steps)
+        self._health = Health(config)
         self._console = console
         self._startup = StartupLines(console, beginnings=beginnings)
         self._since_heading = _HEAD_EVERY
@@ -295,6 +319,7 @@ class Lines:
 
     def show(self, record: Recorded) -> None:
         self._progress.note(record)
+        self._health.see(record.event)
         self._startup.show(record)
         if isinstance(record.event, StepFinished | ReplayCompared | DrafterSwapped | CheckpointsPlanned):
             self._compared.append(record.event)
@@ -315,6 +340,7 @@ class Lines:
 
     def _show_step(self, step: StepFinished) -> None:
         if self._since_heading == _HEAD_EVERY:
+            self._console.print(lights_row(self._health.lights()), soft_wrap=True)
             self._print(heading(self._wide), "dim")
             self._since_heading = 0
         self._since_heading += 1
@@ -337,9 +363,9 @@ class Lines:
 class LiveLines(Lines):
     """Lines, and below them a part that changes: the bar of the run and what the step is doing."""
 
-    def __init__(self, planned: int, console: Console) -> None:
-        super().__init__(planned, console, beginnings=False)
-        self._live = Live(_Now(self._progress), console=console, refresh_per_second=4, transient=True)
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        super().__init__(config, console, beginnings=False)
+        self._live = Live(_Now(self._progress, self._health), console=console, refresh_per_second=4, transient=True)
 
     def show(self, record: Recorded) -> None:
         super().show(record)
@@ -353,11 +379,20 @@ class LiveLines(Lines):
 class _Now:
     """The live part, drawn anew whenever the terminal asks."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, health: Health) -> None:
+        self._progress, self._health = progress, health
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Group(self._run(), self._step())
+        yield Group(*self._box(), self._run(), self._step())
+
+    def _box(self) -> Iterator[Text]:
+        """The lights, and of the gravest what to do."""
+        lights = self._health.lights()
+        yield lights_row(lights)
+        worst = worst_of(lights)
+        if worst.remedy:
+            text, style = f"{worst.name}: {worst.says}; {worst.remedy}", _LIGHT[worst.level][1]
+            yield Text(text, style, no_wrap=True, overflow="ellipsis")
 
     def _run(self) -> Table:
         progress = self._progress

@@ -306,6 +306,17 @@ class RewardsJudged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class HealthWarning(Event):
+    """One of the run's five lights got worse. The run goes on."""
+
+    step: int
+    light: str  # learning, rewards, truncation, speculation or machine
+    bad: bool  # otherwise something to look at
+    message: str  # what was found
+    remedy: str  # what to do, in one line
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptanceCollapsed(Event):
     """The policy suddenly refuses a drafter's tokens. Answers stay right; the drafter is out until it helps again."""
 
@@ -414,6 +425,7 @@ _KINDS: dict[str, type[Event]] = {
         CheckpointSaved,
         ReplayCompared,
         RewardsFailed,
+        HealthWarning,
         RewardsJudged,
         AcceptanceCollapsed,
         AccountUpdated,

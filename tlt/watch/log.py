@@ -44,6 +44,10 @@ class EventLog:
         self._file = self._path.open("ab", buffering=0)
         self._readers = list(readers)
 
+    def add_reader(self, reader: Reader) -> None:
+        """It is handed the events from now on."""
+        self._readers.append(reader)
+
     def emit(self, event: Event) -> None:
         kind, values = type(event).__name__, asdict(event)
         for name, value in values.items():

@@ -60,7 +60,7 @@ def readers_of(config: RunConfig, console: Console, resumed: bool = False) -> li
     if config.watch.wandb:
         readers.append(Wandb(config, directory, resumed))
     if config.watch.console != "off":
-        readers.append((LiveLines if _live(config, console) else Lines)(config.run.steps, console))
+        readers.append((LiveLines if _live(config, console) else Lines)(config, console))
     return [Guarded(reader) for reader in readers]
 
 

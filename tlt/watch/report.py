@@ -14,8 +14,9 @@ from pathlib import Path
 from tlt.config import RunConfig
 from tlt.errors import TltError
 from tlt.recipe import flat, to_toml
-from tlt.watch.events import AnswerShown, Run, RunFailed, StepFinished, read_run
+from tlt.watch.events import AnswerShown, HealthWarning, Run, RunFailed, StepFinished, read_run
 from tlt.watch.figures import Figure, figures_of
+from tlt.watch.health import HealthLight
 from tlt.watch.history import counted, events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS
 from tlt.watch.summary import Ends, Evaluations, Summary, duration, in_words, machine_of, started_of, summarise
@@ -57,6 +58,7 @@ def page(run: Run) -> str:
     body = "\n".join(
         [
             f"<header><h1>{title}</h1><span>{escape(_when(run, summary))}</span></header>",
+            *_health(summary.lights),
             f'<p class="words">{escape(in_words(summary))}</p>',
             *_tiles(summary),
             '<div class="figures">',
@@ -81,7 +83,17 @@ def _when(run: Run, summary: Summary) -> str:
     return f"{text}, {summary.ended}" if summary.ended != "running" else f"{text}, no end on record"
 
 
-# ---- the numbers at the top
+# ---- the lights and the numbers at the top
+
+
+def _health(lights: Sequence[HealthLight]) -> Iterator[str]:
+    yield '<ul class="lights">'
+    for light in lights:
+        remedy = f"<small>{escape(light.remedy)}</small>" if light.remedy else ""
+        level = {"off": "off", "good": "good", "warn": "look at this", "bad": "bad"}[light.level]
+        name = f"<b>{escape(light.name)}<span>: {level}</span></b>"
+        yield f'<li class="{light.level}"><i></i><div>{name}{escape(light.says)}{remedy}</div></li>'
+    yield "</ul>"
 
 
 def _tiles(summary: Summary) -> Iterator[str]:
@@ -143,6 +155,8 @@ def _details(run: Run) -> Iterator[str]:
     for failed in events_of(run, RunFailed):
         if "\n" in failed.message:
             yield _folded("What stopped it", f"<pre>{escape(failed.message)}</pre>", open_=True)
+    if warnings := events_of(run, HealthWarning):
+        yield _folded("What was warned of", _warnings(warnings))
     if answers := events_of(run, AnswerShown):
         yield _folded("What the policy writes", _answers(answers), open_=True)
     if steps := steps_of(run):
@@ -156,6 +170,15 @@ def _details(run: Run) -> Iterator[str]:
 
 def _folded(title: str, body: str, open_: bool = False) -> str:
     return f"<details{' open' if open_ else ''}><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _warnings(warnings: Sequence[HealthWarning]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">step {one.step}</th>'
+        f"<td>{escape(one.light)}: {escape(one.message)}; {escape(one.remedy)}</td></tr>"
+        for one in warnings[-_MOST_ROWS:]
+    )
+    return f"<table><tbody>{rows}</tbody></table>"
 
 
 def _answers(answers: Sequence[AnswerShown]) -> str:

@@ -66,8 +66,10 @@ class Watched:
             where = str(write_report(run, self._directory))
         if self._config.watch.console != "off":
             self._say("", "")
-            for line in last_lines(summarise(run), where):
-                self._say(line, "bold" if "identical" in line or "TLT" in line else "")
+            summary = summarise(run)
+            for line in last_lines(summary, where):
+                style = "bold yellow" if line == summary.nothing_learned else ""
+                self._say(line, style or "bold" if "identical" in line or "TLT" in line else "")
 
     def _say(self, text: str, style: str) -> None:
         self._console.print(text, style=style, markup=False, soft_wrap=True)

@@ -25,6 +25,7 @@ from tlt.watch.events import (
     StepFinished,
     TrainingForecast,
 )
+from tlt.watch.health import HealthLight, lights_of, nothing_learned
 from tlt.watch.history import counted, drafted, events_of, steps_of
 from tlt.watch.verdict import Replayed, WholeSteps, both_ratios, verdict_in_words, whole_steps
 
@@ -90,6 +91,8 @@ class Summary:
     rewards_failed: int
     alarms: int
     readers_failed: tuple[str, ...]
+    lights: tuple[HealthLight, ...]
+    nothing_learned: str  # in words, where that is so
 
     @property
     def whole_speedup(self) -> float:
@@ -133,6 +136,8 @@ def summarise(run: Run) -> Summary:
         rewards_failed=sum(event.count for event in events_of(run, RewardsFailed)),
         alarms=len(events_of(run, AcceptanceCollapsed)),
         readers_failed=tuple(f"{event.reader}: {event.message}" for event in events_of(run, ReaderFailed)),
+        lights=lights_of(run.config, (record.event for record in counted(run.events))),
+        nothing_learned=nothing_learned(steps),
     )
 
 
@@ -249,7 +254,15 @@ def in_words(summary: Summary) -> str:
     if not summary.taken:
         return f"{_opening(summary)} No step was finished, so there is nothing to draw yet."
     held_out = " ".join(map(_held_out, summary.evaluations))
-    sentences = [_opening(summary), _learned(summary), held_out, _time(summary), _saved(summary), _troubles(summary)]
+    sentences = [
+        _opening(summary),
+        summary.nothing_learned,
+        _learned(summary),
+        held_out,
+        _time(summary),
+        _saved(summary),
+        _troubles(summary),
+    ]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -258,7 +271,8 @@ def last_lines(summary: Summary, where: str) -> list[str]:
     if not summary.taken:
         return [f"No step was finished. Everything is in {where}."]
     reward, accept = summary.reward, summary.accept_length
-    lines = [f"Mean reward: {_both(reward, '.3f', '')}.", *map(_held_out, summary.evaluations)]
+    lines = [summary.nothing_learned] if summary.nothing_learned else []
+    lines += [f"Mean reward: {_both(reward, '.3f', '')}.", *map(_held_out, summary.evaluations)]
     if summary.drafted:
         lines.append(f"Accept length: {_both(accept, '.2f', ' tokens per verify', ' with drafts')}.")
     else:
