@@ -236,16 +236,19 @@ def test_nearest_key_finds_a_key_without_its_section() -> None:
 # ---- writing
 
 
+TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # what a file can hold
+
+
 def any_value(knob: Knob) -> st.SearchStrategy[Any]:
     if knob.type == tuple[int, ...]:
         return st.lists(st.integers(2, 128), min_size=1, max_size=3).map(tuple)
     if knob.type == tuple[float, ...]:
         return st.lists(st.floats(1.0, 128.0, exclude_min=True), max_size=3).map(tuple)
     if get_origin(knob.type) is tuple:
-        return st.lists(st.text(min_size=1), max_size=3).map(tuple)
+        return st.lists(st.text(TEXT, min_size=1), max_size=3).map(tuple)
     if get_origin(knob.type) is Literal:
         return st.sampled_from(get_args(knob.type))
-    kinds = {bool: st.booleans(), str: st.text(), int: st.integers(-(2**63), 2**63 - 1)}
+    kinds = {bool: st.booleans(), str: st.text(TEXT), int: st.integers(-(2**63), 2**63 - 1)}
     return kinds.get(knob.type, st.floats(allow_nan=False, allow_infinity=False))
 
 
