@@ -61,7 +61,7 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     else:
         state = _count(of_policy.values()) * adam
     if config.spec.learned and not config.drafting.frozen:
-        drafter = _drafter(config, policy)
+        drafter = drafter_config(config, policy)
         count = _count(eagle_files.places(drafter, "flat").values())
         ids = drafter.draft_vocab * _ID_BYTES if drafter.reduced else 0
         weights += count * dtype.itemsize + ids + (drafter.layer.vocab * _MARK_BYTES if drafter.reduced else 0)
@@ -79,7 +79,7 @@ def _sides(of: Iterable[Place]) -> int:
     return sum(place.shape[0] for place in of) + sum(columns.values())
 
 
-def _drafter(config: RunConfig, policy: ModelConfig) -> EagleConfig:
+def drafter_config(config: RunConfig, policy: ModelConfig) -> EagleConfig:
     draft, path = config.draft, Path(config.spec.path)
     if config.spec.path == NEW:
         return EagleConfig.of_policy(policy, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)

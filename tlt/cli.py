@@ -5,6 +5,7 @@ its exit code; anything else is a bug and keeps its traceback.
 """
 
 import os
+import re
 import sys
 import time
 import warnings
@@ -339,6 +340,19 @@ def _tune_kernels(options: Namespace, flags: list[str]) -> None:
     tune_kernels(TuneOptions(options.model, read_budget(options.budget), read_rows(options.rows)))
 
 
+def _plan(options: Namespace, flags: list[str]) -> None:
+    config = _config(options, flags)
+    gpu = options.gpu or "0"
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]+)?", gpu):
+        raise ConfigError(f"--gpu is {shown(gpu)}; expected the memory of one GPU in GiB, as in 80")
+    from tlt.plan import plan
+
+    lines, refused = plan(config, float(gpu))
+    print("\n".join(lines))
+    if refused:
+        raise ConfigError(refused)
+
+
 def _show_config(options: Namespace, flags: list[str]) -> None:
     print(to_toml(_config(options, flags), documented=True), end="")
 
@@ -478,6 +492,12 @@ VERBS: dict[str, Verb] = {
         ),
         _train,
         (*_RUN, "eval", "draft", "train", "grpo", "drafting", "checkpoint", "cluster"),
+    ),
+    "plan": Verb(
+        "show the GPU memory that a recipe's run needs, by part, and what takes less",
+        (_RECIPE, ("--gpu", "memory of one GPU in GiB, as in 80; without it, that of this machine's, if it has one")),
+        _plan,
+        (*_RUN, "draft", "train", "grpo", "drafting", "cluster"),
     ),
     "init": Verb(
         "print a recipe of tlt's own, to make it yours: tlt init gsm8k > my.toml; without a name, list them",

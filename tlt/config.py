@@ -234,7 +234,9 @@ class EngineSettings:
 
     rows: int = 256  # requests that decode at the same time, at most
     page_size: int = 16  # tokens in a page of the key-value cache
-    kv_gib: float = 0.0  # KV cache in GiB. 0: 1 GiB on a CPU; the free memory on a GPU, 40 % of it if the run trains
+    kv_gib: float = (
+        0.0  # KV cache in GiB. 0: 1 GiB on a CPU; the free memory on a GPU, what `tlt plan` leaves if the run trains
+    )
     prefill_tokens: int = 8192  # prompt tokens computed per tick, at most; longer prompts are split
     admission: Literal["longest", "fifo"] = "longest"  # admitted first. longest: the longest expected; fifo: the oldest
     graphs: bool = True  # use CUDA graphs (GPU only)

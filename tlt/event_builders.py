@@ -13,6 +13,7 @@ from tlt.drafting.budget import RunBudget
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.session import DraftingResult
 from tlt.loop import ByDepth, RolloutReport, Step
+from tlt.memory_plan import MemoryPlan, table
 from tlt.spec.alarm import Alarm
 from tlt.spec.shape import Shape, by_batch
 from tlt.spec.speculation import SpeculationReport
@@ -26,6 +27,7 @@ from tlt.watch.events import (
     AnswerShown,
     DrafterTrained,
     LearningRatePlanned,
+    MemoryPlanned,
     RewardsFailed,
     RewardsJudged,
     RolloutFinished,
@@ -313,6 +315,10 @@ def training_forecast(step: int, found: Forecast) -> TrainingForecast:
         cost_s=found.cost_s,
         returns_s=found.returns_s,
     )
+
+
+def memory_planned(plan: MemoryPlan) -> MemoryPlanned:
+    return MemoryPlanned(tuple(table(plan)), plan.device_bytes)
 
 
 def learning_rate_planned(train: TrainSettings, weights: int) -> LearningRatePlanned:

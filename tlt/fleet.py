@@ -24,7 +24,7 @@ from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.build import build_engine, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import padding
-from tlt.engine.memory import gib_beside_training
+from tlt.engine.memory import GIB, gib_of_what_is_free
 from tlt.engine.request import Request
 from tlt.event_builders import (
     acceptance_collapsed,
@@ -37,7 +37,8 @@ from tlt.event_builders import (
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes, most_reserved
 from tlt.model.transformer import Transformer
-from tlt.policy import base_name, open_policy
+from tlt.plan import kv_bytes_beside_training, plan_or_refuse
+from tlt.policy import base_name, device_of, open_policy
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
@@ -46,7 +47,6 @@ from tlt.spec.tuner import Tuner
 from tlt.train.adapter import AdapterWords, write_adapter
 from tlt.train.drafter import Average
 from tlt.train.host_copy import HostCopy
-from tlt.train.optimizer import bytes_to_come
 from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateResult
 from tlt.train.policy_files import OPTIMIZER, POLICY, PolicyFiles, WholePolicyFiles
 from tlt.train.restore import reading, restore_policy
@@ -78,6 +78,8 @@ class Worker:
 
     def __init__(self, config: RunConfig, peers: Peers = ALONE, emit: Emit = lambda event: None) -> None:
         self.config = config
+        if device_of(config.model.device).type == "cuda":
+            plan_or_refuse(config)
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = open_policy(config.model)
         copied = (
@@ -119,18 +121,9 @@ class Worker:
         config, model = self.config, self.policy.model
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
-        kv_gib = gib_beside_training(free_bytes(model.embed.device), 0 if taken else self._bytes_to_come)
+        free = free_bytes(model.embed.device)
+        kv_gib = gib_of_what_is_free(free) if taken else kv_bytes_beside_training(plan_or_refuse(config), free) / GIB
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
-
-    @property
-    def _bytes_to_come(self) -> int:
-        """Of the trainers, when the engine is built: the policy's has its masters by then, the drafter's nothing."""
-        model = self._learned.model
-        if model is None or self.config.drafting.frozen:
-            return self.trainer.bytes_to_come
-        weights = list(model.parameters())
-        copies = 2 * sum(weight.numel() * weight.element_size() for weight in weights)  # the best one, and the learner
-        return self.trainer.bytes_to_come + copies + bytes_to_come(weights, masters=True)
 
     def _online_drafter(self, trained: Eagle, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
         own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (peers.rank << 32)))

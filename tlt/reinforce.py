@@ -21,6 +21,7 @@ from tlt.evaluate import Evaluation, refuse_long
 from tlt.event_builders import (
     answer_shown,
     learning_rate_planned,
+    memory_planned,
     rewards_failed,
     rewards_judged,
     rollout_finished,
@@ -31,6 +32,7 @@ from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop, Step
 from tlt.machine import describe
 from tlt.model.weights import read_config, weights_count
+from tlt.plan import plan_or_refuse
 from tlt.policy import device_of, source_of
 from tlt.resume import ResumePoint, checkpoints_of, resumed, starting_point, write_record
 from tlt.signals import raise_if_terminated, sigterm_raises
@@ -126,6 +128,7 @@ class _Run:
         refuse_long(self._config, held_out, tokenizer, context)
         evaluation = Evaluation(self._config, held_out, tokenizer, self._log.emit, self._evaluated(start))
         self._log.emit(learning_rate_planned(self._config.train, weights_count(read_config(source))))
+        self._log.emit(memory_planned(plan_or_refuse(self._config)))
         self._log.emit(checkpoints_planned(self._config, self._checkpoints.directory))
         raise_if_terminated()
         fleet = open_fleet(self._config, self._log.emit)

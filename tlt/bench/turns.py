@@ -37,7 +37,7 @@ from tlt.bench.training import (
 )
 from tlt.checkpoint_size import checkpoint_bytes
 from tlt.config import RunConfig, SpecSettings
-from tlt.engine.memory import GIB, LEAST_GIB, gib_beside_training
+from tlt.engine.memory import GIB, LEAST_GIB, gib_of_what_is_free
 from tlt.errors import ConfigError, TltError
 from tlt.machine import describe, free_memory
 from tlt.model.device import free_bytes
@@ -132,7 +132,7 @@ def kv_gib_of_each(free: int, held: int) -> float:
     In bytes: `free` before either is opened, `held` by the policy and the training of one.
     """
     room_gib = (_BOTH_HOLD * free - 2 * held) / GIB
-    return max(LEAST_GIB, min(gib_beside_training(free, held), room_gib) / 2)
+    return max(LEAST_GIB, min(gib_of_what_is_free(free - held), room_gib) / 2)
 
 
 class _TurnsBench:

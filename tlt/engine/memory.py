@@ -13,14 +13,13 @@ CPU_GIB = 1.0
 RESERVE_SHARE = 0.05  # of the whole GPU, kept for graphs and the allocator
 LOGIT_BYTES = 4  # logits are float32
 RESERVE_GIB = 1.0  # and this on top
-BESIDE_TRAINING = 0.4  # part of what training does not keep; the rest is for activations and gathered shards
-LEAST_GIB = 0.5  # beside training, however little is left
+SHARE_OF_FREE = 0.4  # for the cache of a second engine, beside one whose run has all it needs
+LEAST_GIB = 0.5  # of it, however little is free
 
 
-def gib_beside_training(free: int, to_come: int) -> float:
-    """The key-value cache of an engine on a GPU where the policy learns, too. Both in bytes: `free` is what nobody has
-    now, `to_come` what training will take and keep."""
-    return max(LEAST_GIB, BESIDE_TRAINING * (free - to_come) / GIB)
+def gib_of_what_is_free(free: int) -> float:
+    """The key-value cache of a second engine. `free`: bytes that nobody has now."""
+    return max(LEAST_GIB, SHARE_OF_FREE * free / GIB)
 
 
 def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes: int = 1) -> int:

@@ -7,7 +7,7 @@ sums use its local part. Does not know losses, rows or models.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +42,6 @@ def learning_rate(step: float, schedule: Schedule) -> float:
     return schedule.peak * (FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def bytes_to_come(weights: Iterable[Tensor], *, masters: bool = False) -> int:
-    """Bytes that `MasterAdamW` allocates at its first update: two moments and the summed gradient in the master's
-    dtype, and the weight's own gradient if the master is another tensor. Of a shard, the local part counts.
-
-    `masters`: includes the master copies, which an existing optimizer has already allocated.
-    """
-    total = 0
-    for weight in map(_local, weights):
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        each = 3 * wide.itemsize
-        if weight.dtype != wide:
-            each += weight.dtype.itemsize + (wide.itemsize if masters else 0)
-        total += each * weight.numel()
-    return total
-
-
 class MasterAdamW:
     """AdamW in float32 or wider. Weight decay applies to matrices, not to vectors.
 
@@ -73,10 +57,6 @@ class MasterAdamW:
         vectors = [master for master in self._masters if master.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
-
-    @property
-    def bytes_to_come(self) -> int:
-        return bytes_to_come(self._weights)
 
     @torch.no_grad()
     def gather(self) -> None:

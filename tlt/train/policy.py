@@ -129,11 +129,6 @@ class PolicyTrainer:
         self.passes = 0  # forward passes so far, a sign of progress for hang detection
 
     @property
-    def bytes_to_come(self) -> int:
-        """Bytes that training allocates at the first update and keeps. With LoRA, of the adapters only."""
-        return self._optimizer.bytes_to_come
-
-    @property
     def adapters(self) -> Lora | None:
         """What is learned instead of the weights themselves, if `train.lora_rank` asks for it."""
         return self._lora

@@ -29,6 +29,7 @@ from tlt.watch.events import (
     Event,
     HealthWarning,
     LearningRatePlanned,
+    MemoryPlanned,
     PhaseStarted,
     ReaderFailed,
     Recorded,
@@ -183,6 +184,8 @@ def notice(event: Event) -> tuple[str, str] | None:
             return f"{path} is passed over: {problem}", "bold yellow"
         case CheckpointsPlanned() as planned:
             return _plan(planned)
+        case MemoryPlanned(device_bytes=device_bytes) as memory if device_bytes:
+            return _memory(memory), "dim"
         case LearningRatePlanned() as planned_rate:
             return _rate(planned_rate)
         case CheckpointSaved(path=path, seconds=seconds):
@@ -288,6 +291,11 @@ def _plan(planned: CheckpointsPlanned) -> tuple[str, str]:
     if planned.most_bytes <= planned.free_bytes:
         return text, "dim"
     return f"{text}: too little for {planned.path}; lower checkpoint.keep or checkpoint.keep_optimizer", "bold yellow"
+
+
+def _memory(planned: MemoryPlanned) -> str:
+    parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in planned.parts)
+    return f"GPU memory: {size(sum(bytes_ for _, bytes_ in planned.parts))} of {size(planned.device_bytes)}: {parts}"
 
 
 def _rate(planned: LearningRatePlanned) -> tuple[str, str]:

@@ -93,6 +93,14 @@ class CheckpointsPlanned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPlanned(Event):
+    """How much GPU memory each worker needs, told before the policy is loaded."""
+
+    parts: tuple[tuple[str, int], ...]  # what for, and how many bytes; together what is needed
+    device_bytes: int  # of the GPU, or of the worker's part of it; 0: the run is on a CPU
+
+
+@dataclass(frozen=True, slots=True)
 class LearningRatePlanned(Event):
     """The peak of the learning rate, told before the first step."""
 
@@ -411,6 +419,7 @@ _KINDS: dict[str, type[Event]] = {
         RunResumed,
         CheckpointDamaged,
         CheckpointsPlanned,
+        MemoryPlanned,
         LearningRatePlanned,
         PhaseStarted,
         RolloutProgress,

@@ -1,0 +1,215 @@
+"""The memory plan: the sizes of real models and trainers, figures worked out by hand, and what it says does not fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import policy as tiny_policy
+from tests.training import LEARNED, small
+from tlt.cli import main
+from tlt.config import ClusterSettings, EngineSettings, GrpoSettings, RunConfig, SamplingParams, TrainSettings
+from tlt.errors import ConfigError
+from tlt.memory_plan import (
+    GIB,
+    MemoryPlan,
+    Sizes,
+    activation_bytes,
+    adapter_weights,
+    block_weights,
+    memory_plan,
+    outer_weights,
+    refusal,
+    remedies,
+)
+from tlt.model.attention import PackedLayout
+from tlt.model.config import ModelConfig
+from tlt.model.shapes import MODEL_SHAPES
+from tlt.model.transformer import Transformer
+from tlt.plan import kv_bytes_beside_training, sizes_of
+from tlt.policy import open_policy
+from tlt.spec.drafter import build_drafters
+from tlt.train.policy import PolicyTrainer
+from tlt.types import Completion, Experience, Key, Prompt, Rollout, Timing
+
+SEVEN = ModelConfig.from_hf(MODEL_SHAPES["Qwen2.5-7B"])
+WEIGHTS = 7_615_616_512  # of it
+CONFIG = RunConfig(sampling=SamplingParams(max_tokens=1024), train=TrainSettings(row_tokens=8192))
+
+
+def kept(plan: MemoryPlan) -> dict[str, int]:
+    return {part.name: part.bytes for part in plan.kept}
+
+
+def on(gib: float, config: RunConfig = CONFIG, policy: ModelConfig = SEVEN) -> MemoryPlan:
+    return memory_plan(config, Sizes(policy, 2, int(gib * GIB)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *MODEL_SHAPES.values(),
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+        {"model_type": "smollm3", "num_hidden_layers": 3},
+    ],
+)
+def test_weights_are_counted_without_making_them(source: dict[str, object]) -> None:
+    config = ModelConfig.from_hf(source)
+    real = Transformer(config, dtype=torch.bfloat16, device="meta") if config.layers < 4 else None
+    counted = config.layers * block_weights(config) + outer_weights(config)
+    if real is None:  # a policy of many layers is one of few layers, several times
+        few = ModelConfig.from_hf({**source, "num_hidden_layers": 2})
+        real = Transformer(few, device="meta")
+        counted = few.layers * block_weights(few) + outer_weights(few)
+    assert counted == sum(weight.numel() for weight in real.parameters())
+
+
+def test_what_seven_billion_weights_keep() -> None:
+    found = kept(on(141))
+    assert found == {"policy": 2 * WEIGHTS, "float32 masters": 4 * WEIGHTS, "Adam's moments": 8 * WEIGHTS}
+    sharded = replace(CONFIG, cluster=ClusterSettings(workers=4, shard=True))
+    quarter = WEIGHTS // 4
+    assert kept(on(141, sharded)) == {
+        "policy": 2 * WEIGHTS,
+        "1/4 of the policy that is trained": 2 * quarter,
+        "float32 masters": 4 * quarter,
+        "Adam's moments": 8 * quarter,
+    }
+    lora = replace(CONFIG, train=replace(CONFIG.train, lora_rank=16), grpo=GrpoSettings(kl=0.1))
+    adapters = adapter_weights(SEVEN, 16)
+    found = kept(on(141, lora))
+    assert found["adapters"] + found["Adam's moments"] == 12 * adapters
+    assert found["reference policy (grpo.kl)"] == 2 * WEIGHTS
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_trainer_keeps_what_was_said(dtype: torch.dtype, rank: int) -> None:
+    model = tiny_policy(dtype)
+    settings = TrainSettings(lora_rank=rank)
+    trainer = PolicyTrainer(model, settings, GrpoSettings())
+    weights = list(trainer._optimizer._masters)
+    for master in weights:
+        master.grad = torch.ones_like(master)
+    trainer._optimizer.step(1e-3, 1.0, trainer._optimizer.norm())
+    held = {id(p): p for p in (*model.parameters(), *weights)}
+    held |= {id(base): base for base in (trainer._lora._bases if trainer._lora else ())}
+    for state in trainer._optimizer.state()["adam"]["state"].values():
+        held |= {id(state[name]): state[name] for name in ("exp_avg", "exp_avg_sq")}
+    plan = memory_plan(RunConfig(train=settings), Sizes(model.config, dtype.itemsize, 0))
+    assert plan.kept_bytes == sum(tensor.nbytes for tensor in held.values())
+
+
+def test_a_drafter_that_learns_counts_too(tmp_path: Path) -> None:
+    config = small(tmp_path, *LEARNED, "--model.dtype=float32")
+    (drafter,) = [one for one in build_drafters(open_policy(config.model), config) if one.learned]
+    assert drafter.model is not None
+    weights = sum(weight.numel() for weight in drafter.model.parameters())
+    found = kept(memory_plan(config, sizes_of(config)))
+    assert found["drafter"] == weights * (4 + 1)
+    assert found["drafter in training, its best copy and moments"] == weights * (4 + 4 + 8)
+    frozen = replace(config, drafting=replace(config.drafting, frozen=True))
+    assert "drafter in training, its best copy and moments" not in kept(memory_plan(frozen, sizes_of(frozen)))
+
+
+def test_activations_are_those_that_autograd_keeps() -> None:
+    """In float32, whose layers are not fused."""
+    source = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+    config = ModelConfig.from_hf({**source, "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 32})
+    model, tokens, found = Transformer(config), 256, dict[int, torch.UntypedStorage]()
+    model.init_weights(0)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(tokens, dtype=torch.int64), PackedLayout.from_lengths((tokens,)))
+    weights = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    measured = sum(storage.nbytes() for place, storage in found.items() if place not in weights)
+    assert measured / (tokens * config.layers) == pytest.approx(activation_bytes(config, 4), rel=0.1)
+
+
+def test_checkpointed_layers_keep_their_input_alone() -> None:
+    rows, layer = CONFIG.train.row_tokens, activation_bytes(SEVEN, 2)
+    train = replace(CONFIG.train, lora_rank=1)
+    plain = on(141, replace(CONFIG, train=train))
+    less = on(141, replace(CONFIG, train=replace(train, checkpoint_activations=True)))
+    saved = rows * ((SEVEN.layers - 1) * layer - SEVEN.layers * SEVEN.hidden * 2)
+    assert plain.peak.bytes - less.peak.bytes == saved
+
+
+def test_keys_and_values_get_what_is_left_and_no_more_than_rows_can_fill() -> None:
+    lora = replace(CONFIG, train=replace(CONFIG.train, lora_rank=16), engine=EngineSettings(rows=64))
+    small_gpu, large_gpu = on(80, lora), on(500, lora)
+    assert small_gpu.fits
+    assert small_gpu.kv_bytes == min(small_gpu.left_bytes, small_gpu.most_kv_bytes)
+    everything = small_gpu.kept_bytes + small_gpu.peak.bytes + small_gpu.kv_bytes + small_gpu.reserve_bytes
+    assert everything <= 80 * GIB
+    page = 2 * SEVEN.layers * 16 * SEVEN.kv_heads * SEVEN.head_dim * 2
+    assert large_gpu.kv_bytes == large_gpu.most_kv_bytes == 64 * page * ((1024 + 4096) // 16 + 1)
+    assert on(80, replace(lora, engine=EngineSettings(kv_gib=3.0))).kv_bytes == 3 * GIB
+    halves = on(160, replace(lora, cluster=ClusterSettings(workers=2, gpus_per_worker=0.5)))
+    assert halves == small_gpu
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    assert not on(141).fits
+    told = refusal(CONFIG, Sizes(SEVEN, 2, 141 * GIB))
+    assert "\n" not in told
+    assert "and has 141.0 GiB" in told
+    assert "float32 masters 28.4 GiB" in told
+    assert "--train.lora_rank 16: needs" in told
+    for flags, plan in remedies(CONFIG, Sizes(SEVEN, 2, 141 * GIB)):
+        assert plan.needed_bytes <= on(141).needed_bytes, flags
+    assert "take a smaller policy" in refusal(CONFIG, Sizes(SEVEN, 2, 8 * GIB))
+
+
+def test_an_engine_is_built_with_what_others_left() -> None:
+    plan = on(80, replace(CONFIG, train=replace(CONFIG.train, lora_rank=16)))
+    at_start = sum(part.bytes for part in plan.kept if not part.later)
+    free = 80 * GIB - at_start
+    assert kv_bytes_beside_training(plan, free) == plan.kv_bytes
+    assert kv_bytes_beside_training(plan, plan.later_bytes + plan.least_kv_bytes) == plan.least_kv_bytes
+    with pytest.raises(ConfigError, match="see what else uses the GPU"):
+        kv_bytes_beside_training(plan, plan.later_bytes)
+
+
+def test_the_command_prints_the_table_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart", "--gpu", "80"]) == 0
+    told = capsys.readouterr().out
+    assert "Adam's moments" in told
+    assert "the GPU  " in told
+    assert main(["plan", "quickstart", "--gpu", "0.5"]) == ConfigError.exit_code
+    told = capsys.readouterr()
+    assert "the GPU, which is too small" in told.out
+    assert "the run needs" in told.err
+    assert main(["plan", "quickstart", "--gpu", "much"]) == ConfigError.exit_code
+    assert "expected the memory of one GPU in GiB" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_update_takes_what_was_said(checkpointed: bool, rank: int) -> None:
+    """The most that torch allocates in a step of a policy of 0.4 billion weights, beside the plan."""
+    config = ModelConfig.from_hf({**MODEL_SHAPES["Qwen2.5-1.5B"], "num_hidden_layers": 4})
+    model = Transformer(config, dtype=torch.bfloat16, device="cuda")
+    model.init_weights(0)
+    train = TrainSettings(row_tokens=4096, checkpoint_activations=checkpointed, lora_rank=rank)
+    trainer = PolicyTrainer(model, train, GrpoSettings(mismatch_limit=0.0))
+    tokens, zeros = tuple(range(4088)), (0.0,) * 4088
+    completions = [
+        Completion(Key(0, n), tuple(range(8)), tokens, "", zeros, zeros, "eos", 0, Timing(0, 0)) for n in range(2)
+    ]
+    given = [
+        Experience(Rollout(Prompt("", ""), one, 0.0), gain) for one, gain in zip(completions, (1, -1), strict=True)
+    ]
+    trainer.update(given)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.update(given)
+    total = torch.cuda.get_device_properties(0).total_memory
+    plan = memory_plan(RunConfig(train=train), Sizes(config, 2, total))
+    (update,) = [phase.bytes for phase in plan.phases if phase.name.startswith("update")]
+    assert torch.cuda.max_memory_allocated() == pytest.approx(plan.kept_bytes + update, rel=0.05)
