@@ -17,7 +17,7 @@ from tlt.bench.turns import TLT, bench_turns, kv_gib_of_each
 from tlt.cli import main
 from tlt.config import RunConfig
 from tlt.drafting.budget import RunBudget
-from tlt.engine.memory import BESIDE_TRAINING, GIB, LEAST_GIB
+from tlt.engine.memory import GIB, LEAST_GIB, SHARE_OF_FREE
 from tlt.errors import ConfigError, TltError
 from tlt.fleet import Worker
 from tlt.loop import Loop, Step
@@ -115,7 +115,7 @@ def test_the_turns_of_others_are_no_part_of_a_step(tmp_path: Path, monkeypatch: 
 
 def test_both_share_a_gpu() -> None:
     free = 100 * GIB
-    assert kv_gib_of_each(free, 10 * GIB) == pytest.approx(BESIDE_TRAINING * 90 / 2)
+    assert kv_gib_of_each(free, 10 * GIB) == pytest.approx(SHARE_OF_FREE * 90 / 2)
     assert kv_gib_of_each(free, 30 * GIB) == pytest.approx(15 / 2)  # two that train hold 60, and 25 are for activations
     assert kv_gib_of_each(free, 60 * GIB) == LEAST_GIB
 
