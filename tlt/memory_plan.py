@@ -44,7 +44,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     name: str
     bytes: int
     later: bool = False  # allocated after the engine is built
@@ -54,8 +54,8 @@ class Part:
 class MemoryPlan:
     """`kept`: from the first step to the last. `phases`: beside it, in one phase of a step at most."""
 
-    kept: tuple[Part, ...]
-    phases: tuple[Part, ...]
+    kept: tuple[MemoryPart, ...]
+    phases: tuple[MemoryPart, ...]
     reserve_bytes: int
     device_bytes: int  # of this worker's part of a GPU; 0: not known
     most_kv_bytes: int  # that all rows can fill
@@ -67,7 +67,7 @@ class MemoryPlan:
         return sum(part.bytes for part in self.kept)
 
     @property
-    def peak(self) -> Part:
+    def peak(self) -> MemoryPart:
         """The phase that needs most."""
         return max(self.phases, key=lambda part: part.bytes)
 
@@ -188,33 +188,33 @@ def _shards(config: RunConfig) -> int:
     return config.cluster.workers if config.cluster.shard else 1
 
 
-def _policy_parts(config: RunConfig, sizes: Sizes) -> Iterator[Part]:
+def _policy_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
     weights, size, wide, shards = _weights(sizes.policy), sizes.itemsize, _wide(sizes.itemsize), _shards(config)
-    yield Part("policy", weights * size)
+    yield MemoryPart("policy", weights * size)
     if config.grpo.kl:
-        yield Part("reference policy (grpo.kl)", weights * size)
+        yield MemoryPart("reference policy (grpo.kl)", weights * size)
     if config.train.lora_rank:
         adapters = adapter_weights(sizes.policy, config.train.lora_rank)
-        yield Part("copy of the adapted matrices", _adapted_weights(sizes.policy) * size)
-        yield Part("adapters", adapters * wide)
-        yield Part("Adam's moments", adapters * 2 * wide, later=True)
+        yield MemoryPart("copy of the adapted matrices", _adapted_weights(sizes.policy) * size)
+        yield MemoryPart("adapters", adapters * wide)
+        yield MemoryPart("Adam's moments", adapters * 2 * wide, later=True)
         return
     own = ceil(weights / shards)
     if shards > 1:
-        yield Part(f"1/{shards} of the policy that is trained", own * size)
+        yield MemoryPart(f"1/{shards} of the policy that is trained", own * size)
     if wide != size:
-        yield Part("float32 masters", own * wide)
-    yield Part("Adam's moments", own * 2 * wide, later=True)
+        yield MemoryPart("float32 masters", own * wide)
+    yield MemoryPart("Adam's moments", own * 2 * wide, later=True)
 
 
-def _drafter_parts(config: RunConfig, sizes: Sizes) -> Iterator[Part]:
+def _drafter_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
     if sizes.drafter is None:
         return
     weights, size, wide = sizes.drafter.weights, sizes.itemsize, _wide(sizes.itemsize)
-    yield Part("drafter", weights * (size + (1 if config.spec.quantized else 0)))
+    yield MemoryPart("drafter", weights * (size + (1 if config.spec.quantized else 0)))
     if not config.drafting.frozen:
         masters = wide if wide != size else 0
-        yield Part(
+        yield MemoryPart(
             "drafter in training, its best copy and moments", weights * (2 * size + masters + 2 * wide), later=True
         )
 
@@ -222,12 +222,12 @@ def _drafter_parts(config: RunConfig, sizes: Sizes) -> Iterator[Part]:
 # ---- phases
 
 
-def _phases(config: RunConfig, sizes: Sizes, device: int) -> Iterator[Part]:
+def _phases(config: RunConfig, sizes: Sizes, device: int) -> Iterator[MemoryPart]:
     row = max(config.train.row_tokens, min(sizes.policy.max_positions, config.sampling.max_tokens))
-    yield Part(f"update, rows of {row:,} tokens", _update_bytes(config, sizes, row, device))
-    yield Part("rollout: prefill and logits", forward_bytes(config, sizes))
+    yield MemoryPart(f"update, rows of {row:,} tokens", _update_bytes(config, sizes, row, device))
+    yield MemoryPart("rollout: prefill and logits", forward_bytes(config, sizes))
     if sizes.drafter and not config.drafting.frozen:
-        yield Part("drafter training", _drafting_bytes(config, sizes, sizes.drafter, device))
+        yield MemoryPart("drafter training", _drafting_bytes(config, sizes, sizes.drafter, device))
 
 
 def forward_bytes(config: RunConfig, sizes: Sizes) -> int:
