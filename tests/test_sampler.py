@@ -56,9 +56,7 @@ def with_noise(gumbel: Noise) -> Draw:
         noise_RV = torch.cat(
             [
                 gumbel(part.seed_R, part.request_R, part.position_R, logits_RV.shape[-1])
-                for part in (
-                    pick(rows, slice(k, k + 2000)) for k in range(0, len(logits_RV), 2000)
-                )  # in cache
+                for part in (pick(rows, slice(k, k + 2000)) for k in range(0, len(logits_RV), 2000))  # in cache
             ]
         )
         return (logits_RV / rows.temperature_R[:, None] + noise_RV).argmax(-1)

@@ -389,7 +389,7 @@ def write_adapter(path: Path, served: Serving, scale: float) -> dict[str, torch.
     """PEFT's files; and what the adapter adds to each matrix."""
     path.mkdir()
     (path / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"})
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "tiny"})
     )
     generator, tensors, changes = torch.Generator().manual_seed(0), dict[str, torch.Tensor](), {}
     for name, weight in hf_tensors(served.served.model).items():
@@ -417,7 +417,9 @@ def test_adapters_replace_each_other_and_leave_without_a_trace(own: Serving, tmp
     assert own.refused("/unload_lora_adapter", lora_name="first")[0] == 404
     own.post("/unload_lora_adapter", lora_name="second")
     assert tokens_of(own.post("/v1/completions", **CALL, model="tiny")) == plain
-    (tmp_path / "second" / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4, "use_dora": true}')
+    (tmp_path / "second" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "tiny", "use_dora": true}'
+    )
     _, error = own.refused("/load_lora_adapter", lora_name="x", lora_path=str(tmp_path / "second"))
     assert "use_dora" in error["message"]
 

@@ -123,7 +123,7 @@ class ServedPolicy:
             self._trainer.learn_from(completions, self._version)
             self._untaken += len(completions)
             if self._untaken >= _TAKE_IN:
-                self._trainer.take_in()
+                self._trainer.sort_arrived()
                 self._untaken = 0
         return completions
 

@@ -120,12 +120,33 @@ def read_words(directory: Path) -> AdapterWords:
     return AdapterWords(base, words.get("revision"), rank, alpha / rank)
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class AdapterChange:
+    """What an adapter adds to one module: scale · B·A."""
+
+    place: Place
+    a_rK: Tensor
+    b_Nr: Tensor
+    scale: float
+
+    @torch.no_grad()
+    def add_to(self, weight_NK: Tensor) -> None:
+        wide = torch.promote_types(weight_NK.dtype, torch.float32)
+        a_rK, b_Nr = (tensor.to(weight_NK.device, wide) for tensor in (self.a_rK, self.b_Nr))
+        weight_NK.copy_(torch.addmm(weight_NK.to(wide), b_Nr, a_rK, alpha=self.scale))
+
+
 def merge_adapter(model: Transformer, directory: Path) -> None:
     """Adds the adapter in this directory to the weights of its policy."""
-    words, ours = read_words(directory), dict(model.named_parameters())
-    found = _read(directory / WEIGHTS)
-    wanted = adapted_places(model.config)
+    ours = dict(model.named_parameters())
+    for change in read_adapter(model.config, directory):
+        change.add_to(change.place.of(ours))
+
+
+def read_adapter(config: ModelConfig, directory: Path) -> list[AdapterChange]:
+    """What the adapter in this directory adds to a policy of this shape, checked."""
+    words, found = read_words(directory), _read(directory / WEIGHTS)
+    wanted, changes = adapted_places(config), list[AdapterChange]()
     modules = [module for module in wanted if _key(module, "A") in found or _key(module, "B") in found]
     keys = {_key(module, part) for module in modules for part in "AB"}
     if keys != found.keys() or not keys:
@@ -142,10 +163,8 @@ def merge_adapter(model: Transformer, directory: Path) -> None:
                 f"{directory / WEIGHTS}: the adapter of {module} has shapes {list(a_rK.shape)} and {list(b_Nr.shape)}, "
                 f"expected {[words.rank, K]} and {[N, words.rank]}"
             )
-        weight = place.of(ours)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        a_rK, b_Nr = (tensor.to(weight.device, wide) for tensor in (a_rK, b_Nr))
-        weight.copy_(torch.addmm(weight.to(wide), b_Nr, a_rK, alpha=words.scale))
+        changes.append(AdapterChange(place, a_rK, b_Nr, words.scale))
+    return changes
 
 
 def adapter_bytes(config: ModelConfig, rank: int, dtype: torch.dtype) -> int:
