@@ -1,11 +1,10 @@
-"""Which token goes with which state: the one place where a drafter's inputs and targets are lined up.
+"""Aligns a drafter's inputs and targets: the only module that says which token goes with which hidden state.
 
-At position t the drafter reads the policy's states of t and the token that follows, x_{t+1}; it names the one after
-that, x_{t+2}, which the policy knows at t + 1. Draft step s of the same entry reads x_{t+1+s} and names x_{t+2+s}.
-Training, offline and online, and measuring ask `align`; in rollout `Eagle.extend` is handed the very same pairs: the
-states of a position and the token drawn from them. Sequences lie end to end and nothing reaches from one into the next.
-Works on host tensors, by numpy: torch would wake up all its threads for a few thousand numbers, many times a step.
-Knows nothing of weights.
+At position t the drafter reads the policy's hidden states of t and the next token x_{t+1}, and predicts x_{t+2}, whose
+distribution the policy computes at t + 1. Draft step s of the same entry reads x_{t+1+s} and predicts x_{t+2+s}.
+Training, offline and online, and measuring use `align`; in rollout `Eagle.extend` gets the same pairs: the states of a
+position and the token drawn from them. Sequences are concatenated and never attend to each other. Works on host tensors
+with numpy, as torch would wake all its threads for a few thousand numbers many times a step. Does not know weights.
 """
 # T positions with states, C sequences, S draft steps, N tokens to name
 
@@ -23,22 +22,22 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens the drafter learns to name, and from where."""
+    """The target tokens of the drafter, and the entries that predict them."""
 
-    state_N: Tensor  # int64: position whose policy state decides the token, and after which it stands
-    entry_SN: Tensor  # int64: position whose entry names it in draft step s; 0 where there is none
-    reached_SN: Tensor  # bool: there is one, and the token it starts from is one to learn
+    state_N: Tensor  # int64: position before the token, whose policy state gives the token's distribution
+    entry_SN: Tensor  # int64: position of the entry that predicts it in draft step s; 0 if there is none
+    reached_SN: Tensor  # bool: there is such an entry, and it lies in the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    next_T: Tensor  # int64: the token that follows each position; 0 where nobody knows it
-    learn_T: Tensor  # bool: that token is known, and one to learn
-    index_T: Tensor  # int64: place within its own sequence, from 0
+    next_T: Tensor  # int64: the token that follows each position; 0 if it is unknown
+    learn_T: Tensor  # bool: that token is known and part of an answer
+    index_T: Tensor  # int64: position within its own sequence, from 0
     lengths: tuple[int, ...]
 
     def targets(self, steps: int) -> Targets:
-        """Every token to learn that some entry of the same answer can name within `steps` draft steps."""
+        """All target tokens that an entry of the same answer can predict within `steps` draft steps."""
         learn_T, index_T = self.learn_T.numpy(), self.index_T.numpy()
         known_N = np.flatnonzero(learn_T)
         back_S1 = np.arange(1, steps + 1)[:, None]
@@ -51,10 +50,10 @@ class Aligned:
 
 
 def align(tokens_T: Tensor, learn_T: Tensor, lengths: Sequence[int], last_C: Tensor | None = None) -> Aligned:
-    """Lines up packed sequences. Token t stands at position t, whose states the policy computed from it.
+    """Aligns packed sequences. The hidden states of position t are those that the policy computed from token t.
 
-    `learn_T` marks the answers' tokens. `last_C` is the token drawn from each sequence's last position (its own state
-    was never computed), UNKNOWN where there is none; without it the last positions have no successor.
+    `learn_T` marks the tokens of answers. `last_C` is the token drawn from each sequence's last position (its own state
+    was never computed), or UNKNOWN; without `last_C` the last positions have no successor.
     """
     sizes_C = np.array(lengths, dtype=np.int64)
     if len(tokens_T) != sizes_C.sum() or len(learn_T) != len(tokens_T) or sizes_C.min() < 1:

@@ -1,9 +1,9 @@
-"""Which tokens a drafter names, and how far it trusts itself.
+"""The drafter's candidates: the tokens it proposes after a node, and the calibration of its confidence (draft β).
 
-The policy's token is the largest of `logits/T + G`, G keyed noise anyone can compute beforehand. A drafter names the
-top of `β·q_logits/T + G` with the very same G: β = 1 for a calibrated drafter, more for one that is too flat, and
-β = ∞ leaves the noise out (greedy drafts). At temperature 0 there is no noise. Every verified node tells which β would
-have hit: `BetaCalibrator` counts and chooses. Candidates are advice: whatever is named here, the policy's tokens stay.
+The policy's token is the argmax of `logits/T + G`, with keyed noise G that can be computed beforehand. A drafter
+proposes the top of `β·q_logits/T + G` with the same G: β = 1 for a calibrated drafter, larger for one that is too flat,
+and β = ∞ leaves the noise out (greedy drafts). At temperature 0 there is no noise. Every verified node shows which β
+would have hit: `BetaCalibrator` counts and chooses. Candidates change only the speed, never the policy's tokens.
 """
 # N nodes to name successors of, k candidates each, v draft vocabulary, B values of β
 
@@ -35,23 +35,23 @@ __all__ = [
 
 GREEDY = math.inf  # the β of drafts without noise
 BETAS = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, GREEDY)
-_MOST_IN_ONE_LAUNCH = 8  # candidates a GPU kernel names
+_MOST_IN_ONE_LAUNCH = 8  # candidates per node that the GPU kernel can return
 
 
 @dataclass(frozen=True, slots=True)
 class DrawKeys:
-    """What the policy's draw depends on besides its logits, node by node, on the logits' device."""
+    """Key and temperature of each node's draw, on the device of the logits."""
 
     seed_N: Tensor  # int64
     request_N: Tensor  # int64
-    position_N: Tensor  # int64, of the token to be named, or of one before it (`ahead`)
+    position_N: Tensor  # int64, of the token to be proposed, minus `ahead`
     temperature_N: Tensor  # float32
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
     token_Nk: Tensor  # int64, ids of the policy's vocabulary, the likeliest first
-    score_Nk: Tensor  # float32, about the log-probability that the policy draws it, the noise being known
+    score_Nk: Tensor  # float32, estimated log-probability that the policy draws it, given the noise
 
 
 def keyed_noise(keys: DrawKeys, vocab: int, token_of_draft_v: Tensor | None = None) -> Tensor:
@@ -69,9 +69,9 @@ def candidates(
     repeat: int = 1,
     ahead: Tensor | None = None,
 ) -> Candidates:
-    """The k likeliest successors of each node. `beta` as a tensor may change under a captured graph.
+    """The k likeliest successors of each node. `beta` as a tensor may change between replays of a captured graph.
 
-    Where `repeat` nodes in a row share a key, `keys` names each key once; `ahead` (int64, one for all keys or for each)
+    If `repeat` consecutive nodes share a key, `keys` holds each key once; `ahead` (int64, one for all keys or for each)
     is added to positions.
     """
     key = (keys.seed_N, keys.request_N, keys.position_N)
@@ -88,7 +88,7 @@ def beta_hits(
     token_of_draft_v: Tensor | None = None,
     k: int = 1,
 ) -> Tensor:
-    """[N, B] bool: whether the token the policy drew would have been among the first k, for each β."""
+    """[N, B] bool: whether the token drawn by the policy would have been among the first k candidates, for each β."""
     noise_Nv = keyed_noise(keys, logits_Nv.shape[1], token_of_draft_v)
     column_N, known_N = draft_ids(drawn_N, token_of_draft_v)
     hits = []
@@ -100,7 +100,7 @@ def beta_hits(
 
 
 def draft_ids(token_N: Tensor, token_of_draft_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The draft ids of policy tokens, and which of them have one (the others get some id)."""
+    """Draft ids of policy tokens, and which of them have one (the others get an arbitrary id)."""
     if token_of_draft_v is None:
         return token_N, torch.ones_like(token_N, dtype=torch.bool)
     column_N = torch.searchsorted(token_of_draft_v, token_N).clamp(max=len(token_of_draft_v) - 1)
@@ -108,9 +108,9 @@ def draft_ids(token_N: Tensor, token_of_draft_v: Tensor | None) -> tuple[Tensor,
 
 
 class BetaCalibrator:
-    """The β that would have hit most often of late. Greedy and 1 are among the choices, so it ends no worse than they.
+    """The β that would have hit most often recently. Greedy and 1 are among the choices, so it ends no worse than they.
 
-    Pure counting: hand it, per β of `BETAS`, how many of so many verified nodes it would have hit.
+    Pure counting: `observe` takes, per β of `BETAS`, how many of the verified nodes it would have hit.
     """
 
     def __init__(self, memory: float = 20_000.0) -> None:
@@ -123,7 +123,7 @@ class BetaCalibrator:
         return BETAS[self._best]
 
     def observe(self, hits: Sequence[int], nodes: int) -> None:
-        """Equals keep the β in use."""
+        """At equal counts the β in use stays."""
         fade = math.exp(-nodes / self._memory)
         self._hits = [fade * old + new for old, new in zip(self._hits, hits, strict=True)]
         leader = max(range(len(BETAS)), key=self._hits.__getitem__)
@@ -131,13 +131,13 @@ class BetaCalibrator:
             self._best = leader
 
 
-MOST_ROWS = 16  # looked at
-_EVERY = 16  # drafts between two looks
+MOST_ROWS = 16  # sampled per probe
+_EVERY = 16  # drafts between two probes
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What the first rows' roots were named from, and before which tick."""
+    """The logits and keys from which the first rows' roots were drafted, and before which tick."""
 
     logits_Nv: Tensor
     draws: DrawKeys
@@ -146,7 +146,7 @@ class Roots:
 
 
 class BetaProbe:
-    """Now and then, which β would have named the tokens drawn at the roots; read when it has arrived."""
+    """Measures in every 16th draft which β would have proposed the tokens drawn at the roots, without waiting."""
 
     def __init__(self) -> None:
         self.beta_calibrator = BetaCalibrator()
@@ -155,7 +155,7 @@ class BetaProbe:
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def forget(self) -> None:
-        """Rows have moved: what was grown in them belongs to others now."""
+        """Drops the recorded roots, after rows have moved."""
         self.roots = None
 
     def wants_roots(self) -> bool:
@@ -163,21 +163,21 @@ class BetaProbe:
         return self._drafts % _EVERY == 1 and self._coming is None
 
     def root(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, tick: int) -> None:
-        """`draws`: of the tokens before those that the roots name."""
+        """Records the roots. `draws`: keys of the tokens before those that the roots propose."""
         rows = len(draws.seed_N)
         parts = (draws.seed_N.clone(), draws.request_N.clone(), draws.position_N + 1, draws.temperature_N.clone())
-        self.roots = Roots(logits_Rv[:rows].clone(), DrawKeys(*parts), ready_R[:rows].clone(), tick)  # the rows go on
+        self.roots = Roots(logits_Rv[:rows].clone(), DrawKeys(*parts), ready_R[:rows].clone(), tick)  # rows change
 
     def look(self, token_N: Tensor, token_of_draft_v: Tensor | None) -> None:
         self._coming = fetch(self._counted(token_N, token_of_draft_v))
 
     def run_idle(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, token_of_draft_v: Tensor | None) -> None:
-        """Once, for nobody: what is launched then is compiled, and nothing is learned."""
+        """Launches the kernels once without effect, so that they are compiled."""
         self.root(logits_Rv, draws, ready_R, 0)
         self._counted(torch.zeros_like(draws.seed_N), token_of_draft_v)
 
     def _counted(self, token_N: Tensor, token_of_draft_v: Tensor | None) -> Tensor:
-        """[B + 1]: how often each β would have been right, of how many."""
+        """[B + 1]: hits of each β, then the number of nodes."""
         roots, self.roots = self.roots, None
         assert roots is not None
         hits_NB = beta_hits(roots.logits_Nv, roots.draws, token_N, token_of_draft_v=token_of_draft_v)
@@ -196,7 +196,7 @@ def _there(arrived: torch.cuda.Event | None) -> bool:
 
 
 def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of device numbers, on its way to the host, and the event of its arrival."""
+    """Starts a copy of a device tensor to the host. Returns the host tensor and the event of its arrival."""
     if not values.is_cuda:
         return values.clone(), None
     landed = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

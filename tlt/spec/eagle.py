@@ -1,10 +1,10 @@
-"""The learned drafter: one decoder layer that reads the policy's states (EAGLE-3) and names the policy's next tokens.
+"""The learned drafter: one decoder layer that reads the policy's hidden states (EAGLE-3) and predicts its next tokens.
 
-Entry t: the policy's residual stream at three depths, fused, beside the embedding of the token that follows; out comes
-g_t, from which the policy's own LM head names x_{t+2}. The next draft step reads g_t in place of the fused states.
-`align.py` says what goes with what. What always holds: the embedding and the LM head are the policy's tensors, handed
-in with each call, never owned and never written; a new Eagle holds no values until `init_weights` or a file gives them;
-`unroll` (training), `extend` and `step` (rollout) compute the same thing. Knows no requests, seeds or files.
+Entry t: the policy's residual stream at three layers, fused, beside the embedding of the next token. The output is g_t,
+from which the policy's own LM head predicts x_{t+2}. The next draft step reads g_t in place of the fused states.
+`align.py` defines the alignment. What always holds: the embedding and the LM head are the policy's tensors, passed with
+each call, never owned and never written; a new Eagle has no values until `init_weights` or a file sets them; `unroll`
+(training), `extend` and `step` (rollout) compute the same function. Does not know requests, seeds or files.
 """
 # T packed positions, R rows, S new positions of a row or draft steps, Q nodes of a row, N slots for them, D hidden,
 # F = 3·D states, V policy's vocabulary, v draft vocabulary, H query heads, K key heads, d head width
@@ -32,12 +32,12 @@ from tlt.spec.align import Aligned
 from tlt.spec.window import Band, FlashBand, Nodes, Ring, attend_ring
 
 TAPS = 3
-_MLP_STEP = 16  # what kernels read at once
-_MATRICES = {"fc": False, "qkv": False, "o": False, "gate_up": True, "down": False}  # and whether they are gated
+_MLP_STEP = 16  # the MLP's width is a multiple of this, as kernels read 16 numbers at once
+_MATRICES = {"fc": False, "qkv": False, "o": False, "gate_up": True, "down": False}  # name → whether it is gated
 
 
 def taps(policy: ModelConfig) -> tuple[int, int, int]:
-    """The layers whose residual stream the drafter reads, by how many have run: low, middle, high."""
+    """The numbers of layers after which the drafter reads the residual stream: low, middle, high."""
     layers = policy.layers
     if layers < TAPS - 1:
         raise ModelError(
@@ -50,8 +50,8 @@ def taps(policy: ModelConfig) -> tuple[int, int, int]:
 
 
 def layer_source(policy: ModelConfig, mlp: float = 1.0) -> dict[str, Any]:
-    """A drafter's layer for this policy, in the words of a Llama's config.json: its width, heads and positions, and an
-    MLP of this share of its width."""
+    """The config.json (of a Llama) of a drafter's layer for this policy: the policy's width, heads and positions, and
+    an MLP of the fraction `mlp` of the policy's."""
     scaling = {"rope_type": policy.rope.type, **policy.rope.parameters} if policy.rope.type != "default" else None
     return {
         "model_type": "llama",
@@ -83,13 +83,13 @@ def _mlp_width(policy: ModelConfig, share: float) -> int:
 class EagleConfig:
     layer: ModelConfig  # of the one layer; its vocabulary is the policy's
     taps: tuple[int, int, int]
-    window: int  # positions the drafter looks back on, its own included
-    draft_vocab: int  # tokens it can name
+    window: int  # positions of the drafter's attention, its own included
+    draft_vocab: int  # tokens it can draft
     policy_layers: int  # of the policy it reads
 
     @classmethod
     def of_policy(cls, policy: ModelConfig, *, window: int, draft_vocab: int = 0, mlp: float = 1.0) -> "EagleConfig":
-        """A drafter for this policy; `draft_vocab` 0 names every token; `mlp`: how wide its MLP is, of the policy's."""
+        """A drafter for this policy. `draft_vocab` 0: every token; `mlp`: MLP width as a fraction of the policy's."""
         if not 0 <= draft_vocab <= policy.vocab:
             raise ModelError(f"a draft vocabulary of {draft_vocab}; expected at most the policy's {policy.vocab}")
         layer = ModelConfig.from_hf(layer_source(policy, mlp))
@@ -101,7 +101,7 @@ class EagleConfig:
 
 
 def draft_vocabulary(counts_V: Tensor, size: int) -> Tensor:
-    """The `size` most frequent tokens in ascending order: draft id → policy id. Equals: the lower id first."""
+    """The `size` most frequent tokens in ascending order: draft id → policy id. Of equal counts, lower ids first."""
     return counts_V.sort(descending=True, stable=True).indices[:size].sort().values
 
 
@@ -134,7 +134,7 @@ class Eagle(nn.Module):
         self.norm = parameter(D)
         ids = torch.zeros(config.draft_vocab, dtype=torch.int64, device=device) if config.reduced else None
         self.register_buffer("token_of_draft_v", ids)
-        self.register_buffer("own_head_vD", None)  # of drafters from elsewhere that trained one; frozen
+        self.register_buffer("own_head_vD", None)  # of imported drafters that trained an LM head; frozen
         cos_PR, sin_PR = rotary_tables(layer)
         self.register_buffer("cos_PR", cos_PR.to(device), persistent=False)
         self.register_buffer("sin_PR", sin_PR.to(device), persistent=False)
@@ -146,7 +146,7 @@ class Eagle(nn.Module):
     def init_weights(
         self, seed: int, token_of_draft_v: Tensor | None = None, policy_norm_D: Tensor | None = None
     ) -> None:
-        """Fresh values. A reduced draft vocabulary must be named: draft id → policy id (see `draft_vocabulary`).
+        """Random values. A reduced draft vocabulary must be given: draft id → policy id (see `draft_vocabulary`).
 
         `policy_norm_D`: weight of the policy's final norm, from which the drafter's starts. The policy's head expects
         states of that scale (4.6 on average for Qwen2.5-1.5B); from ones, logits stay flat for thousands of steps.
@@ -162,8 +162,8 @@ class Eagle(nn.Module):
             self.norm.copy_(policy_norm_D)
 
     def quantize(self, quantized: bool = True) -> None:
-        """From now on a GPU's rollout reads its large matrices in 8 bits, where few rows do; again whenever they have
-        changed."""
+        """Makes 8-bit copies of the large matrices, which a GPU's rollout reads for few rows. Call it again after the
+        matrices have changed."""
         if not quantized:
             self._quantized = {}
             return
@@ -178,7 +178,7 @@ class Eagle(nn.Module):
                 self._quantized[name] = QuantizedMatrix.of(matrix)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have matrices of their own, and whoever makes them mostly wants to train."""
+        """Copies are not quantized: most are made for training."""
         return self.__dict__ | {"_quantized": {}}
 
     def _matrix(self, name: str) -> Matrix:
@@ -187,7 +187,7 @@ class Eagle(nn.Module):
 
     @torch.no_grad()
     def set_vocabulary(self, token_of_draft_v: Tensor | None) -> None:
-        """Which policy token each draft token is. Checked: ascending, inside the vocabulary, as many as configured."""
+        """Sets the policy id of each draft token. Checked: ascending, inside the vocabulary, as many as configured."""
         if (token_of_draft_v is not None) != self.config.reduced:
             raise ModelError(
                 f"the drafter names {self.config.draft_vocab} of {self.config.layer.vocab} tokens; expected "
@@ -208,14 +208,14 @@ class Eagle(nn.Module):
         self.token_of_draft_v.copy_(token_of_draft_v)
 
     def head_rows(self, head_VD: Tensor, out: Tensor | None = None) -> Tensor:
-        """What names draft tokens, [v, D]: rows of the policy's head. All of them: the policy's tensor itself.
+        """The head rows of the draft tokens, [v, D]. For a full vocabulary, the policy's tensor itself.
 
-        A reduced vocabulary makes a copy: ask again when the policy has changed; `out` keeps a graph's pointer.
+        For a reduced vocabulary, a copy: call it again when the policy has changed; `out` keeps a graph's pointer.
         """
         return self.policy_rows(head_VD, out) if self.own_head_vD is None else self.own_head_vD
 
     def policy_rows(self, head_VD: Tensor, out: Tensor | None = None) -> Tensor:
-        """What the policy itself names these tokens with, whether or not the drafter does too."""
+        """The policy's own head rows of the draft tokens, also for a drafter with a head of its own."""
         if self.token_of_draft_v is None:
             return head_VD
         return torch.index_select(head_VD.detach(), 0, self.token_of_draft_v, out=out)
@@ -223,7 +223,7 @@ class Eagle(nn.Module):
     # ---- the layer
 
     def fuse(self, features_TF: Tensor) -> Tensor:
-        """The policy's residual stream after each tapped layer, side by side, as one state."""
+        """Projects the concatenated residual streams of the tapped layers to one state."""
         return linear(features_TF, self._matrix("fc"))
 
     def logits(self, g: Stream, head: Matrix) -> Tensor:
@@ -249,18 +249,19 @@ class Eagle(nn.Module):
         )
 
     def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
-        """The rest of the layer. The residual is the state as it came, not its norm."""
-        x_TD = torch.addmm(state_TD, attended_TN, self.o.t())  # not over the state, which somebody may hold
+        """The rest of the layer after attention. The residual is the input state, before its norm."""
+        x_TD = torch.addmm(state_TD, attended_TN, self.o.t())  # not in place: the caller may keep the state
         normed_TD = rms_norm(x_TD, self.mlp_norm, self.config.layer.norm_eps)
         return linear(linear(normed_TD, self.gate_up, gated=True), self.down, residual=x_TD)
 
     # ---- training: packed sequences
 
     def unroll(self, aligned: Aligned, features_TF: Tensor, embed_VD: Tensor, steps: int) -> list[Tensor]:
-        """g of every entry in draft steps 0 … steps − 1, [T, D] each: what rollout would have fed back is fed back.
+        """g of every entry in draft steps 0 … steps − 1, [T, D] each. Each step reads the g of the step before, as in
+        rollout.
 
-        Step s of entry t reads the true token x_{t+1+s}. Near a sequence's end it runs out of them; what is computed
-        there is nonsense that nobody may use (`Aligned.targets` never does).
+        Step s of entry t reads the true token x_{t+1+s}. Near a sequence's end there is none, and the result is
+        undefined; `Aligned.targets` never uses it.
         """
         if steps > self.config.window:
             raise ModelError(f"{steps} draft steps in a window of {self.config.window}; expected a wider window")
@@ -272,7 +273,7 @@ class Eagle(nn.Module):
             if half
             else Band.of(aligned.index_T, self.config.window, device)
         )
-        # of all steps at once, which saves launches: step s reads what stands s places on, round and round
+        # for all steps at once, which saves launches: step s reads the entry s places further, cyclically
         rounds = 1 + -(-(steps - 1) // len(next_T))
         token_ST = torch.cat([next_T] * rounds).unfold(0, len(next_T), 1)[:steps]
         tokens = self._normed_tokens(token_ST, embed_VD).unbind(0)
@@ -311,17 +312,17 @@ class Eagle(nn.Module):
         new: NewPositions,
         embed_VD: Tensor,
     ) -> Tensor:
-        """Takes in new positions of rows and writes them to their rings. g of each row's last one, [R, D].
+        """Draft-extend: processes new positions of rows and writes their keys and values. g of each row's last, [R, D].
 
-        `features` are the policy's states there, `next` the tokens drawn from them. A row without new positions is left
-        as it is and its g means nothing.
+        `features` are the policy's states there, `next` the tokens drawn from them. A row without new positions is not
+        changed, and its g is undefined.
         """
         state_TD = self.fuse(features_TF)
         in_triton, entry = in_gpu_rollout(state_TD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_RD = dispatch(layer_kernels.embed_and_norm, in_triton)(
             next_T[:, None], state_TD[:, None], *entry, self.config.layer.norm_eps, new, pdl=True
         )
-        # keys and values need no attention of their own, so only the last query of a row asks, and it sees them all
+        # keys and values do not depend on attention, so only the last query of each row attends, to all of them
         q_R1Hd, last_R1 = dispatch(layer_kernels.rope_into_ring, in_triton)(
             *(linear(both, self._matrix("qkv")), new, self.cos_PR, self.sin_PR),
             *(ring.k_RKWd, ring.v_RKWd, ring.position_RW),
@@ -341,11 +342,11 @@ class Eagle(nn.Module):
         seen_RQN: Tensor,
         embed_VD: Tensor,
     ) -> Stream:
-        """One draft step for a frontier of tree nodes: g of each, [R · Q, D], from which its children are named.
+        """One draft step for a level of tree nodes: g of each, [R · Q, D], from which its children are drafted.
 
-        `parent` is the g that named the node (the row's own g from `extend` for the first ones), `position` one more
-        than its parent's entry, `slot` where the node's keys go among N, `seen` the slots it sees: its ancestors and
-        itself. All of it are tensors: one graph serves every depth of a tree.
+        `parent`: the g from which the node was drafted (for the first level the row's g from `extend`); `position`: one
+        more than its parent's entry; `slot`: the slot of its keys among N; `seen`: the slots it attends to, its
+        ancestors and itself. All are tensors, so one graph serves every depth of a tree.
         """
         in_triton, entry = in_gpu_rollout(parent_RQD), (embed_VD, self.embed_norm, self.feature_norm)
         both, residual_TD = dispatch(layer_kernels.embed_and_norm, in_triton)(
@@ -360,9 +361,9 @@ class Eagle(nn.Module):
         return self._finish_over(attended.reshape(len(residual_TD), -1), residual_TD, next_norm=self.norm)
 
     def _finish_over(self, attended_TN: Tensor, residual_TD: Tensor, next_norm: Tensor | None) -> Stream:
-        """`_finish` with fewer launches: a GPU writes g over the residual, ready for the norm that comes next. The norm
-        before the gate is the gate's own: x ready for it, too, was measured slower, for more of it is in flight then
-        and fewer programs fit beside each other."""
+        """`_finish` with fewer launches: a GPU writes g over the residual, prepared for the next norm. The norm before
+        the gate is computed by the gate's kernel: preparing it in the kernel before was slower, as fewer programs fit
+        on a multiprocessor then."""
         x_TD = linear(attended_TN, self._matrix("o"), residual=residual_TD)
         norm: dict[str, Any] = {"norm_weight": self.mlp_norm, "norm_eps": self.config.layer.norm_eps}
         gated_TM = linear(x_TD, self._matrix("gate_up"), **norm, gated=True)
@@ -370,5 +371,5 @@ class Eagle(nn.Module):
 
 
 def gather_taps(tapped: Sequence[Tensor]) -> Tensor:
-    """The states of each tapped layer, low to high, side by side: [..., D] each → [..., F]."""
+    """Concatenates the states of the tapped layers, low to high: [..., D] each → [..., F]."""
     return torch.cat(tuple(tapped), dim=-1)

@@ -1,11 +1,11 @@
-"""Drafter directories in and out, in the two formats that vLLM and SGLang load: EAGLE-3 flat, and speculators.
+"""Reads and writes drafter directories, in the two formats that vLLM and SGLang load: EAGLE-3 flat, and speculators.
 
-What `tlt` writes for itself is the flat format with a few words of its own under `tlt` in config.json, so every saved
-drafter serves elsewhere as it is; only a run's checkpoints leave the policy's head out, and `tlt draft export` adds it.
-Names and shapes are checked on the way in and on the way out, because neither engine reports what is missing; an error
-names the tensor. A drafter that is not there, or does not fit the policy, is an error and never a random one; so are
-weights that are NaN or infinite, read or written. Reading and writing touch no tensor of the policy. What the drafter
-was measured to accept lies beside it, if somebody measured it: never what was measured of other weights.
+`tlt` saves drafters in the flat format, with a few keys under `tlt` in config.json, so every saved drafter works in
+those engines as it is; only a run's checkpoints leave the policy's head out, and `tlt draft export` adds it. Names and
+shapes are checked when reading and when writing, because neither engine reports missing tensors; an error names the
+tensor. A drafter that is missing or does not fit the policy is an error, never a random drafter; so are NaN or infinite
+weights, read or written. Tensors of the policy are never changed. The acceptance record lies beside the weights, if
+these weights were measured.
 """
 # V policy's vocabulary, v draft vocabulary, D hidden
 
@@ -34,9 +34,9 @@ FLAT_ARCHITECTURE, SPECULATORS_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3S
 LAYER_PREFIX: dict[Format, str] = {"flat": "midlayer.", "speculators": "layers.0."}
 HEAD, EMBED, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 _IDS = (
-    "eagle_aux_hidden_state_layer_ids"  # vLLM counts layers that have run; SGLang's eagle_config, layer outputs from 0
+    "eagle_aux_hidden_state_layer_ids"  # vLLM: number of layers run; SGLang's eagle_config: index of the layer, from 0
 )
-_PROPOSED = 5  # draft tokens a server that reads the speculators format starts with
+_PROPOSED = 5  # default draft tokens for a server that reads the speculators format
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights
 _KINDS: dict[str, type] = {"tlt": dict, "eagle_config": dict, "transformer_layer_config": dict, "architectures": list}
@@ -47,15 +47,15 @@ _KIND_WORDS = {dict: "an object", list: "a list", int: "an integer", bool: "true
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The policy a drafter belongs to, as its files name it."""
+    """The policy of a drafter, as its files name it."""
 
     policy: str  # path or name, as the user gave it
     architectures: tuple[str, ...]  # of the policy's config.json
-    prompts: int = 0  # of those it was trained with, how many, from the first on, it learned from; 0: not known
+    prompts: int = 0  # number of training prompts, from the first of the file on, that it learned from; 0: unknown
 
 
 def places(config: EagleConfig, form: Format) -> dict[str, Place]:
-    """Name in the file → place, for every tensor the drafter owns."""
+    """Name in the file → place in the model, for every tensor that the drafter owns."""
     layer, prefix = config.layer, LAYER_PREFIX[form]
     D, M = layer.hidden, layer.mlp
     q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
@@ -88,9 +88,9 @@ def save_drafter(
     embed_VD: Tensor | None = None,
     record: DraftRecord | None = None,
 ) -> None:
-    """Writes a drafter directory. The policy's head rows go along, in speculators its embedding too (`embed_VD`).
+    """Writes a drafter directory with the policy's head rows; in speculators format its embedding too (`embed_VD`).
 
-    `record`: what these weights were measured to accept, if somebody did.
+    `record`: the measured acceptance of these weights, if they were measured.
     """
     tensors = file_tensors(model, head_VD, form, embed_VD)
     config = flat_config(model, origin) if form == "flat" else speculators_config(model, origin)
@@ -105,8 +105,8 @@ def write_drafter(
     form: Format = "flat",
     record: DraftRecord | None = None,
 ) -> None:
-    """Writes what `file_tensors` (or `own_tensors`) and a config say, once they are found to fit. The record of weights
-    that were there before goes first."""
+    """Writes tensors (of `file_tensors` or `own_tensors`) and a config, after checking that they fit. Removes the
+    record of earlier weights first."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_tensors(shapes, config, form, str(directory), headless=words["tlt"]["headless"])
     cure = "nothing was written: train again, with a lower draft.learning_rate if the training diverged"
@@ -119,9 +119,9 @@ def write_drafter(
 
 
 def own_tensors(ours: Mapping[str, Tensor], config: EagleConfig, form: Format = "flat") -> dict[str, Tensor]:
-    """The tensors of the file that are the drafter's own, from those of an `Eagle` by its own names."""
+    """The drafter's own tensors under their names in the file, from those of an `Eagle` by its own names."""
     tensors = {name: place.of(ours) for name, place in places(config, form).items()}
-    if config.reduced:  # vLLM refuses the map of a drafter that names every token
+    if config.reduced:  # vLLM refuses the map of a drafter with the full vocabulary
         ids_v = ours["token_of_draft_v"].cpu()
         tensors[D2T] = ids_v - torch.arange(len(ids_v))
         tensors[T2D] = torch.zeros(config.layer.vocab, dtype=torch.bool).index_fill_(0, ids_v, True)
@@ -133,12 +133,12 @@ def file_tensors(model: Eagle, head_VD: Tensor, form: Format, embed_VD: Tensor |
     tensors = own_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())}, model.config, form)
     tensors[HEAD] = model.head_rows(head_VD).to(model.fc.dtype)
     if embed_VD is not None:
-        tensors[EMBED] = embed_VD.to(model.fc.dtype, copy=True)  # where it is the head too, the file holds both
+        tensors[EMBED] = embed_VD.to(model.fc.dtype, copy=True)  # for a tied embedding, the file holds both copies
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def flat_config(model: Eagle, origin: Origin, *, headless: bool = False) -> dict[str, Any]:
-    """`headless`: the file leaves the policy's head out, as only tlt can read it."""
+    """The contents of config.json. `headless`: the file has no LM head, and only tlt can read it."""
     return {
         "architectures": [FLAT_ARCHITECTURE],
         **_layer_words(model),
@@ -177,7 +177,7 @@ def _dtype_word(model: Eagle) -> str:
 
 
 def _tap_words(config: EagleConfig) -> dict[str, Any]:
-    """The engines' own choice is left unsaid: they count differently, and agree as long as nobody speaks of it."""
+    """The keys for tapped layers; none for the engines' default, as they count layers differently."""
     layers = config.policy_layers
     if layers >= 7 and config.taps == (2, layers // 2, layers - 3):
         return {}
@@ -207,10 +207,10 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eagle:
-    """The drafter of a directory in either format, checked against the policy it is to serve.
+    """The drafter of a directory in either format, checked against the policy for which it will draft.
 
-    `window` serves files that do not say. A file written elsewhere may hold an LM head of its own: with the policy's
-    `head_VD` to compare, one that differs is kept, frozen, instead of the policy's rows.
+    `window` is used for files that do not name one. A file of another trainer may have an LM head of its own: if it
+    differs from the policy's `head_VD`, it is kept, frozen, instead of the policy's rows.
     """
     directory = Path(path)
     source = read_drafter_config(directory)
@@ -268,7 +268,7 @@ def format_of(source: Mapping[str, Any], directory: Path) -> Format:
 def drafter_config(
     source: Mapping[str, Any], form: Format, policy: ModelConfig, window: int, directory: Path
 ) -> EagleConfig:
-    """What the directory says of the drafter, refused where it cannot serve the policy."""
+    """The drafter's configuration from its directory. Raises ModelError if it does not fit the policy."""
     words: dict[str, Any] = dict(source if form == "flat" else source.get("transformer_layer_config") or {})
     missing = [name for name in _REQUIRED if name not in words]
     missing += [name for name in ("draft_vocab_size",) if name not in source]
@@ -296,7 +296,7 @@ def drafter_config(
     said = (source.get("tlt") or {}).get("window") or window
     if said < 1:
         raise ModelError(f"{directory}: tlt.window is {said}; expected at least 1")
-    # no wider than a sequence can be long: the rows of a batch keep as many keys and values each
+    # at most the longest sequence: each row of the batch keeps that many keys and values
     return EagleConfig(layer, chosen, min(said, policy.max_positions), source["draft_vocab_size"], policy.layers)
 
 
@@ -317,7 +317,7 @@ def _taps_of(source: Mapping[str, Any], policy: ModelConfig, directory: Path) ->
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: EagleConfig, form: Format, origin: str, *, headless: bool = False
 ) -> None:
-    """Raises unless the names and shapes are exactly those of the format, but for the head of a headless one."""
+    """Raises unless names and shapes are exactly those of the format, without the head of a headless file."""
     V, v, D = config.layer.vocab, config.draft_vocab, config.layer.hidden
     wanted = {name: place.shape for name, place in places(config, form).items()}
     wanted |= {HEAD: (v, D), D2T: (v,), T2D: (V,), EMBED: (V, D)}
@@ -346,7 +346,7 @@ def _check_dtypes(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def check_finite(tensors: Mapping[str, Tensor], origin: str, cure: str) -> None:
-    """Raises if a number is none: such a drafter proposes nonsense, and no engine reports it."""
+    """Raises if a number is NaN or infinite: no engine would report such a drafter."""
     broken = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
     found = [f"{name} ({count} of {tensors[name].numel()})" for name, count in broken.items() if count]
     if found:
@@ -356,7 +356,7 @@ def check_finite(tensors: Mapping[str, Tensor], origin: str, cure: str) -> None:
 
 
 def _vocabulary(tensors: Mapping[str, Tensor], config: EagleConfig, directory: Path) -> Tensor:
-    """Draft id → policy id. The file says it twice: both must agree."""
+    """Draft id → policy id. The file has it in two forms, which must agree."""
     ids_v = tensors[D2T].long() + torch.arange(config.draft_vocab)
     marked_v = tensors[T2D].bool().nonzero().squeeze(1)
     if not torch.equal(ids_v, marked_v):
@@ -367,7 +367,7 @@ def _vocabulary(tensors: Mapping[str, Tensor], config: EagleConfig, directory: P
 def _keep_own_head(
     model: Eagle, source: Mapping[str, Any], tensors: Mapping[str, Tensor], head_VD: Tensor | None
 ) -> None:
-    """Ours share the policy's head, which may have moved since they were written; others' are kept if they differ."""
+    """Drafters of tlt share the policy's head, which may have changed since; others' heads are kept if they differ."""
     own = source.get("tlt")
     if HEAD not in tensors:
         return
@@ -384,7 +384,7 @@ def _keep_own_head(
 
 
 def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
-    """The drafter at `spec.path`; "new" is one that has learned nothing yet."""
+    """The drafter at `spec.path`; "new": an untrained one."""
     if config.spec.path == NEW:
         return new_drafter(policy, config)
     model = policy.model
@@ -399,13 +399,13 @@ def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
 
 
 def drafter_shape(policy: Policy, draft: DraftSettings) -> EagleConfig:
-    """Of a new drafter for this policy, as it is configured."""
+    """The configuration of a new drafter for this policy."""
     return EagleConfig.of_policy(policy.model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
 
 
 def new_drafter(policy: Policy, config: RunConfig, token_of_draft_v: Tensor | None = None) -> Eagle:
-    """One that has learned nothing. A reduced draft vocabulary is the tokens named, else any: the trainer renames them
-    by frequency, once there are completions to learn from."""
+    """An untrained drafter. `token_of_draft_v`: its reduced vocabulary; by default the first tokens, which the trainer
+    replaces by the most frequent ones once there are completions."""
     model, shape = policy.model, drafter_shape(policy, config.draft)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     if token_of_draft_v is None and shape.reduced:

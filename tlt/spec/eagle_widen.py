@@ -1,8 +1,8 @@
-"""Function-preserving widening of a drafter: what `tlt.model.widen` does to its policy, done to the drafter too.
+"""Function-preserving widening of a drafter, for a policy that `tlt.model.widen` has widened.
 
-A widened policy's states are the small one's, then zeros; so are its embeddings and its head's rows. The wide drafter
-reads the former in the same layers, keeps zeros zero, and names what the small one names, at the cost of a drafter of
-the wide policy's size.
+A widened policy's hidden states, embeddings and head rows are the small one's, followed by zeros. The wide drafter
+reads the former from the same layers, keeps zeros zero, and drafts the same tokens as the small one, at the cost of a
+drafter of the wide policy's size.
 """
 # D hidden, small and wide
 
@@ -25,8 +25,8 @@ def widen_drafter(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Eagle:
-    """The drafter for `policy`, which is the shape its own policy was widened to, with equal logits. `mlp`: how wide
-    its MLP was to be, of its policy's."""
+    """The drafter for `policy`, the widened shape of its own policy, with equal logits. `mlp`: its MLP's width as a
+    fraction of the policy's."""
     small, config = drafter.config, wide_drafter_config(drafter.config, policy, mlp)
     wide = Eagle(config, dtype=dtype or drafter.fc.dtype, device=device or drafter.fc.device)
     place = placing(torch.Generator(device=wide.fc.device).manual_seed(seed))
@@ -34,7 +34,7 @@ def widen_drafter(
     for name in ("embed_norm", "feature_norm", "mlp_norm", "norm"):
         place(getattr(wide, name), getattr(drafter, name) * shrink, free=False)
     _place_beside(wide.fc, drafter.fc, TAPS, place)
-    wide.fc[small.layer.hidden :].zero_()  # writes the state
+    wide.fc[small.layer.hidden :].zero_()  # the new units of the state stay zero
     qkv = torch.empty((drafter.qkv.shape[0], 2 * config.layer.hidden), dtype=wide.fc.dtype, device=wide.fc.device)
     _place_beside(qkv, drafter.qkv, 2, place)
     place_heads(wide.qkv, qkv, small.layer, config.layer, place)
@@ -60,7 +60,7 @@ def wide_drafter_config(small: EagleConfig, policy: ModelConfig, mlp: float = 1.
 
 
 def _place_beside(target: Tensor, source: Tensor, parts: int, place: CornerPlacement) -> None:
-    """Columns come in `parts` vectors side by side, each of which is now followed by zeros that may be read."""
+    """Places columns of `parts` concatenated vectors, each of which is followed by zeros in the wide shape."""
     for ours, theirs in zip(target.chunk(parts, dim=1), source.chunk(parts, dim=1), strict=True):
         place(ours, theirs, free=True)
 

@@ -1,10 +1,9 @@
-"""Prompts' states on their way from prefill to the rows whose requests enter with them: a bounded memory.
+"""Hidden states of prompts, from their prefill until the requests that share the prompt enter the batch.
 
-A drafter that starts in the middle of a text it has never seen guesses badly; so what the policy computed of a prompt
-is kept until the requests that share it have entered. Knows prefixes, states, and who enters where; knows nothing of
-drafters.
+A drafter that starts in the middle of a text it has not processed drafts badly, so the policy's states of a prompt are
+kept for its requests, in bounded memory. Knows prefixes, states and rows; does not know drafters.
 """
-# S positions, F states of one
+# S positions, F numbers of one position's states
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -22,30 +21,30 @@ _MOST_BYTES = 2**29
 
 
 class PromptStates:
-    """States of prefixes whose requests may still enter, those of the last `window` positions; a bounded memory."""
+    """States of the last `window` positions of each prefix; the oldest prefixes are dropped beyond 512 MiB."""
 
     def __init__(self, window: int, none_SF: Tensor) -> None:
         self._window = window
-        self._none_SF = none_SF  # an empty tensor of their kind
+        self._none_SF = none_SF  # an empty tensor of the same dtype, width and device
         self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._bytes = 0
 
     def add(self, prefix: tuple[int, ...], start: int, states_SF: Tensor) -> None:
-        """The next piece. A piece that does not go on from the one before starts anew."""
+        """Adds the states of the next chunk. A chunk that does not continue the one before replaces it."""
         before = self._kept.pop(prefix, self._none_SF)
         self._bytes -= before.nbytes
-        useful = max(0, len(prefix) - self._window)  # positions before are beyond every window
+        useful = max(0, len(prefix) - self._window)  # earlier positions are outside every window
         if start > useful and len(before) == start - useful:
             states_SF = torch.cat((before, states_SF))
         else:
-            states_SF = states_SF[max(0, useful - start) :].clone()  # a view would keep all of them alive
+            states_SF = states_SF[max(0, useful - start) :].clone()  # a view would keep the whole pass alive
         self._kept[prefix] = states_SF
         self._bytes += states_SF.nbytes
         while self._bytes > _MOST_BYTES and len(self._kept) > 1:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def states(self, prefix: tuple[int, ...]) -> Tensor:
-        """Of its last positions; none if they were not kept."""
+        """The states of a prefix's last positions; empty if none are kept."""
         return self._kept.get(prefix, self._none_SF)
 
     def clear(self) -> None:
@@ -55,7 +54,7 @@ class PromptStates:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """Who enters where, prefix by prefix, and what was kept of each: still on the host, but for the states."""
+    """Entering requests, grouped by prefix, and the kept states of each prefix. Only the states are on the device."""
 
     columns_7E: np.ndarray
     token_N: np.ndarray
@@ -77,10 +76,10 @@ class Recalled:
 
     @property
     def rows_by_positions(self) -> Counter[int]:
-        """How many newcomers have so many that are known."""
+        """Number of known positions → number of entering rows."""
         return Counter(self.columns_7E[2].tolist())
 
     def sent(self, device: torch.device) -> NewRows:
-        """In one copy, without waiting for it."""
+        """Sends the columns to the device in one copy, without waiting for it."""
         columns_7E, token_N = upload_columns([self.columns_7E.ravel(), self.token_N], device)
         return NewRows(columns_7E.view(self.columns_7E.shape), token_N, self.states, int(self.columns_7E[2].max()))

@@ -1,7 +1,7 @@
-"""What a drafter was measured to accept when it was trained: a table kept beside its weights, for tuners to start from.
+"""The acceptance record of a drafter: its measured acceptance table, kept beside its weights as a prior for tuners.
 
-What always holds: a record is whole and sensible or an error; no record is no error. It speaks of the weights beside
-it: whoever writes others there writes their record, or removes the old one. Knows nothing of tensors or tuners.
+What always holds: a record that was read is complete and in range, or reading raises; a missing record is no error. A
+record belongs to the weights beside it: writing other weights replaces or removes it. Does not know tensors or tuners.
 """
 
 import json
@@ -17,17 +17,17 @@ from tlt.strict_json import InvalidJson, parse
 
 FILE = "acceptance.json"
 _FIELDS = {"ranks", "places", "temperature"}
-_ROUNDING = 1e-6  # by which the chances of one depth may add up to more than 1
+_ROUNDING = 1e-6  # by which the probabilities of one depth may sum to more than 1
 _CURE = "train the drafter again, or remove the file: tuners then start without it"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecord:
-    """Measured on answers the drafter never learned from, with the noise they were drawn with and the fitted β."""
+    """Measured on held-out answers, with the noise they were drawn with and the fitted β."""
 
     ranks: tuple[tuple[float, ...], ...]  # p_d(r), see `tlt.spec.acceptance`: a row per depth from 1, its ranks from 1
-    places: int  # of the answers, from each of which a draft was followed
-    temperature: float  # that the answers were drawn at
+    places: int  # positions of the answers from which a draft was followed
+    temperature: float  # of the answers
 
     def __post_init__(self) -> None:
         problem = _problem(self.ranks, self.places, self.temperature)
@@ -40,7 +40,7 @@ def record_text(record: DraftRecord) -> str:
 
 
 def parse_record(text: str) -> DraftRecord:
-    """The other way round. A ModelError says what does not fit."""
+    """Reads the text of `record_text`. Raises ModelError if something does not fit."""
     try:
         words = parse(text.encode())
     except InvalidJson as error:
@@ -55,7 +55,7 @@ def parse_record(text: str) -> DraftRecord:
 
 
 def read_record(directory: Path | str) -> DraftRecord | None:
-    """Of the drafter in this directory; None if nobody measured it."""
+    """The record of the drafter in this directory; None if there is none."""
     file = Path(directory) / FILE
     if not isfile(file):
         return None
@@ -66,7 +66,7 @@ def read_record(directory: Path | str) -> DraftRecord | None:
 
 
 def write_record(record: DraftRecord | None, directory: Path) -> None:
-    """None: nobody has measured what is there now, so that a record of what was there before goes."""
+    """Writes the record. None: the weights there are not measured, so an older record is removed."""
     file = directory / FILE
     if record is None:
         file.unlink(missing_ok=True)
@@ -77,9 +77,9 @@ def write_record(record: DraftRecord | None, directory: Path) -> None:
 
 
 def keep_better(record: DraftRecord, directory: Path) -> DraftRecord:
-    """Writes the record unless the one that is there was measured on more places; the one that is there now.
+    """Writes the record unless the existing one was measured on more positions. Returns the one that is kept.
 
-    For weights that did not change meanwhile. A file that is no record gives way.
+    For unchanged weights. A damaged record is replaced.
     """
     try:
         known = read_record(directory)
@@ -92,7 +92,7 @@ def keep_better(record: DraftRecord, directory: Path) -> DraftRecord:
 
 
 def _problem(ranks: Any, places: Any, temperature: Any) -> str:
-    """What is wrong with it, and what was expected; nothing if all is well."""
+    """What was found and expected; "" if the values are in range."""
     if not isinstance(places, int) or isinstance(places, bool) or places < 1:
         return f"places is {shown(places)}; expected a whole number ≥ 1"
     if not _is_number(temperature) or temperature < 0.0:

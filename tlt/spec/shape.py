@@ -1,6 +1,6 @@
-"""Words of speculation: the shape of a draft, and a draft itself as a tree of tokens. No tensors.
+"""The shape of a draft, and a draft as a tree of tokens. No tensors.
 
-A tree's node 0 is the root: the request's newest token, whose successor nobody knows yet. Parents come before children.
+Node 0 of a tree is the root: the request's newest token, whose successor is not known yet. Parents precede children.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,29 +10,29 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """How to speculate in one tick."""
+    """The form of speculation in one tick."""
 
-    drafters: tuple[str, ...] = ()  # who contributes branches, sorted; none = plain decoding
-    depth: int = 0  # tokens a branch may run ahead
-    width: int = 0  # candidates considered after each node
-    verify: int = 1  # nodes the policy checks per request, the root included; where requests share, room for so many
-    share: float = 0.0  # nodes per request on average: the likeliest of all requests' trees; 0: `verify` of each
+    drafters: tuple[str, ...] = ()  # drafters that contribute branches, sorted; (): plain decoding
+    depth: int = 0  # tokens of the longest branch
+    width: int = 0  # candidates per node
+    verify: int = 1  # nodes verified per request, the root included; with a shared verify budget, their limit
+    share: float = 0.0  # shared verify budget, in nodes per request; 0: every request verifies `verify` nodes
 
     @property
     def off(self) -> bool:
         return self.verify == 1
 
     def tokens(self, requests: int) -> int:
-        """Nodes that the policy checks in a tick of so many requests."""
+        """Nodes that the policy verifies in a tick of `requests` requests."""
         return ceil(requests * self.share) if self.share else requests * self.verify
 
     @property
     def most_tokens(self) -> float:
-        """That a request is given in a tick, on average over all of them, if everything is accepted."""
+        """Tokens emitted per request, on average, if every node is accepted."""
         return min(self.depth + 1.0, self.share) if self.share else self.depth + 1.0
 
     def __str__(self) -> str:
-        """`suffix 4x2/9`: who, depth × width, nodes verified; `eagle 3x1/4~1.5`: on average 1.5, and room for 4."""
+        """`suffix 4x2/9`: drafters, depth × width, nodes verified; `eagle 3x1/4~1.5`: 1.5 on average, at most 4."""
         if self.off:
             return "off"
         shared = f"~{self.share:g}" if self.share else ""
@@ -41,18 +41,19 @@ class Shape:
 
 OFF = Shape()
 
-# A batch that nobody waits to enter lasts as long as its last request. Where requests share, one that has a sixteenth
-# less left to write than another has to be e times as predictable to be given a node before it, but never more than e²
-# times: whoever cannot be guessed is not helped by drafts. In simulations 8 to 32 were as good, 0 four percent slower.
+# When no request waits for a row, the batch lasts as long as its longest request. So a shared verify budget prefers
+# requests with many tokens left: one with a sixteenth less left must be e times as predictable to get a node first, but
+# never more than e² times, as drafts do not help an unpredictable request. In simulations 8 to 32 were as good as 16,
+# and 0 was 4 % slower.
 FAVOUR, MAX_REMAINING_BIAS = 16.0, 2.0
-MOST_NODES = 128  # of a tree, the root included: what masks, cache and positions leave room for
+MOST_NODES = 128  # of a tree, the root included: limited by masks, KV cache and positions
 
 
-TicksByBatch = tuple[tuple[int, str, int], ...]  # requests, up to that power of two; shape; ticks
+TicksByBatch = tuple[tuple[int, str, int], ...]  # number of requests (a power of two at least as large), shape, ticks
 
 
 def by_batch(ticks: Iterable[tuple[tuple[int, "Shape | str"], int]]) -> TicksByBatch:
-    """Ticks by number of requests and shape, few numbers of requests."""
+    """Sums ticks by shape and number of requests, rounded up to powers of two."""
     found: dict[tuple[int, str], int] = {}
     for (requests, shape), count in ticks:
         key = 1 << max(0, requests - 1).bit_length(), str(shape)
@@ -76,7 +77,7 @@ EMPTY = Draft()
 
 
 def depths(draft: Draft) -> list[int]:
-    """Of each node; children of the root have depth 1."""
+    """The depth of each node; children of the root have depth 1."""
     found: list[int] = []
     for parent in draft.parents:
         found.append(1 if parent < 0 else found[parent] + 1)
@@ -84,9 +85,9 @@ def depths(draft: Draft) -> list[int]:
 
 
 def merge(drafts: Sequence[Draft], budget: int) -> Draft:
-    """One tree of at most `budget` nodes: equal branches become one, the likeliest nodes stay.
+    """Merges drafts into one tree of the `budget` likeliest nodes. Equal branches become one.
 
-    A node's score is the largest any drafter gave it; a node is kept only if its parent is.
+    A node's score is the largest that any drafter gave it; a node is kept only if its parent is.
     """
     children: dict[tuple[int, int], int] = {}  # (parent node, token) → node
     tokens: list[int] = []
@@ -108,7 +109,7 @@ def merge(drafts: Sequence[Draft], budget: int) -> Draft:
 
 
 def share_out(drafts: Sequence[Draft], budget: int) -> list[Draft]:
-    """The same trees with the `budget` likeliest nodes of all of them left; of equals the first."""
+    """Prunes the trees to the `budget` likeliest nodes of all of them; of equal nodes the first stays."""
     scores = [_limited(draft) for draft in drafts]
     order = sorted((-score, node, row) for row, found in enumerate(scores) for node, score in enumerate(found))
     left = [0] * len(drafts)
@@ -118,7 +119,7 @@ def share_out(drafts: Sequence[Draft], budget: int) -> list[Draft]:
 
 
 def _limited(draft: Draft) -> list[float]:
-    """Scores. A child can never outlive its parent: it counts at most as much."""
+    """Scores, limited to the parent's score: a child is accepted only if its parent is."""
     limited: list[float] = []
     for parent, score in zip(draft.parents, draft.scores, strict=True):
         limited.append(score if parent < 0 else min(score, limited[parent]))

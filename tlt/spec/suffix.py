@@ -1,15 +1,15 @@
 """The model-free drafter: finds earlier occurrences of the newest tokens and drafts what followed them.
 
-Owns the texts of every prompt (the prompt, its running answers, its earlier answers) and an index of what each token
-followed. A draft is what came after the places whose preceding tokens agree longest with a request's newest tokens.
+Owns the texts of every prompt (the prompt, its running and earlier completions) and an index of the contexts of their
+tokens. A draft is the continuation of those positions whose preceding tokens match a request's newest tokens longest.
 
-Always holds: every token held is found by its context, and no index entry points into a text that is gone; the texts
-have at most `memory_tokens` tokens, unless the running requests alone have more; the same calls give the same drafts.
-Knows tokens and counts. Knows nothing of tensors, policies or temperatures: a draft is advice.
+Always holds: every token held can be found by its context, and no index entry points into a removed text; the texts
+have at most `memory_tokens` tokens, unless the running requests alone have more; equal calls give equal drafts. Knows
+tokens and counts, not tensors, policies or temperatures.
 
 The index of a prompt is a compressed trie of reversed contexts with one leaf per token: the tokens before it, read
-backwards until no other place agrees (`max_match` at most). Looking a context up is a walk down the trie, so neither
-`extend` nor `propose` ever scans a text.
+backwards until the context is unique (at most `max_match` tokens). A lookup walks down the trie, so neither `extend`
+nor `propose` scans a text.
 """
 
 from bisect import bisect_left
@@ -23,33 +23,33 @@ from tlt.errors import ConfigError, RequestError
 from tlt.spec.shape import EMPTY, Draft
 from tlt.types import Key
 
-_DEEPEST = 64  # no branch is longer
-_RECENT = 5  # places remembered per shared context, and followed per draft: the newest
-_SHARES = 8  # classes of how many matches agree on the next token
-_OFFSET_BITS = 32  # a place is a text's number and an offset in it, packed into one integer
+_DEEPEST = 64  # tokens of the longest branch
+_RECENT = 5  # newest positions stored per shared context, and followed per draft
+_SHARES = 8  # classes of the fraction of matches that agree on the next token
+_OFFSET_BITS = 32  # a position is a text's number and an offset in it, packed into one integer
 _OFFSET = (1 << _OFFSET_BITS) - 1
 
-_Line = tuple[tuple[int, ...], int, int]  # tokens that were written after this, how many agreed before, how often
-# A node the tree could get: −score, parent, place among siblings, depth, token, kind of evidence, lines behind it.
+_Line = tuple[tuple[int, ...], int, int]  # continuation, length of the match before it, number of occurrences
+# A candidate node: −score, parent, index among siblings, depth, token, kind of evidence, lines that continue it.
 _Step = tuple[float, int, int, int, int, int, list[_Line]]
 
 
 class _Fork(dict[int, "_Fork | int"]):
-    """A context that several places share: `depth` tokens before them agree. Keyed by the token before those.
+    """A branching node of the trie: `depth` preceding tokens are equal. Keyed by the token before those.
 
-    A value is a further fork, or a place without its like. Beyond max_match nothing is compared: there, places are
-    their own keys. Below the root, a fork has at least two entries and `recent` at least one.
+    A value is another fork, or a single position. Beyond max_match nothing is compared: there, positions are their own
+    keys. Below the root, a fork has at least two entries and `recent` at least one.
     """
 
     __slots__ = ("depth", "recent")
 
     def __init__(self, depth: int, recent: list[int]) -> None:
         self.depth = depth
-        self.recent = recent  # the newest places below, the newest last
+        self.recent = recent  # newest positions in this subtree, the newest last
 
 
 class _Archive:
-    """The texts of one prompt and their index. A text opens with max_match tokens that are only context."""
+    """The texts of one prompt and their index. The first max_match tokens of a text are context only."""
 
     def __init__(self, max_match: int) -> None:
         self.max_match = max_match
@@ -59,7 +59,7 @@ class _Archive:
         self.root = _Fork(0, [])
 
     def insert(self, number: int, tokens: list[int], end: int) -> None:
-        """Makes the token at `end` of a text findable by what precedes it."""
+        """Indexes the token at `end` of a text by the tokens before it."""
         place = number << _OFFSET_BITS | end
         fork, most = self.root, self.max_match
         while True:
@@ -84,26 +84,26 @@ class _Archive:
             fork = below
 
     def _key(self, place: int, depth: int) -> int:
-        """By which a fork of this depth leads to a place."""
+        """The key under which a fork of this depth holds a position."""
         if depth == self.max_match:
             return place
         return self.texts[place >> _OFFSET_BITS][(place & _OFFSET) - 1 - depth]
 
     def _agreement(self, tokens: list[int], end: int, place: int, known: int, most: int) -> int:
-        """How many tokens before `end` agree with those before a place, at most `most`; `known` of them do."""
+        """Length of the match between the tokens before `end` and before a position, from `known` up to `most`."""
         other, other_end = self.texts[place >> _OFFSET_BITS], place & _OFFSET
         while known < most and tokens[end - 1 - known] == other[other_end - 1 - known]:
             known += 1
         return known
 
     def remove(self, number: int) -> None:
-        """Takes a text away, and all its places out of the index."""
+        """Removes a text and its positions in the index."""
         for end in range(self.max_match, len(self.texts[number])):
             self._remove_place(number << _OFFSET_BITS | end)
         del self.texts[number]
 
     def _remove_place(self, place: int) -> None:
-        path: list[tuple[_Fork, int]] = []  # forks and the keys by which they were left
+        path: list[tuple[_Fork, int]] = []  # forks on the way down, and the keys taken
         below: _Fork | int = self.root
         while isinstance(below, _Fork):
             path.append((below, self._key(place, below.depth)))
@@ -121,7 +121,7 @@ class _Archive:
                     fork.recent = sorted(self._some_below(fork))[-_RECENT:]
 
     def _some_below(self, fork: _Fork) -> Iterator[int]:
-        """The newest places of each of the newest branches: enough to refill `recent`."""
+        """The newest positions of each of the newest branches: enough to refill `recent`."""
         for _, below in zip(range(_RECENT), reversed(fork.values()), strict=False):
             if isinstance(below, _Fork):
                 yield from below.recent
@@ -129,9 +129,9 @@ class _Archive:
                 yield below
 
     def lines(self, tokens: list[int], least: int, ahead: int) -> list[_Line]:
-        """What follows the newest places whose context agrees with the end of `tokens`, the longest agreement first."""
+        """Continuations of the newest positions whose context matches the end of `tokens`, the longest match first."""
         end, most = len(tokens), self.max_match
-        found: list[tuple[int, list[int]]] = []  # tokens that agree, places; shortest first
+        found: list[tuple[int, list[int]]] = []  # match length, positions; the shortest first
         fork = self.root
         while (depth := fork.depth) < most:
             below = fork.get(tokens[end - 1 - depth])
@@ -165,7 +165,7 @@ class _Archive:
         return list(lines.values())
 
     def entries(self) -> int:
-        """Everything the index holds; walks all of it."""
+        """The number of entries of the index; walks all of it."""
         count, forks = 0, [self.root]
         while forks:
             fork = forks.pop()
@@ -175,19 +175,19 @@ class _Archive:
 
 
 class _HitRates:
-    """How often the next token was the one foretold, per kind of evidence.
+    """Measured hit rates of draft tokens, per kind of evidence.
 
-    A kind is how many tokens agreed, what share of the matches say so, and whether no longer match says otherwise.
+    A kind is the match length, the fraction of matches that agree, and whether a longer match disagrees.
     """
 
-    _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the longest agreement of each class but the last
-    _GUESS = 4.0  # what the first guess weighs, in trials
-    _WINDOW = 1024.0  # trials beyond which the older ones fade: the policy changes
+    _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # longest match of each class but the last
+    _GUESS = 4.0  # weight of the initial guess, in trials
+    _WINDOW = 1024.0  # trials after which older ones fade, as the policy changes
 
     def __init__(self, longest: int) -> None:
-        # A kind is base[tokens that agree] + shares[matches][of them] + (no longer match says otherwise)
+        # A kind is base[match length] + shares[matches][agreeing matches] + (no longer match disagrees)
         self.base = [2 * _SHARES * bisect_left(self._LENGTHS, length) for length in range(longest + 1)]
-        self.shares = [  # one of one is weaker evidence than five of five
+        self.shares = [  # 1 of 1 is weaker evidence than 5 of 5
             [2 * (_SHARES * part // (whole + 1)) for part in range(whole + 1)] for whole in range(_RECENT + 1)
         ]
         self.rates: list[float] = []  # by kind
@@ -206,14 +206,14 @@ class _HitRates:
 
 @dataclass(slots=True)
 class _Proposal:
-    """A tree that was proposed, and how far along it the request has come since."""
+    """A proposed tree, and the node that the request has reached in it since."""
 
     draft: Draft
     kinds: tuple[int, ...]  # of evidence, per node
     reached: int = -1  # a node; −1 is the root
 
     def follow(self, tokens: Sequence[int], rates: _HitRates) -> bool:
-        """Goes on by what was really written; false where the tree has no such node."""
+        """Moves on by an emitted token; False if the tree has no such node."""
         foretold, parents = self.draft.tokens, self.draft.parents
         for token in tokens:
             here = node = self.reached
@@ -230,7 +230,7 @@ class _Proposal:
 
 @dataclass(slots=True)
 class _Request:
-    """A running answer. Its text is in its prompt's archive under its number."""
+    """A running completion. Its text is in its prompt's archive under its number."""
 
     number: int
     prompt_id: str
@@ -240,7 +240,7 @@ class _Request:
 
 
 class SuffixDrafter:
-    """Drafts for a request from its own text, its group's answers and earlier answers to the same prompt."""
+    """Drafts for a request from its own text, its group's completions and earlier completions of the same prompt."""
 
     def __init__(self, memory_tokens: int, min_match: int = 1, max_match: int = 16) -> None:
         if memory_tokens < 1:
@@ -251,12 +251,12 @@ class SuffixDrafter:
         self.tokens = 0  # held, over all texts
         self._requests: dict[Key, _Request] = {}
         self._archives: dict[str, _Archive] = {}
-        self._history: OrderedDict[int, str] = OrderedDict()  # numbers of texts nobody needs → prompt; oldest first
+        self._history: OrderedDict[int, str] = OrderedDict()  # finished texts → prompt, the oldest first
         self._numbers = 0
         self._rates = _HitRates(max_match + _DEEPEST)
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int]) -> None:
-        """A request starts. Its prompt is read now; its answer comes by `extend`."""
+        """A request starts. Its prompt is indexed now; its completion comes by `extend`."""
         if key in self._requests:
             raise RequestError(f"{key} is running already; expected a new key, or end() of the first request before")
         archive = self._archives.setdefault(prompt_id, _Archive(self.max_match))
@@ -267,7 +267,7 @@ class SuffixDrafter:
         self._evict()
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        """Tokens the policy really wrote. They also tell how good the latest proposal was."""
+        """Indexes emitted tokens, and updates the hit rates by the latest proposal."""
         request = self._request(key)
         if request.proposal is not None and not request.proposal.follow(tokens, self._rates):
             request.proposal = None
@@ -280,7 +280,7 @@ class SuffixDrafter:
             self._evict()
 
     def end(self, key: Key) -> None:
-        """A request is finished or given up. What it wrote stays as history of its prompt while there is room."""
+        """A request has ended. Its completion is kept for its prompt while there is room."""
         request = self._request(key)
         del self._requests[key]
         self._history[request.number] = request.prompt_id
@@ -291,7 +291,7 @@ class SuffixDrafter:
         self._evict()
 
     def forget(self, prompt_id: str) -> None:
-        """Drops the history of a prompt. Requests that are running keep what they wrote, and the prompt."""
+        """Drops the finished texts of a prompt. Running requests keep their text, and the prompt."""
         archive = self._archives.get(prompt_id)
         if archive is not None:
             for number in [number for number in archive.texts if number in self._history]:
@@ -300,7 +300,7 @@ class SuffixDrafter:
     def propose(self, key: Key, depth: int, width: int, budget: int) -> Draft:
         """A tree of at most `budget` nodes, `depth` deep, with at most `width` children each.
 
-        Its first node is what followed a longest match; the others come by falling probability.
+        Its first node continues a longest match; the others follow by decreasing probability.
         """
         request = self._request(key)
         request.proposal = None
@@ -312,22 +312,22 @@ class SuffixDrafter:
         return request.proposal.draft
 
     def holds(self, prompt_id: str) -> bool:
-        """Whether the prompt was read, by any request to it, and is still there."""
+        """Whether the prompt is indexed."""
         return (found := self._archives.get(prompt_id)) is not None and found.prompt_number in found.texts
 
     def entries(self) -> int:
-        """Everything the index holds, to watch that it is bounded. Walks all of it: not for the critical path."""
+        """The number of entries of all indexes. Walks all of them: not for the critical path."""
         return sum(archive.entries() for archive in self._archives.values())
 
     # ---- drafting
 
     def _grow(self, lines: list[_Line], width: int, budget: int) -> _Proposal:
-        """Takes the likeliest step at hand until the budget is spent. A longest match takes the first."""
+        """Adds the likeliest candidate node until the budget is spent. The first node continues a longest match."""
         base, shares, rates = self._rates.base, self._rates.shares, self._rates.rates
         waiting = self._steps(lines, -1, 0, -1.0, len(lines))
         step = min([step for step in waiting if step[-1][0][1] == lines[0][1]])
         waiting.remove(step)
-        waiting.sort()  # which makes it a heap, too
+        waiting.sort()  # a sorted list is a heap
         del waiting[width - 1 :]
         taken = [step]
         for node in range(budget - 1):
@@ -335,7 +335,7 @@ class SuffixDrafter:
             if len(lines) > 1:
                 for step in self._steps(lines, node, ahead, rank, width):
                     heappush(waiting, step)
-            else:  # one line to copy: the most frequent case by far
+            else:  # one continuation to copy: by far the most frequent case
                 written, agreed, times = lines[0]
                 if ahead < len(written):
                     kind = base[agreed + ahead] + shares[times][times] + 1
@@ -350,7 +350,7 @@ class SuffixDrafter:
         return _Proposal(Draft(tokens, parents, tuple(map(neg, ranks))), kinds)
 
     def _steps(self, lines: list[_Line], node: int, ahead: int, rank: float, width: int) -> list[_Step]:
-        """The likeliest ways on from a node `ahead` tokens deep."""
+        """The likeliest children of a node of depth `ahead`."""
         ways: dict[int, list[_Line]] = {}
         going = 0
         for line in lines:
@@ -365,7 +365,7 @@ class SuffixDrafter:
         steps: list[_Step] = []
         longest = 0
         base, share, rates = self._rates.base, self._rates.shares[going], self._rates.rates
-        for token, followers in ways.items():  # in the order of the lines: the longest agreement first
+        for token, followers in ways.items():  # in the order of the lines: the longest match first
             _, agreed, times = followers[0]
             longest = longest or agreed
             if len(followers) > 1:
@@ -386,10 +386,10 @@ class SuffixDrafter:
         return request
 
     def _shelve(self, archive: _Archive, context: Sequence[int], tokens: Sequence[int]) -> int:
-        """A new text, with what stands before it; returns its number."""
+        """Adds a text after its context; returns its number."""
         number = self._numbers
         self._numbers += 1
-        nothing = [-1 - number] * (self.max_match - len(context))  # before a beginning: agrees with no other text
+        nothing = [-1 - number] * (self.max_match - len(context))  # padding that matches no other text
         archive.texts[number] = text = [*nothing, *context, *tokens]
         for end in range(self.max_match, len(text)):
             archive.insert(number, text, end)
@@ -397,13 +397,13 @@ class SuffixDrafter:
         return number
 
     def _keep_prompt(self, archive: _Archive, prompt_id: str, prompt: list[int]) -> None:
-        """The prompt is in its archive, once, and in use."""
+        """Adds the prompt to its archive unless it is there, and counts its user."""
         known = archive.texts.get(archive.prompt_number)
         if known is not None:
             if known[self.max_match :] == prompt:
                 self._history.pop(archive.prompt_number, None)
                 return
-            self._history[archive.prompt_number] = prompt_id  # rendered anew: the old one is history
+            self._history[archive.prompt_number] = prompt_id  # the prompt's text has changed: keep the old as finished
         archive.prompt_number = self._shelve(archive, (), prompt)
 
     def _evict(self) -> None:

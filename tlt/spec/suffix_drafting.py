@@ -1,7 +1,7 @@
-"""The model-free drafter at work: which texts are indexed, and when.
+"""The suffix drafter as a `Drafter`: decides which texts are indexed, and when.
 
-What always holds: a request is drafted for only from texts of its own prompt; finished completions that nothing asked
-about take no more tokens than the index may hold.
+What always holds: drafts for a request come only from texts of its own prompt; finished completions that wait to be
+indexed have at most as many tokens as the index may hold.
 """
 
 import time
@@ -20,8 +20,8 @@ from tlt.types import Key, SamplingParams
 _COMPLETIONS_KEPT = 16  # finished completions per prompt that wait to be indexed
 _PAST = Key(0, 1 << 64)  # finished completions are indexed under this key, one at a time; no request has it
 
-_TOKEN_S = 4e-6  # seconds to index a token, before it was timed
-_TIMED, _TIMES = 256, 5  # fewest tokens that are timed; the median of so many timings counts
+_TOKEN_S = 4e-6  # seconds to index a token, until it was timed
+_TIMED, _TIMES = 256, 5  # fewest tokens of a timing; number of timings whose median is used
 
 _Finished = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 

@@ -1,10 +1,10 @@
-"""Draft trees as tensors, and the walk that the policy's tokens take through them.
+"""Draft trees as tensors, and the result of walking them with the policy's tokens.
 
-A tree has Q nodes: node 0 is the root, padding nodes are at the end. What always holds: a node sees itself and its
-ancestors alone; a padding node sees itself alone, has no parent (−1) and is never walked to. The root's token is the
-request's newest one; the device fills it in. For any tree, a hostile one included, the emitted tokens are those that
-plain decoding would have drawn, and after the walk the cache holds the keys and values of the accepted nodes where
-plain decoding would have put them. No draft probability enters: the policy's keyed token at each node decides.
+A tree has Q nodes: node 0 is the root, padding nodes are at the end. What always holds: a node attends to itself and
+its ancestors only; a padding node attends to itself only, has no parent (−1) and is never reached. The root's token is
+the request's newest one, which the device fills in. For any tree, the emitted tokens are those that plain decoding
+would have drawn, and after the walk the KV cache holds the accepted nodes' keys and values where plain decoding would
+have put them. Draft probabilities are not used: the policy's keyed token at each node decides.
 """
 # R requests, Q nodes of a tree, W mask words of 32 bits, S steps of a walk: the depth of the deepest tree + 1
 
@@ -26,12 +26,12 @@ class Trees:
     token_RQ: Tensor  # int64; column 0 is overwritten by the request's newest token
     parent_RQ: Tensor  # int64, index of the node it follows; −1 for the root and for padding
     depth_RQ: Tensor  # int64, distance from the root
-    mask_RQW: Tensor  # int32 bits: which nodes of its tree a node sees
-    size_R: Tensor  # int64, nodes behind the root: padding is behind them
+    mask_RQW: Tensor  # int32 bits: the nodes of its tree to which a node attends
+    size_R: Tensor  # int64, nodes after the root, without padding
 
     @classmethod
     def empty(cls, rows: int, nodes: int, device: torch.device | str) -> "Trees":
-        """Room for trees; graphs read it where it lies: `fill` it, never rebind."""
+        """Tensors for trees. Graphs hold these pointers: `fill` them, never rebind."""
         words = -(-nodes // WORD)
         return cls(
             torch.zeros((rows, nodes), dtype=torch.int64, device=device),
@@ -42,7 +42,7 @@ class Trees:
         )
 
     def fill(self, drafts: Sequence[Draft]) -> None:
-        """Lays one draft into each of the first rows; nodes beyond a draft's end become padding."""
+        """Writes one draft into each of the first rows; nodes beyond a draft's end become padding."""
         packed = torch.from_numpy(_pack(drafts, self.token_RQ.shape[1]))
         if self.token_RQ.is_cuda:
             packed = packed.pin_memory().to(self.token_RQ.device, non_blocking=True)
@@ -55,7 +55,7 @@ class Trees:
             self.mask_RQW[:rows, :, word] = packed[3 + word].int()
 
     def clear(self, row: Tensor) -> None:
-        """These rows (int64) have no draft: nothing but padding behind the root."""
+        """Removes the drafts of these rows (int64): only padding after the root."""
         self.parent_RQ.index_fill_(0, row, _PADDING)  # unlike `[row] = …`, this does not wait for the device
         self.depth_RQ.index_fill_(0, row, 0)
         self.mask_RQW[row] = own_bits(self.token_RQ.shape[1], row.device)
@@ -67,12 +67,12 @@ class Trees:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All there is of a row, row by row."""
+        """All tensors, in the order of the fields."""
         return self.token_RQ, self.parent_RQ, self.depth_RQ, self.mask_RQW, self.size_R
 
 
 def own_bits(nodes: int, device: torch.device) -> Tensor:
-    """int32 [Q, W]: every node sees itself."""
+    """int32 [Q, W]: masks in which every node attends to itself only."""
     node = torch.arange(nodes, device=device)
     words = torch.zeros((nodes, -(-nodes // WORD)), dtype=torch.int64, device=device)
     bit = torch.ones((), dtype=torch.int64, device=device) << (node % WORD)
@@ -109,8 +109,8 @@ def _signed(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    packed: Tensor  # int32 [R, 3·S + 1]: tokens, bits of both log-probabilities of each step; then the number of steps
-    moves_RS: Tensor  # int32 [R, S − 1]: slots from which accepted nodes move; −1: they lie right
-    places_RS: Tensor  # int32 [R, S − 1]: where to, the slots behind the root's
-    at_RS: Tensor  # int64, the tokens of the forward walked through, the root first; the last one repeats
-    steps_R: Tensor  # int64, nodes walked = tokens emitted: 1 + accepted
+    packed: Tensor  # int32 [R, 3·S + 1]: tokens and bits of both log-probabilities of each step, then the steps
+    moves_RS: Tensor  # int32 [R, S − 1]: slots from which accepted nodes move; −1: they stay
+    places_RS: Tensor  # int32 [R, S − 1]: target slots of these moves, after the root's slot
+    at_RS: Tensor  # int64, index in the forward of each node on the path, the root first; the last one repeats
+    steps_R: Tensor  # int64, nodes on the path = tokens emitted: 1 + accepted

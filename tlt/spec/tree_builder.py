@@ -1,9 +1,9 @@
-"""Growing draft trees from a learned drafter, on its device, in place and in static shapes.
+"""Builds draft trees with a learned drafter, on its device, in place and in static shapes.
 
-`roots` names the first candidates, `expand` one level more along the likeliest paths, `prune` lays the likeliest nodes
-of all levels into the trees that the policy verifies. Each is the same work at every depth and in every tick, so that a
-captured graph of each serves them all. A path's score only falls with depth, so the likeliest nodes are a tree.
-Nothing is read back; nothing here knows requests or graphs.
+`roots` drafts the first level, `expand` one more level along the likeliest paths, `prune` writes the likeliest nodes of
+all levels into the trees that the policy verifies. Each does the same work at every depth and in every tick, so one
+captured graph of each suffices. A path's score only falls with depth, so the likeliest nodes form a tree. Reads nothing
+back to the host; does not know requests or graphs.
 """
 # R rows, w width, L nodes of a tree, D hidden, v draft tokens, N = R · w nodes of a level
 
@@ -30,7 +30,7 @@ from tlt.types import Key
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What trees grow from: the drafter, its keys and values, its newest state of each row, the policy's tensors."""
+    """Inputs of drafting: the drafter, its keys and values, its newest state of each row, the policy's tensors."""
 
     drafter: Eagle
     ring: Ring
@@ -43,7 +43,7 @@ class DraftInputs:
 
 
 class TreeBuilder:
-    """The trees of all rows while they grow, for one width. Graphs hold these tensors: never rebind."""
+    """The unfinished trees of all rows, for one width. Graphs hold these tensors: never rebind."""
 
     def __init__(self, inputs: DraftInputs, width: int, deepest: int) -> None:
         drafter, (rows, hidden), device = inputs.drafter, inputs.g_RD.shape, inputs.g_RD.device
@@ -52,7 +52,7 @@ class TreeBuilder:
         self.grown = Growing.empty(rows, width, max(deepest, 2), hidden, inputs.g_RD.dtype, device)
         self.root_logits_Rv = torch.zeros((rows, drafter.config.draft_vocab), dtype=inputs.g_RD.dtype, device=device)
         self._nodes = drafter.new_nodes(rows, width * max(deepest, 2))  # their keys and values
-        # a successor stands one position after its root, and two after the entry of the node it is named from
+        # a candidate's position is one after its root, and two after the entry of the node it follows
         self._after_root, self._after_entry = (torch.full((), more, device=device) for more in (1, 2))
         self._packed = torch.zeros(3 * self.grown.token_RL.numel(), dtype=torch.int32, device=device)
 
@@ -66,7 +66,7 @@ class TreeBuilder:
         start_trees(self.grown.first(rows), named.token_Nk, named.score_Nk, inputs.g_RD, draws.position_N)
 
     def expand(self, rows: int, draws: DrawKeys, beta: Tensor) -> None:
-        """One level more, the `width` likeliest of all successors of the newest level; `draws` as above."""
+        """Adds a level: the `width` likeliest successors of all nodes of the newest level. `draws`: as in `roots`."""
         inputs, grown = self._inputs.first(rows), self.grown.first(rows)
         entry_Rw = grown.entry_R[:, None].expand(-1, self.width)
         g = inputs.drafter.step(
@@ -84,15 +84,17 @@ class TreeBuilder:
         dispatch(growth.expand, logits_Nv.is_cuda)(grown, named.token_Nk, named.score_Nk, g_RwD, pdl=True)
 
     def prune(self, rows: int, depth: int, ready_R: Tensor, trees: Trees, shared: VerifyBudget | None = None) -> None:
-        """The likeliest nodes of the first `depth` levels as trees to verify, of all rows together where they share;
-        rows that are not ready get none."""
+        """Writes the likeliest nodes of the first `depth` levels into `trees`; with `shared`, over all rows together.
+
+        Rows that are not ready get no draft.
+        """
         out = Pruned(*trees.first(rows).parts)
         grown = self.grown.first(rows)
         nodes = (grown.token_RL, grown.parent_RL, grown.score_RL)
         dispatch(pruning.prune, ready_R.is_cuda)(*nodes, ready_R[:rows], self.width, depth, out, shared)
 
     def pack(self, rows: int, depth: int, ready_R: Tensor) -> None:
-        """Lays what was grown where `packed` finds it."""
+        """Writes the unpruned trees where `packed` reads them."""
         packed_R3L, grown = self.packed(rows, depth), self.grown.first(rows)
         nodes = packed_R3L.shape[2]
         packed_R3L[:, 0] = grown.token_RL[:, :nodes]
@@ -105,17 +107,17 @@ class TreeBuilder:
         return self._packed[: rows * 3 * nodes].view(rows, 3, nodes)
 
 
-NOT_READY = -2  # first parent of a row from which nothing can be grown yet
+NOT_READY = -2  # first parent of a row that cannot be drafted for yet
 
 
 @dataclass(slots=True)
 class BuiltTrees:
     shape: Shape
-    tick: int  # before which it was grown
-    row_of: Mapping[Key, int]  # when it was grown
+    tick: int  # before which it was built
+    row_of: Mapping[Key, int]  # rows when it was built
     packed_R3L: np.ndarray  # int32 on the host: tokens, parents, bits of scores
     arrived: torch.cuda.Event | None
-    cleared: set[Key] = field(default_factory=set)  # who was preempted and is back at once: nothing is verified
+    cleared: set[Key] = field(default_factory=set)  # requests that were preempted and re-entered: no draft
 
     def draft(self, key: Key) -> Draft:
         row = self.row_of.get(key)
