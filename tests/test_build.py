@@ -227,6 +227,19 @@ def test_what_a_drafters_record_promises_is_made_ready(tmp_path: Path, monkeypat
     assert all(filtered for _, _, filtered in asked)
 
 
+def test_a_drafter_that_has_learned_nothing_is_not_tried_before_it_has() -> None:
+    shape = Shape(("eagle",), 3, 1, 4)
+    config = RunConfig(engine=EngineSettings(rows=2), spec=SpecSettings(drafter="eagle", path=NEW))
+    policy = open_policy(config.model)
+    tuner = shape_policy_of(config.spec, config.engine.rows)
+    assert isinstance(tuner, Tuner)
+    stranger = tuner.expected(shape, 1)[0]
+    build_engine(policy, config, tuner)
+    new = tuner.expected(shape, 1)[0]
+    tuner.drafter_changed("eagle")
+    assert 1.0 <= new < 1.01 < tuner.expected(shape, 1)[0] <= stranger
+
+
 def test_numbers_next_to_nothing_count_as_zero_on_a_cpu() -> None:
     """A CPU computes with them a hundred times slower, and softmax and its gradients are full of them."""
     tiny = torch.full((64,), 1e-37)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.exact import chains_only
 from tlt.engine.features import Features
@@ -21,6 +21,8 @@ from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 
 _LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many
+
+_NOTHING_LEARNED = ((0.0,),)  # chance of the first guess at depth 1
 
 
 def build_engine(
@@ -50,6 +52,10 @@ def build_engine(
     shape_policy.load_costs(engine.measure())
     on_phase("capturing graphs for speculation")
     make_ready(engine, shape_policy, config)
+    if config.spec.path == NEW:  # graphs are there for what it will be; until then trying it would only cost time
+        for drafter in drafters:
+            if drafter.learned:
+                shape_policy.load_prior(drafter.name, _NOTHING_LEARNED)
     return engine
 
 
