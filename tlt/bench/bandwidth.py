@@ -9,7 +9,7 @@ from tlt.machine import GIB, wait_for
 
 
 def read_bandwidth(device: torch.device, gib: float) -> float:
-    """Bytes per second of reading `gib` GiB once from end to end: the best of several ways to do it."""
+    """Bytes per second of reading `gib` GiB once, by the fastest of several ways to read."""
     count = int(gib * GIB / 4)
     block = 1 << 14
     numbers = torch.ones(count // block * block, device=device)
@@ -20,7 +20,7 @@ def read_bandwidth(device: torch.device, gib: float) -> float:
 
 
 def _fastest(way: Callable[[], object], device: torch.device, tries: int = 3, times: int = 4) -> float:
-    """Seconds of one go, the best of a few tries; each try goes several times so that the launch does not count."""
+    """Seconds of one read, the fastest of a few tries; a try reads several times, so the launch does not count."""
     way()
     seconds = []
     for _ in range(tries):

@@ -29,7 +29,7 @@ class MovedNumber:
 
 
 def bench_compare(old: Path, new: Path, tolerance: float) -> Iterator[str]:
-    """Lines that say what moved by more than `tolerance` percent, the largest change first."""
+    """A line per number that moved by more than `tolerance` percent, the largest change first."""
     before, after = (dict(_numbers(read_object(file, ConfigError, _CURE))) for file in (old, new))
     common = before.keys() & after.keys()
     if not common:

@@ -1,4 +1,4 @@
-"""Whether the engine says what it did: its log-probabilities against the trainer's, its tokens in another batch."""
+"""Checks the engine's results: its log-probabilities against the trainer's, its tokens in batches of another size."""
 # T tokens, V vocabulary
 
 from collections.abc import Iterator, Sequence
@@ -89,7 +89,7 @@ def _compare(lab: Lab, completions: Sequence[Completion], forward: str) -> LogPr
 
 
 def _groups(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
-    """As many completions as fit one forward."""
+    """Groups completions so that each group fits one forward."""
     group: list[Completion] = []
     size = 0
     for completion in completions:
@@ -128,7 +128,7 @@ def _chosen(model: Transformer, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
 
 @contextmanager
 def _as_in_training(model: Transformer) -> Iterator[None]:
-    """The code of training, which runs where gradients are recorded, without keeping anything for a backward pass."""
+    """Runs the training code path, which needs gradients to be recorded, without keeping tensors for backward."""
     model.requires_grad_(False)
     try:
         with torch.enable_grad():

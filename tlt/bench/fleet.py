@@ -1,11 +1,11 @@
-"""`tlt bench fleet`: the same steps on several workers: plainly, with a drafter left alone, and with spot training.
+"""`tlt bench fleet`: the same steps on several workers: plain decoding, a frozen drafter, and training by idle workers.
 
-Every seed takes N steps from the same policy, in six ways: on one worker and on all of them with plain decoding; with a
-learned drafter that was trained for the first policy and then left alone (frozen), and with the same one trained on by
-whichever workers have run dry (spot), both in the shapes that a tuner chooses; and these two once more in one shape, so
-that their accept lengths tell of the drafters and not of what was chosen when. What every worker did when is measured,
-and answers are compared with those of one worker that decodes plainly. At the end: how much slower a worker's ticks are
-while the others train the drafter. Knows no cluster: it is handed a way to open a fleet.
+For every seed N steps are taken from the same policy, in six ways: plain decoding on one worker and on all of them; a
+learned drafter that was trained for the first policy and then frozen, and the same drafter trained by idle workers
+(spot), both with the tuner; and these two once more with one fixed shape, so that accept lengths depend on the drafters
+alone. Worker timelines are measured, and completions compared with those of one plain worker. At the end: how much
+slower a worker's ticks are while the others train the drafter. Does not know the cluster: it gets a function that opens
+a fleet.
 """
 
 import time
@@ -40,7 +40,7 @@ Answers = Mapping[Key, tuple[int, ...]]
 
 
 class WorkerFleet(Fleet, Protocol):
-    """What is measured here besides: every worker can be asked to train while another writes."""
+    """A fleet whose workers can train while another one decodes, to measure the slowdown."""
 
     def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns: ...
 
@@ -50,7 +50,7 @@ OpenWorkers = Callable[[RunConfig, Emit], WorkerFleet]
 
 @dataclass(frozen=True, slots=True)
 class FleetStep:
-    """One step of one variant. Seconds of workers are added up over all of them."""
+    """One step of one variant. Worker seconds are sums over all workers."""
 
     seed: int
     variant: str
@@ -62,14 +62,14 @@ class FleetStep:
     update_s: float
     publish_s: float
     accept_length: float
-    idle_share: float  # of the workers' time in the rollout
-    idle_used: float | None  # share of that which trained the drafter
+    idle_share: float  # fraction of the workers' time in the rollout
+    idle_used: float | None  # fraction of the idle time in which the drafter was trained
     micro_steps: int  # of the drafter
-    swaps: int  # better drafters taken in the middle of the rollout
+    swaps: int  # drafters swapped in during the rollout
     joins: int
     join_s: float
-    stop_s: float  # from the last answer until everyone had stopped
-    identical: float  # share of the answers that are one worker's, token for token
+    stop_s: float  # from the last completion until every worker had stopped
+    identical: float  # fraction of completions equal to those of one worker, token for token
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,14 @@ class FleetTotal:
     idle_share: float
     idle_used: float | None
     micro_steps: int
-    reward_first: float  # over the first third of the steps …
-    reward_last: float  # … and over the last
-    same_rewards: bool  # as one worker's
+    reward_first: float  # mean over the first third of the steps
+    reward_last: float  # mean over the last third
+    same_rewards: bool  # equal to those of one worker
 
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """What the two drafters reach in one step: the same answers, the same shape in every tick."""
+    """Accept lengths of the two drafters in one step, on the same completions and with the same shape in every tick."""
 
     seed: int
     step: int
@@ -137,7 +137,7 @@ def _told(step: FleetStep) -> str:
 
 
 def _prepared(config: RunConfig, scale: TrainScale, scratch: Path) -> RunConfig:
-    """With a drafter that was trained for the first policy."""
+    """The configuration with a drafter that was trained for the first policy."""
     task = replace(config.task, prompts=scale.prompts, group=scale.group)
     config = replace(config, task=task, sampling=replace(config.sampling, max_tokens=scale.cap))
     if config.spec.path in ("", NEW):
@@ -148,7 +148,7 @@ def _prepared(config: RunConfig, scale: TrainScale, scratch: Path) -> RunConfig:
 
 
 def _variants(config: RunConfig) -> dict[str, RunConfig]:
-    """The shape of those that have only one: a chain as deep as the drafter was trained to go."""
+    """The variants. Those with one shape use a chain as deep as `draft.unroll`."""
     deep = config.draft.unroll
     chain = replace(
         config.spec, shape_policy="fixed", drafter="eagle", depths=(deep,), widths=(1,), verifies=(deep + 1,)

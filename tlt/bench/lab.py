@@ -1,7 +1,7 @@
-"""The bench's table: one policy, its prompts, and one engine at a time. What every section works with.
+"""The environment of the engine benchmark's sections: one policy, its prompts, and one engine at a time.
 
-An engine is warmed up before it is handed out: graphs are captured and kernels compiled outside of every measured time.
-Two engines never lie on the device together, so that each gets the memory a user's would get.
+An engine is warmed up before it is used: graphs are captured and kernels compiled outside every measured time. Two
+engines never exist at once, so each gets the memory that a user's engine would get.
 """
 
 import time
@@ -31,7 +31,7 @@ _WARM_PROMPTS = 64
 
 @dataclass(frozen=True, slots=True)
 class LabRun:
-    """Requests that were submitted together and all answered."""
+    """Completions of requests that were submitted together."""
 
     completions: tuple[Completion, ...]  # in the order of their keys
     seconds: float
@@ -47,7 +47,7 @@ class LabRun:
 
 @dataclass(frozen=True, slots=True)
 class FreshStart:
-    """How an engine began."""
+    """The start of an engine."""
 
     first_token_s: float  # from weights on the device to one token out
     capture_s: float  # all decode graphs, those of the first token included
@@ -105,7 +105,7 @@ class Lab:
         self._engine_rows = 0
         self._naturals: dict[tuple[int, int], LabRun] = {}
 
-    # ---- what is known
+    # ---- sizes
 
     @property
     def temperature(self) -> float:
@@ -113,7 +113,7 @@ class Lab:
 
     @property
     def weight_bytes(self) -> int:
-        """Read by every decode step: all layers, the last norm, the LM head. A tied embedding is the head."""
+        """Bytes read by every decode step: all layers, the last norm, the LM head (a tied embedding is the head)."""
         model = self.model
         return model.head_weight.nbytes + model.norm.nbytes + sum(p.nbytes for p in model.blocks.parameters())
 
@@ -123,13 +123,13 @@ class Lab:
         return 2 * config.layers * config.kv_heads * config.head_dim * self.model.embed.element_size()
 
     def floor_ms(self, batch: int, context: float) -> float:
-        """The time in which memory delivers what a step of `batch` requests with that context must read."""
+        """Time to read from memory the weights and KV cache that a step of `batch` requests with that context needs."""
         return 1e3 * (self.weight_bytes + self.kv_bytes_per_token * batch * context) / self.bandwidth
 
     # ---- engines
 
     def engine(self, rows: int | None = None) -> EngineCore:
-        """A plain engine, ready to go; the same one as long as the rows stay the same."""
+        """A warmed-up plain engine; the same one as long as `rows` is the same."""
         rows = rows or self.scale.rows
         if self._engine is None or self._engine_rows != rows:
             self.release()
@@ -138,7 +138,7 @@ class Lab:
         return self._engine
 
     def tapped_engine(self, rows: int, taps: Sequence[int], on_features: Callable[[Features], None]) -> EngineCore:
-        """An engine that hands out hidden states. The caller drops it before asking for another."""
+        """An engine whose hidden states are read. Drop it before making another one."""
         self.release()
         settings = replace(self._config.engine, rows=rows)
         engine = EngineCore(self.model, self.tokenizer, settings, taps=taps, on_features=on_features)
@@ -146,7 +146,7 @@ class Lab:
         return engine
 
     def release(self) -> None:
-        """Gives the engine's memory back."""
+        """Frees the engine's memory."""
         self._engine = None
         free_memory()
 
@@ -188,12 +188,12 @@ class Lab:
         return LabRun(tuple(sorted(completions, key=lambda completion: completion.key.request)), seconds)
 
     def natural(self, engine: EngineCore, count: int, cap: int) -> LabRun:
-        """`count` prompts to their natural end; nothing of them is in the cache yet."""
-        engine.load_policy(engine.version + 1)  # the same weights under a new name: forgets cached prompts
+        """Completes `count` prompts to their natural end, with an empty prefix cache."""
+        engine.load_policy(engine.version + 1)  # the same weights as a new version: empties the prefix cache
         return self.completion(engine, self.requests(count, max_tokens=cap))
 
     def natural_once(self, count: int, cap: int) -> LabRun:
-        """The natural run of the plain engine, made the first time somebody asks."""
+        """The natural run of the plain engine, computed once."""
         if (count, cap) not in self._naturals:
             self._naturals[count, cap] = self.natural(self.engine(), count, cap)
         return self._naturals[count, cap]

@@ -1,6 +1,6 @@
-"""What a benchmark is asked to measure: sections, sizes, budgets. Checked before anything is loaded.
+"""Options of the benchmarks: sections, sizes, budgets. Checked before anything is loaded.
 
-A full run is for a GPU; a quick one has the same sections in a size a CPU finishes within a minute. Knows no torch.
+A full run is for a GPU; a quick one has the same sections in a size that a CPU finishes within a minute. Without torch.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from tlt.config import RunConfig
 from tlt.errors import ConfigError, shown
 from tlt.outputs import check_new
 
-SECTIONS = (  # in the order they run: a start is fresh only once, and sections that share an engine are neighbours
+SECTIONS = (  # in running order: `start` needs a fresh process, and sections that share an engine are adjacent
     "floor",
     "start",
     "step",
@@ -30,20 +30,20 @@ SECTIONS = (  # in the order they run: a start is fresh only once, and sections 
 
 @dataclass(frozen=True, slots=True)
 class EngineScale:
-    """How much is measured."""
+    """Sizes of the engine benchmark."""
 
     batches: tuple[int, ...]  # of the step section
-    short: int  # tokens of the short and the long run: a step is their difference in time per token
+    short: int  # tokens of the short run; a step's time is the difference of the long and the short run per token
     long: int
-    repeats: int  # of a run that is compared with another, of which the fastest counts
+    repeats: int  # of a run that is compared with another; the fastest counts
     contexts: tuple[int, ...]
     context_batches: tuple[int, ...]
-    naturals: tuple[int, ...]  # prompts answered to their natural end
+    naturals: tuple[int, ...]  # numbers of prompts whose completions end by themselves
     peer_prompts: int
-    cap: int  # tokens of a natural answer, at most
-    fidelity_cap: int  # tokens of an answer that is computed again elsewhere
-    features_cap: int  # tokens of an answer whose features are handed out
-    ticks: int  # watched one by one
+    cap: int  # most tokens of such a completion
+    fidelity_cap: int  # most tokens of a completion that is computed again elsewhere
+    features_cap: int  # most tokens of a completion whose hidden states are read
+    ticks: int  # that are timed one by one
     sync_batch: int
     read_gib: float  # memory read to measure bandwidth
     budget_s: float  # for each peer, and for the context sweep
@@ -118,7 +118,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class RolloutScale:
-    """How large the rollout is, and how often it is repeated."""
+    """Sizes of the rollout benchmark."""
 
     groups: int  # prompts
     group_size: int  # answers to each
@@ -150,7 +150,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainScale:
-    """How much reinforcement learning."""
+    """Sizes of the training benchmarks."""
 
     steps: int
     prompts: int  # per step
@@ -182,7 +182,7 @@ class TrainOptions:
         return _train_scale(self, QUICK_TRAIN, on_gpu)
 
     def recipe_scale(self, config: RunConfig) -> TrainScale:
-        """That of a recipe. `run.steps` is for how many a run plans; fewer may be taken."""
+        """The scale of a recipe. `--steps` may be lower than `run.steps`, for which the run still plans."""
         if self.steps > config.run.steps:
             raise ConfigError(
                 f"--steps is {self.steps}, and the run ends after run.steps, {config.run.steps}: raise it"
@@ -220,12 +220,12 @@ def _sizes(options: TrainOptions | FleetOptions) -> dict[str, int]:
 
 
 def _quick(asked: bool | None, on_gpu: bool) -> bool:
-    """As asked; unasked, quick on a CPU."""
+    """`asked`, or by default quick on a CPU."""
     return not on_gpu if asked is None else asked
 
 
 def _told(sizes: dict[str, int]) -> dict[str, int]:
-    """Those that were given; 0 leaves the scale's."""
+    """The sizes that were given; 0 means not given."""
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -301,7 +301,7 @@ def read_fleet_options(given: Namespace) -> FleetOptions:
 
 
 def train_variants(word: str) -> tuple[str, ...]:
-    """Those named, in the order they are measured; plain is what the others are compared with."""
+    """The named variants, in the order in which they are measured."""
     chosen = word.split(",")
     for name in chosen:
         if name not in VARIANTS:
@@ -310,7 +310,7 @@ def train_variants(word: str) -> tuple[str, ...]:
 
 
 def _refuse(given: Namespace, names: Sequence[str], how: str = "") -> None:
-    """Options of another benchmark, or of another way to use this one."""
+    """Raises ConfigError if one of these options is given: they belong to another benchmark or mode."""
     for name in names:
         if getattr(given, name, None):
             raise ConfigError(f"{_flag(name)} is not for tlt bench {given.what}{how}; leave it out")

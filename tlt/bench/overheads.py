@@ -1,6 +1,6 @@
-"""What a tick costs beside the model: handing out features, the host's work, and waiting for one another.
+"""Costs of a tick beside the model: reading hidden states, host work, and synchronization.
 
-This is the one place that looks inside an engine: it puts stopwatches around its parts and replays its graphs bare.
+The only module that reaches into an engine: it times single methods and replays graphs without the host's work.
 """
 
 import time
@@ -26,7 +26,7 @@ class FeaturesCost:
     with_s: float
     percent: float  # of rollout time
     same_tokens: bool
-    features: int  # positions handed out in a run
+    features: int  # positions whose states were read in a run
     median: int
     longest: int
     cap: int
@@ -41,17 +41,17 @@ class Sync:
     plan_us: float
     launch_us: float  # on a CPU this is the model itself
     observe_us: float
-    host_us: float  # a whole tick of the host while the device has nothing to do
-    tick_ms: float  # as the ticks follow each other
-    replay_ms: float | None  # the tick's graph alone, over and over
+    host_us: float  # host time of a tick while the device is idle
+    tick_ms: float  # of consecutive ticks
+    replay_ms: float | None  # of the tick's graph alone, replayed back to back
     device_idle_percent: float | None
-    replays: int | None  # runs that had a graph since the engine began …
-    eager: int | None  # … and those that had none: prefill, whose sizes hardly repeat
+    replays: int | None  # forwards by graph since the engine began
+    eager: int | None  # forwards without a graph: prefill, whose sizes hardly repeat
     temperature: float
 
 
 class _Ring:
-    """Where features go: a buffer on the device, overwritten from the start when it is full."""
+    """Receives hidden states: a ring buffer on the device."""
 
     def __init__(self, parts: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rows = torch.empty((parts, _RING_ROWS, width), dtype=dtype, device=device)
@@ -110,7 +110,7 @@ def sync(lab: Lab) -> Iterator[Sync]:
     watches = _host_work(lab, engine, ticks)
     graphs = engine.report().graphs
     replay_ms = _replay_ms(engine, ticks) if lab.on_gpu else None
-    del engine  # the replays wrote over its pages: it answers nobody any more
+    del engine  # the replays have overwritten its pages
     lab.release()
     yield Sync(
         batch=batch,
@@ -136,7 +136,7 @@ def _tick_ms(lab: Lab, engine: EngineCore, ticks: int) -> float:
 
 
 def _syncs(engine: EngineCore, ticks: int) -> str:
-    """torch raises at any call that makes the host wait; waiting for the tokens' event is not such a call."""
+    """Counts blocking calls: torch raises at each of them. Waiting for the tokens' event is not one of them."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(ticks):
@@ -149,7 +149,7 @@ def _syncs(engine: EngineCore, ticks: int) -> str:
 
 
 def _host_work(lab: Lab, engine: EngineCore, ticks: int) -> dict[str, float]:
-    """Seconds of all ticks; the device is done before each, so that nothing is waited for inside."""
+    """Host seconds of all ticks. The device is idle before each, so no tick waits for it."""
     inside: Any = engine
     watches = {
         "plan": _Watch(inside._scheduler, "plan"),
@@ -166,7 +166,7 @@ def _host_work(lab: Lab, engine: EngineCore, ticks: int) -> dict[str, float]:
 
 
 class _Watch:
-    """A stopwatch around one method of one object."""
+    """Times one method of one object."""
 
     def __init__(self, owner: Any, method: str) -> None:
         self.seconds = 0.0
@@ -186,9 +186,9 @@ class _Watch:
 
 
 def _replay_ms(engine: EngineCore, times: int) -> float | None:
-    """The decode graph of the running batch, replayed without a host between: what the device needs for a tick.
+    """Milliseconds that the device needs for a tick: replays the decode graph of the running batch back to back.
 
-    Each replay moves the rows one position on, into pages that are not theirs: in bounds, but the answers are lost.
+    Each replay moves the rows on by one position, into pages of other requests: in bounds, but completions are lost.
     """
     pool = _pool(engine)
     if pool is None:
@@ -210,7 +210,7 @@ def _pool(engine: EngineCore) -> Any:
 
 
 def _key_of_a_tick(engine: EngineCore, pool: Any) -> Any:
-    """Which graph a tick of the running batch replays."""
+    """The key of the graph that a tick of the running batch replays."""
     keys: list[Any] = []
     replay = pool.replay
 

@@ -1,7 +1,7 @@
-"""What the TLT paper reports, beside what was measured here.
+"""Figures of the TLT paper, beside measured ones.
 
-"Taming the Long-Tail: Efficient Reasoning RL Training with Adaptive Drafter" (arXiv 2511.16665, ASPLOS 2026). Not on
-one scale: other cards, policies and lengths of answers. What is compared is what both have a figure for.
+"Taming the Long-Tail: Efficient Reasoning RL Training with Adaptive Drafter" (arXiv 2511.16665, ASPLOS 2026). GPUs,
+policies and completion lengths differ, so the figures are not directly comparable.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ class PaperComparison:
     what: str
     here: str
     paper: str
-    where: str  # it was measured, in the paper
+    where: str  # on what the paper measured it
     source: str = "TLT paper, arXiv 2511.16665: its own hardware, policies and lengths"
 
 
@@ -32,7 +32,7 @@ _REALISED = PaperComparison(
 def beside_the_paper(
     *, speedup: float, last_32: float | None, accept_length: float | None, realised: float | None
 ) -> Iterator[PaperComparison]:
-    """What nobody measured here is left out."""
+    """Pairs of figures; those that were not measured here are left out."""
     found = (
         (_ROLLOUT, f"{speedup:.2f} ×"),
         (_TAIL, last_32 and f"{last_32:.2f} ×"),

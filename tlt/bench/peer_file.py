@@ -1,7 +1,7 @@
-"""Figures of another engine, handed in as a file: compared where model, device and cap are ours, never unsourced.
+"""Figures of another engine, from a file: compared only where model, device and cap are equal, with their source.
 
-A file names the engine, when, where and how it was measured, and whether in the same lease as ours: on the same
-machine, right before or after. Nothing is compared unless such a file is given, and its content goes into the record.
+A file names the engine, when, where and how it was measured, and whether in the same lease: on the same machine, right
+before or after. Without such a file nothing is compared. Its contents go into the record.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,23 +25,23 @@ class PeerFile:
     engine: str  # and its version
     date: str
     device: str
-    versions: Mapping[str, Any]  # of what bears on the figures
+    versions: Mapping[str, Any]  # of software that affects the figures
     method: str
     same_lease: bool
     model: Mapping[str, int]  # its sizes
     step_ms: Mapping[int, float]  # batch → decode step, prompts shorter than SHORT_PROMPT
-    tokens_per_s: Mapping[int, float]  # prompts → answers of natural length, ...
-    cap: int  # … at most so many tokens each
+    tokens_per_s: Mapping[int, float]  # number of prompts → rate with completions of natural length
+    cap: int  # most tokens of these completions
     content: Mapping[str, Any]  # of the file, for the record
 
     @property
     def label(self) -> str:
-        """Stands beside every figure."""
+        """The source, shown beside every figure."""
         where = "in the same lease" if self.same_lease else "NOT in the same lease"
         return f"{self.engine}, measured {self.date}, {where}"
 
     def check(self, device_name: str, config: ModelConfig, file: Path) -> None:
-        """Refuses to compare what does not compare."""
+        """Raises ConfigError if device or model differ from ours."""
         if self.device not in device_name:
             raise ConfigError(f"--peer {file} is of a {self.device}, and this is a {device_name}; leave --peer out")
         ours = {name: getattr(config, name) for name in _SIZES}
@@ -84,7 +84,7 @@ def _model(need: _Need, file: Path) -> dict[str, int]:
 
 
 def _figures(need: _Need, name: str, file: Path) -> dict[int, float]:
-    """By a whole number, which JSON writes as text."""
+    """Figures by whole numbers, which are text in JSON."""
     found = need(name, dict, "an object of figures by number")
     for number, figure in found.items():
         if not number.isdecimal() or type(figure) not in (int, float) or not 0 < figure < float("inf"):

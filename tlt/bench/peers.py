@@ -1,7 +1,7 @@
-"""transformers' own generation on the very same weights, prompts and cap, in the same process.
+"""Generation by transformers with the same weights, prompts and length cap, in the same process.
 
-The model of transformers reads our tensors where they lie: nothing is copied. A peer that cannot run, or runs out of
-its time budget, says so in its record and does not stop the others.
+The transformers model shares our tensors: nothing is copied. A peer that cannot run, or exceeds its time budget, has a
+note in its record, and the others continue.
 """
 # B prompts, T tokens
 
@@ -39,12 +39,12 @@ class Peer:
     temperature: float
     ours_tokens_per_s: float
     times_peer: float | None  # ours over theirs
-    note: str = ""  # why there is no figure, or what is special about it
+    note: str = ""  # why there is no figure, or a condition of it
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswers:
-    """What a peer wrote."""
+    """A peer's completions."""
 
     lengths: list[int]
     seconds: float
@@ -54,7 +54,7 @@ class PeerAnswers:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One workload, as transformers wants it."""
+    """One workload in the form that transformers expects."""
 
     model: Any
     prompts: Sequence[tuple[int, ...]]
@@ -132,7 +132,7 @@ def _peer(name: str, job: _Job, ours: float, completions: PeerAnswers | None, no
 
 
 def transformers_model(model: Transformer) -> Any:
-    """transformers' model of the same config, reading our tensors."""
+    """The transformers model of the same config, sharing our tensors."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**dict(model.config.source))
@@ -149,7 +149,7 @@ def transformers_model(model: Transformer) -> Any:
 
 
 def _generation_config(job: _Job) -> Any:
-    """Plain sampling: transformers would keep the 50 most probable tokens unless told otherwise."""
+    """Plain sampling: by default transformers would sample from the 50 most probable tokens."""
     from transformers import GenerationConfig
 
     return GenerationConfig(
@@ -210,7 +210,7 @@ def _stop_after(width: int, deadline: float) -> list[Callable[..., Tensor]]:
 
 
 def _lengths(written_BT: Tensor, job: _Job) -> tuple[list[int], int]:
-    """Tokens of each answer, the end token included, and how many answers have neither an end nor all their tokens."""
+    """Tokens of each completion, the end token included, and the number of incomplete ones."""
     ends_BT = torch.isin(written_BT, torch.tensor(job.eos_ids, device=written_BT.device))
     first_B = ends_BT.int().argmax(1) + 1
     length_B = torch.where(ends_BT.any(1), first_B, written_BT.shape[1])
@@ -222,7 +222,7 @@ def _lengths(written_BT: Tensor, job: _Job) -> tuple[list[int], int]:
 
 
 def continuous(job: _Job) -> PeerAnswers:
-    """transformers' paged engine; its answers come one by one."""
+    """The paged engine of transformers, which returns completions one by one."""
     started = time.perf_counter()
     settings = {"generation_config": _generation_config(job), "continuous_batching_config": _paging(job)}
     with job.model.continuous_batching_context_manager(**settings, block=True, timeout=5) as manager:
@@ -239,7 +239,7 @@ def continuous(job: _Job) -> PeerAnswers:
 
 
 def _paging(job: _Job) -> Any:
-    """Room for all prompts at once, rather than all memory there is; no kernels fetched from a hub."""
+    """Room for all prompts at once instead of all free memory; no kernels from a hub."""
     from transformers import ContinuousBatchingConfig
 
     longest = max(len(prompt) for prompt in job.prompts) + job.cap

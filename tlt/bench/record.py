@@ -1,7 +1,7 @@
-"""The one format of a benchmark's record, and its one writer.
+"""The record format of all benchmarks, and its writer.
 
-A record is a JSON object. Its `machine` names the hardware, the versions, the commit (with `-dirty` where files differ)
-and the command; the other keys are the benchmark's own. A file on disk is always a complete record.
+A record is a JSON object. Its `machine` has the hardware, the versions, the commit (with `-dirty` if files differ) and
+the command; the other keys belong to the benchmark. A file on disk is always a complete record.
 """
 
 import json
@@ -16,7 +16,7 @@ from tlt.machine import describe
 
 
 def new_record(device: torch.device | str, commit: str | None = None, **about: Any) -> dict[str, Any]:
-    """`commit` counts only where git cannot tell."""
+    """A new record. `commit` is used only if git does not know the commit."""
     return {"machine": asdict(describe(torch.device(device), commit)), **about}
 
 

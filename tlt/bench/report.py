@@ -1,4 +1,4 @@
-"""Results: a table per section while it goes, and one JSON file that holds every record as soon as it is there."""
+"""Results of a benchmark: a table per section that grows during the run, and a JSON file of all records so far."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ _LOG_WIDTH = 160  # of tables where the output is no terminal
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured."""
+    """The measured policy and its settings."""
 
     model: str
     shape: str  # "as it is", or what it was widened to
@@ -87,10 +87,10 @@ class BenchReport:
         table: bool = True,
         upright: bool = False,
     ) -> bool:
-        """Shows and keeps the records as they come; a section that fails leaves its error. True if it went well.
+        """Shows and keeps records as they come; keeps the error of a section that fails. True if it succeeded.
 
-        `line`: how a record is told at once where the output is no terminal, on which a table could grow.
-        `table` False: lines alone, on a terminal too. `upright`: a column per record, where there are many fields.
+        `line`: prints a record as one line where the output is no terminal. `table` False: lines on a terminal too.
+        `upright`: a column per record, for records with many fields.
         """
         kept: list[Any] = []
         error = ""
@@ -117,7 +117,7 @@ class BenchReport:
         self._console.print(what)
 
     def keep(self, name: str, records: list[Any], **more: Any) -> None:
-        """What came so far is on disk at once: a bench cut short keeps it."""
+        """Writes all records so far: an interrupted benchmark keeps them."""
         self._content["sections"][name] = {"records": [asdict(record) for record in records], **more}
         self._write()
 
@@ -131,9 +131,9 @@ class BenchReport:
 
 
 def _table(name: str, records: list[Any], upright: bool = False) -> Table:
-    """A row per record, what is the same in all of them below; of a single record, a row per field.
+    """A row per record, with common values below the table; for a single record, a row per field.
 
-    `upright`: a column per record, with its first field on top.
+    `upright`: a column per record, with its first field as the heading.
     """
     names = [field.name for field in fields(records[0]) if any(_has(record, field.name) for record in records)]
     table = Table(title=name, title_style="bold", title_justify="left", caption_justify="left")

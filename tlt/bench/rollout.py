@@ -1,7 +1,7 @@
-"""`tlt bench rollout`: one long-tail rollout written with every way to speculate; how long each takes, and why.
+"""`tlt bench rollout`: decodes one long-tail rollout with every form of speculation, and explains the times.
 
-The variants take turns, so that a machine that slows down slows them all; plain decoding opens and closes. Of several
-rollouts of a variant the one with the middle makespan is described, and the fastest is told beside it.
+The variants take turns, so that a slower machine slows all of them; plain decoding is first and last. Of several
+rollouts of a variant, the one with the median makespan is described, and the fastest one is given beside it.
 """
 
 from collections import Counter
@@ -28,15 +28,15 @@ _LAST = 32  # requests below which the paper speculates
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the tuner starts from."""
+    """A measured cost with which tuners start."""
 
-    tokens: int  # of one forward, each of another request, over an empty cache
+    tokens: int  # of one forward, each of another request, with an empty KV cache
     decode_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRun:
-    """One rollout of one variant, in the order they were written."""
+    """One rollout of one variant, in the order of decoding."""
 
     variant: str
     makespan_s: float
@@ -48,7 +48,7 @@ class RolloutRun:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """What was written: the same in every variant, unless told otherwise."""
+    """The completions, which are the same in every variant unless noted."""
 
     prompts: int
     group_size: int
@@ -68,14 +68,14 @@ class AnswerStats:
 @dataclass(frozen=True, slots=True)
 class Time:
     variant: str
-    makespan_s: float  # the middle one
+    makespan_s: float  # median
     fastest_s: float
     tokens_per_s: float
-    speedup: float  # over plain, middle by middle
-    fastest_speedup: float  # fastest by fastest
+    speedup: float  # over plain, by medians
+    fastest_speedup: float  # over plain, by the fastest rollouts
     tail_s: float  # while at most an eighth of the requests still ran
-    tail_speedup: float | None  # None where the last ones ended in one tick: there was no tail
-    last_32_s: float | None  # while at most 32 still ran, where there are that many
+    tail_speedup: float | None  # None: the last requests ended in one tick, there was no tail
+    last_32_s: float | None  # while at most 32 requests still ran; None: there are fewer
     last_32_speedup: float | None
     ticks: int
 
@@ -85,17 +85,17 @@ class Speculated:
     variant: str
     accept_length: float | None  # tokens per verify, pooled
     verifies: int
-    speedup_per_accept: float | None  # how much of the accept length became speed
-    off_share: float | None  # of the ticks
-    identical: int  # answers that are plain decoding's, token for token
-    common_tokens: int  # before the first that differs, all answers together
+    speedup_per_accept: float | None  # speed-up over accept length
+    off_share: float | None  # fraction of plain ticks
+    identical: int  # completions equal to plain decoding's, token for token
+    common_tokens: int  # before the first that differs, summed over completions
     of_tokens: int
-    switches: int  # ticks in another shape than the tick before
+    switches: int  # ticks with another shape than the tick before
     alarms: int
     drafting_s: float  # in which the host waited for drafts
-    one_off_s: float  # drafters catching up, captures
-    explored_ticks: int | None  # of a tuner: chosen to learn …
-    explored_s: float | None  # … and what that lost; below 0: won back what earlier rollouts had lost
+    one_off_s: float  # draft-extends and graph captures
+    explored_ticks: int | None  # ticks that a tuner chose in order to learn
+    explored_s: float | None  # seconds lost by these ticks; below 0: gained
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class ShapeShare:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a chooser did while so many requests ran."""
+    """The shapes that a shape policy chose at one batch size."""
 
     variant: str
     batch: str
@@ -119,19 +119,19 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationVerdict:
-    """Of those that were written, plain decoding among them; what others would have come to is None."""
+    """Comparisons of the variants that were run, plain decoding included; None: not run."""
 
-    best_fixed: str  # plain decoding among them
+    best_fixed: str  # fastest fixed shape, plain decoding included
     best_fixed_s: float
-    tuner_regret: float | None  # share of time above the best fixed shape in hindsight; below 0: faster than any
+    tuner_regret: float | None  # tuner's time over the best fixed shape's, minus 1; below 0: faster than any
     warm_tuner_regret: float | None
     bandit_regret: float | None
     tuner_over_plain: float | None
-    off_over_plain: float | None  # share of time, as measured: no better than the spread of plain decoding
-    off_host_us: float  # what speculation that stays off adds to a tick on the host …
-    off_host_share: float  # … as a share of a plain tick
-    plain_spread: float  # slowest over fastest rollout of plain decoding, less 1: the machine's noise
-    plain_drift: float  # last over first, less 1
+    off_over_plain: float | None  # time of speculation that stays off over plain decoding's, minus 1
+    off_host_us: float  # host time that speculation that stays off adds to a tick
+    off_host_share: float  # the same as a fraction of a plain tick
+    plain_spread: float  # slowest over fastest plain rollout, minus 1: the machine's noise
+    plain_drift: float  # last over first plain rollout, minus 1
     all_identical: bool
 
 
@@ -169,7 +169,7 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
 
 
 def _speculating(config: RunConfig) -> RunConfig:
-    """Without a drafter there is nothing to compare: the one that needs no training is taken."""
+    """The configuration; one without a drafter gets the suffix drafter, which needs no training."""
     if config.spec.drafter != "none":
         return config
     return replace(config, spec=replace(config.spec, drafter="suffix"))
@@ -181,7 +181,7 @@ def _speculating(config: RunConfig) -> RunConfig:
 def runs(
     stage: VariantRunner, wanted: Sequence[Variant], repeats: int, written: list[VariantRollout]
 ) -> Iterator[RolloutRun]:
-    """All rollouts, kept in `written`. The first of each variant is only to warm up: graphs, kernels, caches."""
+    """All rollouts, kept in `written`. The first of each variant is a warm-up: graphs, kernels, caches."""
     for variant in wanted:
         stage.write(variant)
     for variant in [*list(wanted) * repeats, wanted[0]]:
@@ -263,7 +263,7 @@ def speculated(written: Sequence[VariantRollout]) -> Iterator[Speculated]:
 
 
 def paper(written: Sequence[VariantRollout]) -> Iterator[PaperComparison]:
-    """The warm tuner's figures stand for TLT's."""
+    """Compares the warm tuner's figures with the paper's."""
     timed = next(one for one in time(written) if one.variant == WARM)
     drafted = next(one for one in speculated(written) if one.variant == WARM)
     return beside_the_paper(
@@ -275,7 +275,7 @@ def paper(written: Sequence[VariantRollout]) -> Iterator[PaperComparison]:
 
 
 def chosen(written: Sequence[VariantRollout]) -> Iterator[Chosen]:
-    """Of those that choose."""
+    """The choices of the variants with a shape policy."""
     for name in (BANDIT, TUNER, WARM):
         found = _middle(_of(written, name)).speculation
         by_bucket: dict[int, Counter[str]] = {}
@@ -321,12 +321,12 @@ def _of(written: Sequence[VariantRollout], name: str) -> list[VariantRollout]:
 
 
 def _middle(rollouts: Sequence[VariantRollout]) -> VariantRollout:
-    """With the median makespan; of an even number the faster of the two."""
+    """The rollout with the median makespan; for an even number, the faster of the two."""
     return sorted(rollouts, key=lambda done: done.seconds)[(len(rollouts) - 1) // 2]
 
 
 def _above(base: VariantRollout, rollouts: Sequence[VariantRollout]) -> float | None:
-    """Share of time that the middle one takes more; None where there is none."""
+    """Relative difference of the median makespans; None if one is missing."""
     return _middle(rollouts).seconds / base.seconds - 1.0 if rollouts else None
 
 

@@ -1,7 +1,7 @@
-"""How fast it decodes: floor, start, decode steps over batches and contexts, and answers of natural length.
+"""Decoding speed: floor, start, decode steps over batch sizes and contexts, and completions of natural length.
 
-A step is the difference in time between a long and a short run over the difference in tokens, so that prompts, starts
-and ends fall out. Its floor is the time in which memory delivers what the step must read.
+The time of a step is the difference of a long and a short run over the difference in tokens, so that prompts, starts
+and ends cancel. Its floor is the time to read all weights and the KV cache once from memory.
 """
 
 import random
@@ -102,7 +102,7 @@ def step(lab: Lab) -> Iterator[DecodeStep]:
 
 
 def context(lab: Lab) -> Iterator[DecodeStep]:
-    """Prompts of random tokens, each its own: no page is shared."""
+    """Steps at long contexts. Prompts are random tokens and all different, so no page is shared."""
     started = time.perf_counter()
     most = lab.model.config.max_positions - lab.scale.long
     pairs = sorted((batch * min(length, most), batch, min(length, most)) for batch, length in _pairs(lab))
@@ -140,9 +140,9 @@ def natural(lab: Lab) -> Iterator[Natural]:
 
 
 def _step(lab: Lab, batch: int, prompt: float, asked: Callable[[int], list[Request]]) -> DecodeStep:
-    """Measures one batch; `asked` gives its requests for so many tokens each."""
+    """Measures one batch size. `asked(tokens)`: its requests, with that many tokens each."""
     scale, engine = lab.scale, lab.engine()
-    lab.completion(engine, asked(2))  # prompts are in the cache from here on: both runs find them there
+    lab.completion(engine, asked(2))  # fills the prefix cache for both runs
     short = lab.completion(engine, asked(scale.short)).seconds
     long = lab.completion(engine, asked(scale.long)).seconds
     measured = scale.long - scale.short

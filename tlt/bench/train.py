@@ -79,7 +79,7 @@ def bench_train(config: RunConfig, options: TrainOptions) -> None:
 
 
 def _prepared(config: RunConfig, shape: str | None, scale: TrainScale, scratch: Path) -> RunConfig:
-    """With the policy in the shape asked for, and a drafter for it."""
+    """The configuration with the policy in the given shape, and a drafter for it."""
     task = replace(config.task, prompts=scale.prompts, group=scale.group)
     config = replace(config, task=task, sampling=replace(config.sampling, max_tokens=scale.cap))
     config = in_shape(config, shape, scratch)
@@ -105,7 +105,7 @@ def _variants(config: RunConfig) -> dict[str, RunConfig]:
 
 
 class _TrainBench:
-    """Takes the steps, variant by variant, and remembers them."""
+    """Takes the steps, variant by variant, and keeps their records."""
 
     def __init__(self, config: RunConfig, scale: TrainScale, first: Transformer, budget_s: float) -> None:
         self.variants = _variants(config)
