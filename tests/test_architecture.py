@@ -65,7 +65,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.draft",
         "tlt.tune_kernels",
     ),
-    "doors": ("tlt.cli", "tlt.bench", "tlt.__main__", "tlt.library", "tlt.cluster", "tlt.watch.server", "tlt.serve"),
+    "doors": (
+        "tlt.cli",
+        "tlt.bench",
+        "tlt.__main__",
+        "tlt.library",
+        "tlt.cluster",
+        "tlt.watch.server",
+        "tlt.serve",
+        "tlt.integrations",
+    ),
 }
 # Modules that need nothing but the standard library (and each other).
 PLAIN = {

@@ -462,7 +462,7 @@ def test_a_drafter_learns_while_serving(chatty: Path) -> None:
     knobs = {"spec.drafter": "both", "spec.path": "new", "drafting.held_out": 64, "drafting.check": 2}
     with serving(config_of(chatty, **knobs, **{"draft.unroll": 2, "draft.single_steps": 0})) as found:
         plain = found.post("/v1/completions", **{**CALL, "n": 8})["choices"]
-        found.post("/v1/completions", prompt=PROMPTS, n=8, max_tokens=60, temperature=1.5)
+        found.post("/v1/completions", prompt=PROMPTS, n=24, max_tokens=60, temperature=1.5)
         ends = threading.Event()
         for _ in range(200):
             if found.metric("tlt:drafter_version") > 0 or ends.wait(0.05):

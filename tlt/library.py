@@ -102,7 +102,7 @@ class Engine:
         `settings` are sections, `spec={"drafter": "suffix"}`, or knobs of `model`, `engine`, `spec`, `sampling` and the
         seed by their last name, `drafter="suffix"`.
         """
-        overrides = dict(_overrides(settings))
+        overrides = dict(overrides_of(settings))
         if not isinstance(policy, RunConfig):
             overrides["model.path"] = policy
         config = load_config(policy if isinstance(policy, RunConfig) else None, overrides=overrides)
@@ -185,7 +185,7 @@ class Engine:
 _SECTIONS = ("model", "engine", "spec", "sampling", "draft", "run")  # that an engine reads
 
 
-def _overrides(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def overrides_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Settings by sections or dotted keys. A knob's last name is enough where only one of these sections has it."""
     short: dict[str, list[str]] = {}
     for key in (knob.key for knob in knobs()):

@@ -17,7 +17,7 @@ from tlt.engine.engine import EngineCore, EngineReport
 from tlt.engine.request import PartialOutput, Request
 from tlt.engine.scoring import Scores
 from tlt.model.transformer import Transformer
-from tlt.policy import open_policy
+from tlt.policy import Policy, open_policy
 from tlt.serve.errors import ApiError
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.text import Tokenizer
@@ -39,9 +39,10 @@ class ServedReport:
 
 
 class ServedPolicy:
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, policy: Policy | None = None) -> None:
+        """`policy`: opened already; None: the configuration's."""
         self.config = config
-        self._policy = open_policy(config.model)
+        self._policy = policy or open_policy(config.model)
         self._device = self._policy.model.embed.device
         self._trainer: OnlineDrafter | None = None
         self._engine: EngineCore | None = None
@@ -184,11 +185,12 @@ class ServedPolicy:
     def learns(self) -> bool:
         return self._trainer is not None and self._engine is not None
 
-    def learn(self, until: Callable[[], bool]) -> bool:
-        """Trains the drafter until told to stop, and gives the engine a better one. False: there is no more to gain."""
+    def learn(self, until: Callable[[], bool], seconds: float = 0.0) -> bool:
+        """Trains the drafter until told to stop, and then up to so many seconds in all; gives the engine a better one.
+        False: there is no more to gain."""
         if self._trainer is None or self._engine is None:
             return False
-        result = self._trainer.train(until)
+        result = self._trainer.train(until, extra_s=seconds)
         self._untaken = 0
         if self._trainer.version != self._learned.version:
             self._engine.load_drafter(self._trainer.weights(), self._trainer.version)

@@ -1,0 +1,287 @@
+"""Rollouts for TRL's `GRPOTrainer`: its completions are written by a tlt engine, in the trainer's process.
+
+    trainer = GRPOTrainer(..., rollout_func=rollout_func())
+
+What always holds: completions are written with the weights that the trainer has at that step; they depend on its seed,
+the step and their place in it alone. On one device and in one dtype trainer and engine hold the same tensors; else,
+and with adapters, weights are copied when the step has changed. Imports neither trl nor peft.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt.config import RunConfig
+from tlt.engine.memory import gib_of_what_is_free
+from tlt.engine.request import Request
+from tlt.errors import ConfigError
+from tlt.library import overrides_of
+from tlt.model.config import ModelConfig
+from tlt.model.device import free_bytes
+from tlt.model.transformer import Transformer
+from tlt.model.weights import load_tensors, places
+from tlt.policy import Policy
+from tlt.recipe import load_config
+from tlt.serve.served import ServedPolicy
+from tlt.text import Tokenizer
+from tlt.types import Completion, Key, SamplingParams
+
+Reply = Callable[[Any, str], Sequence[int] | str | None]
+"""(prompt, text of the answer's last turn) → what is said next, as tokens or text; None: the answer is complete."""
+
+_STEP_BITS, _PROCESS_BITS = 40, 28  # of a request's number: step, process, place in the step
+_MOST_TURNS = 64
+
+
+def rollout_func(
+    config: RunConfig | None = None, *, reply: Reply | None = None, draft_share: float = 0.1, **knobs: Any
+) -> "TrlRollouts":
+    """What `GRPOTrainer(rollout_func=…)` takes.
+
+    `config`, or `knobs` as `tlt.Engine.open` has them (`rows=128`, `spec={"drafter": "both", "path": "new"}`), set up
+    the engine; sampling is the trainer's. The suffix drafter is on by default. A drafter that learns does so after a
+    rollout, for at most `draft_share` of its time. `reply` makes answers of several turns.
+    """
+    usual = {"spec.drafter": "suffix"} if config is None else {}
+    chosen = load_config(config, overrides={**usual, **dict(overrides_of(knobs))})
+    return TrlRollouts(chosen, reply, draft_share)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One completion in the making, turn by turn."""
+
+    prompt: Any  # as the data set has it
+    prompt_tokens: tuple[int, ...]
+    key: Key
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)  # 1 where the policy wrote it
+
+
+class TrlRollouts:
+    """Called by the trainer with prompts, once per completion that it wants."""
+
+    def __init__(self, config: RunConfig, reply: Reply | None, draft_share: float) -> None:
+        self._config, self._reply, self._draft_share = config, reply, draft_share
+        self._served: ServedPolicy | None = None
+        self._shares = False  # trainer and engine hold the same tensors
+        self._step = -1
+        self._asked = 0  # completions in this step
+        self._known: list[tuple[tuple[int, ...], Key]] = []  # texts of this step, to be gone on with
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        served = self._ready(trainer)
+        tokens = trainer._tokenize_prompts(prompts)[0]
+        answers = [
+            _Answer(prompt, tuple(ids), self._next_key(trainer)) for prompt, ids in zip(prompts, tokens, strict=True)
+        ]
+        started = time.perf_counter()
+        self._write(served, answers, _sampling(trainer))
+        served.learn(until=lambda: True, seconds=self._draft_share * (time.perf_counter() - started))
+        self._known += [((*answer.prompt_tokens, *answer.tokens), answer.key) for answer in answers]
+        found: dict[str, list[Any]] = {
+            "prompt_ids": [list(answer.prompt_tokens) for answer in answers],
+            "completion_ids": [answer.tokens for answer in answers],
+            "logprobs": [answer.logprobs for answer in answers],
+        }
+        return {**found, "env_mask": [answer.written for answer in answers]} if self._reply else found
+
+    def report(self) -> Any:
+        """What the engine has done so far; None before the first rollout."""
+        return self._served.report().engine if self._served else None
+
+    # ---- turns
+
+    def _write(self, served: ServedPolicy, answers: Sequence[_Answer], params: SamplingParams) -> None:
+        """Every answer to its end; those that get a reply go on from their own pages, key and position."""
+        going_on = list(answers)
+        for _ in range(_MOST_TURNS):
+            for answer, completion in zip(going_on, _completed(served, going_on, params), strict=True):
+                answer.tokens += completion.tokens
+                answer.logprobs += completion.logprobs
+                answer.written += [1] * len(completion.tokens)
+            going_on = [answer for answer in going_on if self._goes_on(served, answer, params.max_tokens)]
+            if not going_on:
+                return
+
+    def _goes_on(self, served: ServedPolicy, answer: _Answer, most: int) -> bool:
+        """Adds what is said next, if anything is and there is room for more than that."""
+        if self._reply is None:
+            return False
+        last = _last_turn(answer)
+        said = self._reply(answer.prompt, served.tokenizer.decode(last))
+        if said is None:
+            return False
+        tokens = served.tokenizer.encode_text(said) if isinstance(said, str) else list(said)
+        if len(answer.tokens) + len(tokens) >= most:
+            return False
+        answer.tokens += tokens
+        answer.logprobs += [0.0] * len(tokens)
+        answer.written += [0] * len(tokens)
+        return True
+
+    def turn(
+        self, trainer: Any, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """In place of the trainer's own generation when a tool or an environment has answered."""
+        served = self._ready(trainer)
+        answers = [_Answer(None, tuple(ids), self._key_of(trainer, tuple(ids))) for ids in prompt_ids]
+        for answer, completion in zip(answers, _completed(served, answers, _sampling(trainer)), strict=True):
+            answer.tokens, answer.logprobs = list(completion.tokens), list(completion.logprobs)
+            self._known.append(((*answer.prompt_tokens, *completion.tokens), answer.key))
+        return [answer.tokens for answer in answers], [answer.logprobs for answer in answers]
+
+    def _key_of(self, trainer: Any, prompt: tuple[int, ...]) -> Key:
+        """The key of the text that this prompt goes on from; each text is gone on from once."""
+        for place, (text, key) in enumerate(self._known):
+            if prompt[: len(text)] == text:
+                del self._known[place]
+                return key
+        return self._next_key(trainer)
+
+    def _next_key(self, trainer: Any) -> Key:
+        number = self._step << _STEP_BITS | trainer.accelerator.process_index << _PROCESS_BITS | self._asked
+        self._asked += 1
+        return Key(trainer.args.seed, number)
+
+    # ---- weights
+
+    def _ready(self, trainer: Any) -> ServedPolicy:
+        """The engine, with the trainer's weights."""
+        step = int(trainer.state.global_step)
+        if self._served is None:
+            self._served = self._open(trainer)
+        elif step != self._step:
+            self._served.changed(lambda model: self._copy(trainer, model), step)
+        if step != self._step:
+            self._step, self._asked, self._known = step, 0, []
+        return self._served
+
+    def _open(self, trainer: Any) -> ServedPolicy:
+        _check(trainer)
+        source = _unwrapped(trainer)
+        first = next(source.parameters())
+        dtype = first.dtype if self._config.model.dtype == "auto" else getattr(torch, self._config.model.dtype)
+        model = Transformer(ModelConfig.from_hf(source.config.to_dict()), dtype=dtype, device=first.device)
+        model.requires_grad_(False)
+        load_tensors(model, merged_tensors(source), origin="the trainer's model")
+        self._shares = share_tensors(source, model)
+        policy = Policy(model, _tokenizer(trainer, model), Path(str(source.config._name_or_path)))
+        if trainer.tools:
+            trainer._generate_single_turn = lambda *args, **kwargs: self.turn(trainer, *args, **kwargs)
+        return ServedPolicy(_with_room(self._config, model, trainer), policy)
+
+    def _copy(self, trainer: Any, model: Transformer) -> None:
+        if not self._shares:
+            load_tensors(model, merged_tensors(_unwrapped(trainer)), origin="the trainer's model")
+
+
+def _completed(served: ServedPolicy, answers: Sequence[_Answer], params: SamplingParams) -> list[Completion]:
+    """The next turn of each answer, in their order."""
+    requests = []
+    for answer in answers:
+        prompt = (*answer.prompt_tokens, *answer.tokens)
+        left = replace(params, max_tokens=min(params.max_tokens - len(answer.tokens), served.context - len(prompt)))
+        requests.append(Request(answer.key, prompt, left, str(hash(answer.prompt_tokens)), keep=True))
+    served.submit(requests)
+    done: dict[Key, Completion] = {}
+    while served.busy:
+        done.update((completion.key, completion) for completion in served.tick())
+    for failure in served.take_failures().values():
+        raise ConfigError(failure)
+    return [done[answer.key] for answer in answers]
+
+
+def _last_turn(answer: _Answer) -> list[int]:
+    start = len(answer.tokens)
+    while start and answer.written[start - 1]:
+        start -= 1
+    return answer.tokens[start:]
+
+
+# ---- the trainer's side
+
+
+def _check(trainer: Any) -> None:
+    """Refuses what would make the weights or the distribution others than the trainer believes."""
+    accelerator = trainer.accelerator
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ConfigError("tlt.integrations.trl needs whole weights in each process; turn FSDP and DeepSpeed off")
+    if trainer.args.repetition_penalty not in (None, 1.0) or trainer.args.generation_kwargs:
+        raise ConfigError("repetition_penalty and generation_kwargs are not supported; leave them out")
+    if accelerator.process_index >= 1 << (_STEP_BITS - _PROCESS_BITS):
+        raise ConfigError(f"process {accelerator.process_index} is beyond the keys' room")
+
+
+def _sampling(trainer: Any) -> SamplingParams:
+    args = trainer.args
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=max(0, args.top_k or 0),
+        min_p=args.min_p or 0.0,
+        max_tokens=args.max_completion_length,
+    )
+
+
+def _tokenizer(trainer: Any, model: Transformer) -> Tokenizer:
+    inner = trainer._tokenizer
+    declared = getattr(_unwrapped(trainer).generation_config, "eos_token_id", None)
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    return Tokenizer(inner, frozenset({inner.eos_token_id, *ids}), model.config.vocab)
+
+
+def _with_room(config: RunConfig, model: Transformer, trainer: Any) -> RunConfig:
+    """On a GPU the cache takes a part of what is free, unless `engine.kv_gib` says how much."""
+    if config.engine.kv_gib or not model.embed.is_cuda:
+        return config
+    free = free_bytes(model.embed.device)
+    return replace(config, engine=replace(config.engine, kv_gib=gib_of_what_is_free(free)))
+
+
+def _unwrapped(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a transformers model under their usual names, those of peft's adapters added to theirs."""
+    adapted = {_plain(name) + ".weight": module for name, module in model.named_modules() if _is_adapted(module)}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        name = _plain(name)
+        module: Any = adapted.get(name)
+        if module is not None:
+            tensor = tensor + sum(module.get_delta_weight(each) for each in module.active_adapters)
+        yield name, tensor
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix("module.").removeprefix("base_model.model.")
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+
+
+def share_tensors(source: nn.Module, model: Transformer) -> bool:
+    """Makes the parameters of a transformers model views of ours, which hold the same values, if device and dtype are
+    the same and there are no adapters. An optimizer that changes parameters in place then changes both."""
+    theirs, ours = dict(source.named_parameters()), dict(model.named_parameters())
+    wanted: Mapping[str, Any] = places(model.config)
+    fits = all(
+        name in wanted and tensor.dtype == model.embed.dtype and tensor.device == model.embed.device
+        for name, tensor in theirs.items()
+    )
+    if not fits or any(_is_adapted(module) for module in source.modules()):
+        return False
+    for name, tensor in theirs.items():
+        tensor.data = wanted[name].of(ours).detach()
+    return True
