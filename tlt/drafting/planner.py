@@ -57,7 +57,7 @@ class DraftShapes:
     """Costs of the learned drafter's shapes, and their accept lengths for an assumed chance."""
 
     def __init__(self, shapes: Iterable[Shape], learned: str, expected: ExpectedTick) -> None:
-        known = tuple(shapes)
+        known = tuple(shape for shape in shapes if not shape.share)  # the others are as many, and little better
         self._learned = tuple(shape for shape in known if shape.drafters == (learned,))
         self._others = tuple({OFF, *(shape for shape in known if learned not in shape.drafters)})
         self._name, self._expected = learned, expected
