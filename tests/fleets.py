@@ -77,9 +77,10 @@ class TinySessions(Sessions):
         self.reach("leading")
         return super()._must_end(drafter)
 
-    def _give(self, leader: int, session: int, own: Any) -> Any:
-        self.reach("following")
-        return super()._give(leader, session, own)
+    def _wants_to_end(self, drafter: Any, leader: int) -> bool:
+        if leader != self._status.worker:
+            self.reach("following")
+        return super()._wants_to_end(drafter, leader)
 
 
 class TinyHost(Host):

@@ -102,6 +102,7 @@ PLAIN = {
     "tlt.drafting.cadence",
     "tlt.drafting.deadline",
     "tlt.drafting.forecast",
+    "tlt.drafting.group_size",
     "tlt.drafting.idle",
     "tlt.drafting.planner",
     "tlt.dispatch",

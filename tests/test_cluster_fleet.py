@@ -445,7 +445,8 @@ def test_reports_of_all_workers_become_one() -> None:
     ranks = {number: SimpleNamespace(rank=number) for number in (0, 1)}
     fleet._actors = SimpleNamespace(members=ranks)  # type: ignore[assignment]
     fleet._reports = {
-        worker_id: WorkerRolloutReport(spans[worker_id], own[worker_id], (), 0, 0.0, 0.0, 0) for worker_id in (0, 1)
+        worker_id: WorkerRolloutReport(spans[worker_id], own[worker_id], (), 0, 0.0, 0.0, 0.0, 0)
+        for worker_id in (0, 1)
     }
     told = fleet.report()
     assert told.saved_s == 2.0

@@ -5,9 +5,9 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from tlt.cli import main
 from tlt.cluster import transfer
-from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, RendezvousStore
-from tlt.cluster.averaging import GradientAveraging, GradientReducer, LeftSession, MeanGradient
+from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore
+from tlt.cluster.averaging import GradientAveraging, LeftSession, SessionLeader, SessionOpened
 from tlt.cluster.timeline import TimelineSpan, seconds_of
 from tlt.cluster.transfer import on_host
 from tlt.dispatch import Dispatch, deal
+from tlt.drafting.group_size import GroupSize
 from tlt.engine.request import Request
 from tlt.model.fingerprint import fingerprint
 from tlt.types import Completion, Experience, Key, Prompt, Rollout, SamplingParams, Timing
@@ -168,51 +169,39 @@ def test_a_ring_of_one_is_no_ring() -> None:
 # ---- training together
 
 
-def member(reducer: GradientReducer, number: int, session: int, together: GradientAveraging) -> None:
-    """Gives at the leader's reducer, as calls from another process would."""
-
-    def exchange(own: np.ndarray) -> MeanGradient:
-        mean = reducer.give(session, together.rounds + 1, number, own, DEAD_S)
-        if mean is None:
-            raise LeftSession
-        return mean
-
-    together.enter(exchange)
+def groups(size: int, timeout_s: float = DEAD_S) -> list[AllReduceGroup]:
+    """Process groups of members that have met."""
+    store, found = RendezvousStore("127.0.0.1"), [AllReduceGroup(timeout_s) for _ in range(size)]
+    meeting = store.rendezvous("session")
+    on_threads([partial(group.join, meeting, rank, size, "127.0.0.1") for rank, group in enumerate(found)])
+    return found
 
 
-def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
-    reducer, present = GradientReducer(0), [1, 2]
-    requests = [threading.Thread(target=reducer.request_join, args=(number, DEAD_S)) for number in present]
-    for request_join in requests:
-        request_join.start()
-    while reducer.requesters(present) != (1, 2):
-        pass
-    session = reducer.open(present, {"some": "state"})
-    for request_join in requests:
-        request_join.join()
-    steps = 5
-    gradients = torch.randn(3, steps, 7)
-    asked = iter([False] * (steps - 1) + [True])
+def steps_of(group: AllReduceGroup, own: torch.Tensor, must_end: Callable[[], bool]) -> list[torch.Tensor]:
+    """The mean gradients of a member's micro-steps, until the session is over."""
+    together, means = GradientAveraging(), list[torch.Tensor]()
+    together.enter(group, 3, must_end)
+    while not together.over:
+        gradient = own[len(means)].clone()
+        together.average([gradient[:3], gradient[3:]])
+        means.append(gradient)
+    together.leave()
+    return means
 
-    def leader() -> list[torch.Tensor]:
-        together = GradientAveraging()
-        together.enter(lambda own: reducer.mean(own, lambda: present, lambda: next(asked)))
-        return train(together, gradients[0])
 
-    def follower(number: int) -> list[torch.Tensor]:
-        together = GradientAveraging()
-        member(reducer, number, session, together)
-        return train(together, gradients[number])
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_members_hold_the_same_mean_and_stop_at_the_same_step(leaver: int) -> None:
+    """Whichever of them wants to."""
+    steps, gradients = 5, torch.randn(3, 9, 7)
+    asked = [0, 0, 0]
 
-    def train(together: GradientAveraging, own: torch.Tensor) -> list[torch.Tensor]:
-        means = []
-        while not together.over:
-            gradient = own[len(means)].clone()
-            together.average([gradient[:3], gradient[3:]])
-            means.append(gradient)
-        return means
+    def must_end(number: int) -> bool:
+        asked[number] += 1
+        return number == leaver and asked[number] == steps
 
-    results = on_threads([leader, lambda: follower(1), lambda: follower(2)])
+    results = on_threads(
+        [partial(steps_of, group, gradients[n], partial(must_end, n)) for n, group in enumerate(groups(3))]
+    )
     for means in results:
         assert len(means) == steps
         for step in range(steps):
@@ -220,27 +209,77 @@ def test_members_hold_the_same_mean_and_stop_at_the_same_step() -> None:
             torch.testing.assert_close(means[step], gradients[:, step].mean(0), **ROUNDED)
 
 
-def test_the_leader_waits_for_nobody_who_is_gone() -> None:
-    reducer = GradientReducer(0)
-    reducer.open([1], None)
-    mean = reducer.mean(np.ones(2), list, lambda: True)
-    assert mean.vector.tolist() == [1.0, 1.0]
-    assert reducer.give(1, 1, 1, np.ones(2), 0.1) is None  # too late
+def test_a_member_that_is_gone_ends_the_session_of_the_others() -> None:
+    members, gradients = groups(3), torch.randn(2, 9, 7)
+    members[2].leave()
+
+    def others(number: int) -> bool:
+        with pytest.raises(LeftSession):
+            steps_of(members[number], gradients[number], lambda: False)
+        return True
+
+    assert on_threads([lambda: others(0), lambda: others(1)]) == [True, True]
 
 
-def test_who_asks_again_has_left_the_session() -> None:
-    reducer = GradientReducer(0)
-    reducer.open([1], None)
-    again = threading.Thread(target=reducer.request_join, args=(1, DEAD_S))
-    again.start()
-    mean = reducer.mean(np.full(1, 3.0), lambda: [1], lambda: True)
-    assert mean.vector.tolist() == [3.0]
-    reducer.open([1], None)
-    again.join()
+def test_the_leader_sends_its_drafter_bit_by_bit() -> None:
+    sent = [torch.randn(3, 4, dtype=torch.float64), torch.tensor(7), torch.ones(2, 2).bfloat16(), torch.tensor([True])]
+    places = [[torch.zeros_like(tensor) for tensor in sent] for _ in range(3)]
+    places[1] = [tensor.clone() for tensor in sent]
+    on_threads([partial(group.broadcast, place, 1) for group, place in zip(groups(3), places, strict=True)])
+    for place in places:
+        assert all(torch.equal(tensor, other) for tensor, other in zip(place, sent, strict=True))
+
+
+def opened(session: int, *members: int) -> SessionOpened:
+    return SessionOpened(session, 0, members, Rendezvous("127.0.0.1", 1, "x"), None, ())
+
+
+def test_a_session_begins_with_those_who_have_confirmed() -> None:
+    """One that has asked to join and left meanwhile is left out, and so is one that confirms too late."""
+    leader = SessionLeader()
+    asked = [threading.Thread(target=leader.request_join, args=(number, DEAD_S)) for number in (1, 2)]
+    for thread in asked:
+        thread.start()
+    while leader.requesters([1, 2]) != (1, 2):
+        pass
+    session = leader.invite([1, 2])
+    for thread in asked:
+        thread.join()
+    found: list[SessionOpened | None] = []
+    confirming = threading.Thread(target=lambda: found.append(leader.confirm(session, 1, "as it was", DEAD_S)))
+    confirming.start()
+    assert leader.wait_confirmed([1], DEAD_S) == {1: "as it was"}
+    assert leader.wait_confirmed([1, 2], 0.01) == {1: "as it was"}
+    leader.open(opened(session, 0, 1))
+    confirming.join()
+    assert found == [opened(session, 0, 1)]
+    assert leader.confirm(session, 2, None, DEAD_S) is None
+    leader.close()
+    assert leader.confirm(session, 1, None, DEAD_S) is None
 
 
 def test_nobody_is_admitted_in_vain() -> None:
-    assert GradientReducer(0).request_join(1, 0.01) is None
+    assert SessionLeader().request_join(1, 0.01) is None
+
+
+def test_a_group_has_as_many_members_as_pay() -> None:
+    pays = GroupSize(8)
+    assert pays.most == 8  # nothing is known
+    pays.observe(1, 100, 1.0, 0.0)
+    pays.observe(4, 7, 1.0, 1.0)
+    assert pays.most == 8  # nor is it by these
+    pays.observe(2, 10, 10 * 0.2 + 10 * 0.012, 10 * 0.012)  # 6 % of the time; twice that for many
+    assert pays.share(2) == pytest.approx(0.012 / 0.212)
+    assert pays.share(4) == pytest.approx(0.018 / 0.218)
+    assert pays.share(8) == pytest.approx(0.021 / 0.221)
+    assert pays.most == 8
+    slow = GroupSize(8)
+    slow.observe(2, 10, 10 * 0.2 + 10 * 0.016, 10 * 0.016)
+    assert slow.share(3) < 0.1 < slow.share(4)
+    assert slow.most == 3
+    for _ in range(20):
+        slow.observe(2, 10, 2.0 + 2.0, 2.0)  # the network has become slow: a worker alone learns
+    assert slow.most == 1
 
 
 def test_alone_nothing_is_averaged() -> None:

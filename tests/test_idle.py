@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tlt.config import DraftingSettings
 from tlt.drafting.cadence import Cadence
-from tlt.drafting.idle import Coordinator, HandOut, Order, Report, Rounds, State, WorkerStatus, without_rest
+from tlt.drafting.idle import Coordinator, HandOut, Order, Report, State, WorkerStatus, without_rest
 from tlt.errors import TltError
 
 LEGAL = {
@@ -267,50 +267,3 @@ def test_idle_time_is_never_too_good_for_training() -> None:
         assert cadence.begin(2.0) != "rested"  # as good as ever
         cadence.goes_on(1.9, 16)  # and training makes it no better
     assert Cadence(DraftingSettings(), cold=False).begin(2.0) == "rested"
-
-
-# ---- micro-steps
-
-
-def test_a_gradient_counts_once_and_in_its_own_micro_step() -> None:
-    rounds = Rounds()
-    assert rounds.join(0) == 1
-    rounds.advance()
-    assert rounds.join(5) == 2  # comes in the middle of a micro-step: takes part in the next
-    assert rounds.join(5) == 2
-    assert not rounds.give(5, 1)
-    assert rounds.give(0, 1)
-    assert not rounds.give(0, 1)
-    assert rounds.complete
-    rounds.advance()
-    assert not rounds.give(5, 1)  # late
-    assert rounds.give(5, 2)
-    assert not rounds.complete
-    rounds.keep([5])  # the other one died
-    assert rounds.complete
-    assert rounds.contributors == (5,)
-
-
-@given(seed=st.integers(0, 2**32))
-def test_a_micro_step_waits_for_exactly_those_who_take_part(seed: int) -> None:
-    rng = random.Random(seed)
-    rounds = Rounds()
-    present: dict[int, int] = {}  # member → the first micro-step it takes part in
-    for _ in range(60):
-        member = rng.randrange(4)
-        match rng.randrange(4):
-            case 0:
-                present.setdefault(member, rounds.join(member))
-            case 1:
-                present.pop(member, None)
-                rounds.keep(present)
-            case 2:
-                fits = present.get(member, 10**9) <= rounds.step
-                new = member not in rounds.contributors
-                assert rounds.give(member, rounds.step) == (fits and new)
-                assert not rounds.give(member, rounds.step - 1)
-            case _:
-                if rounds.complete:
-                    waited_for = {member for member, since in present.items() if since <= rounds.step}
-                    assert waited_for <= set(rounds.contributors)
-                    rounds.advance()

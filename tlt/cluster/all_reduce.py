@@ -127,6 +127,23 @@ class AllReduceGroup:
                 raise AllReduceBroken(f"a worker was lost while gradients were added up: {error}") from error
         self.sums += 1
 
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
+        """Every tensor becomes, in place, that of the member of rank `root`."""
+        if self._group is None:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        try:
+            for tensor in tensors:
+                held = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                sent = held if self._nccl else held.cpu()
+                self._group.broadcast([sent], options).wait()
+                tensor.copy_(sent.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+        except RuntimeError as error:
+            self.leave()
+            raise AllReduceBroken(f"a worker was lost while it was sent a drafter: {error}") from error
+
     def _add(self, tensors: Sequence[Tensor]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sums = flat if self._nccl else flat.cpu()

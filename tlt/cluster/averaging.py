@@ -1,92 +1,105 @@
-"""Data-parallel drafter training: the leader averages the gradients of all members, and all take the same micro-step.
+"""Data-parallel drafter training: the members of a session average their gradients by all-reduce, over a process group
+of their own.
 
 A session is a number of micro-steps with the same members. A worker asks the leader to join; the leader ends the
-session at the next micro-step and opens another, and the new member starts from a copy of the leader's drafter. So all
-members hold the same drafter, bit by bit, at every micro-step. The leader decides when a session ends and sends that
-with the mean gradient, so all members stop at the same micro-step. A lost member is dropped from the round. If the
-leader is lost, the members leave the session and copy a drafter when they join the next one. Workers outside the group
-are never waited for. Does not know how calls reach other processes.
+session at the next micro-step and opens another, and new members start from the leader's drafter, which is broadcast in
+the group. So all members hold the same drafter, bit by bit, at every micro-step. Before each averaging the members
+agree whether one of them must leave; if so, all stop after that micro-step. A member that dies breaks the group: the
+others discard the micro-step and open another session. Workers outside the group are never waited for. Does not know
+how calls reach other processes.
 """
 
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt.drafting.idle import Rounds
-
-_LOOK_S = 0.005  # seconds between two checks of who is present, while waiting
-
-Vector = NDArray[Any]
+from tlt.cluster.all_reduce import AllReduceBroken, Rendezvous
 
 
 class LeftSession(Exception):
-    """The session has continued, or ended, without this worker: its micro-step is void."""
+    """The session broke, or never began: the micro-step under way is void."""
+
+
+class ProcessGroup(Protocol):
+    """Of the members of a session alone."""
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None: ...
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """What a member must allocate before a tensor is broadcast."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """Leader to a new member: the session opens with these members, from this state of the drafter."""
+    """Leader to members: the session's members, and where their process group meets. No tensors."""
 
     session: int
-    members: tuple[int, ...]
-    state: Any
+    leader: int
+    members: tuple[int, ...]  # the leader among them, in the order of their ranks
+    rendezvous: Rendezvous
+    words: Any  # the leader's drafter state without its tensors; None: all members hold the same drafter already
+    kinds: tuple[TensorKind, ...]  # of these tensors, which are broadcast
 
 
-@dataclass(frozen=True, slots=True)
-class MeanGradient:
-    """Leader to members: the mean of their gradients, and whether the session is over."""
+class SessionLeader:
+    """The leader's side of the opening of a session. Other threads call `request_join` and `confirm` on behalf of
+    members, and block.
 
-    vector: Vector
-    stop: bool
+    A member that has confirmed stays for at least one micro-step. One that has not within `patience_s` is left out, so
+    nobody connects to a member that has left.
+    """
 
-
-class GradientReducer:
-    """The leader's side of a session. Other threads call `request_join` and `give` on behalf of members, and block."""
-
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._requests: dict[int, int] = {}  # member → number of its join requests; only the last one counts
-        self._admitted: dict[int, SessionOpened] = {}
+        self._invited: dict[int, int] = {}  # member → session
+        self._confirmed: dict[int, object] = {}  # member of the session that is being opened → its lineage
+        self._opened: SessionOpened | None = None
         self._session = 0
-        self._members: frozenset[int] = frozenset()
-        self._rounds = Rounds()
-        self._given: dict[int, Vector] = {}
-        self._means: dict[tuple[int, int], MeanGradient] = {}  # of the last two rounds
 
     # ---- called for members
 
-    def request_join(self, member: int, patience_s: float) -> SessionOpened | None:
-        """Waits until a session opens with this member; None if none did in time."""
+    def request_join(self, member: int, patience_s: float) -> int | None:
+        """Waits until a session is opened with this member: its number; None if none was in time."""
         with self._changed:
             asked = self._requests[member] = self._requests.get(member, 0) + 1
-            self._admitted.pop(member, None)
+            self._invited.pop(member, None)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: member in self._admitted or self._requests.get(member) != asked, timeout=patience_s
+                lambda: member in self._invited or self._requests.get(member) != asked, timeout=patience_s
             )
-            if self._requests.get(member) == asked and member not in self._admitted:
+            if self._requests.get(member) == asked and member not in self._invited:
                 del self._requests[member]
-            return self._admitted.pop(member, None)
+            return self._invited.pop(member, None)
 
-    def give(self, session: int, step: int, member: int, vector: Vector, patience_s: float) -> MeanGradient | None:
-        """Waits for the mean of the round; None if the round is closed without this member."""
+    def confirm(self, session: int, member: int, lineage: object, patience_s: float) -> SessionOpened | None:
+        """Waits for the session's begin; None if it begins without this member. `lineage`: equal for equal drafters."""
         with self._changed:
-            if session != self._session or not self._rounds.give(member, step):
+            if session != self._session or self._begun:
                 return None
-            self._given[member] = vector
+            self._confirmed[member] = lineage
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: (session, step) in self._means or session != self._session, timeout=patience_s
-            )
-            return self._means.get((session, step))
+            self._changed.wait_for(lambda: session != self._session or self._begun, timeout=patience_s)
+            opened = self._opened if session == self._session else None
+            return opened if opened is not None and member in opened.members else None
+
+    @property
+    def _begun(self) -> bool:
+        return self._opened is not None
 
     # ---- called by the leader
 
@@ -94,82 +107,89 @@ class GradientReducer:
         with self._changed:
             return tuple(sorted(member for member in self._requests if member in among))
 
-    def open(self, members: Sequence[int], state: Any) -> int:
-        """Opens a session of the leader and these members, which have asked to join."""
+    def invite(self, members: Sequence[int]) -> int:
+        """Begins to open a session with these members, which have asked to join; its number."""
         with self._changed:
             self._session += 1
-            self._members = frozenset(members) | {self._worker}
-            self._rounds, self._given, self._means = Rounds(), {}, {}
-            for member in self._members:
-                self._rounds.join(member)
-            self._rounds.advance()
+            self._confirmed, self._opened = {}, None
             for member in members:
                 self._requests.pop(member, None)
-                self._admitted[member] = SessionOpened(self._session, tuple(sorted(self._members)), state)
+                self._invited[member] = self._session
             self._changed.notify_all()
             return self._session
 
+    def wait_confirmed(self, members: Collection[int], patience_s: float) -> dict[int, object]:
+        """The lineage of those members that have confirmed in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._confirmed.keys() >= set(members), timeout=patience_s)
+            return dict(self._confirmed)
+
+    def open(self, opened: SessionOpened) -> None:
+        with self._changed:
+            self._opened = opened
+            self._changed.notify_all()
+
     def close(self) -> None:
-        """Ends the session. Members that still wait for a mean get None."""
+        """Ends the session. Members that still wait for its beginning get None."""
         with self._changed:
             self._session += 1
+            self._opened = None
             self._changed.notify_all()
-
-    def mean(self, own: Vector, present: Callable[[], Collection[int]], stop: Callable[[], bool]) -> MeanGradient:
-        """Closes a round: the mean over all present members. `present` and `stop` may read the inbox."""
-        with self._changed:
-            self._rounds.give(self._worker, self._rounds.step)
-            self._given[self._worker] = own
-        while not self._complete(present()):
-            with self._changed:
-                self._changed.wait(_LOOK_S)
-        ends = stop()
-        with self._changed:
-            contributors = self._rounds.contributors
-            total = sum((self._given[member] for member in contributors[1:]), self._given[contributors[0]])
-            mean = MeanGradient(total / len(contributors), ends)
-            self._means = {key: old for key, old in self._means.items() if key[1] == self._rounds.step - 1}
-            self._means[self._session, self._rounds.step] = mean
-            self._given = {}
-            self._rounds.advance()
-            self._changed.notify_all()
-            return mean
-
-    def _complete(self, present: Collection[int]) -> bool:
-        """Drops members that are gone or ask to join anew. True if all others have given their gradients."""
-        with self._changed:
-            self._rounds.keep({*(m for m in present if m not in self._requests), self._worker})
-            return self._rounds.complete
 
 
 class GradientAveraging:
     """The trainer's view of a session: `average` is its gradient hook, which does nothing outside a session."""
 
     def __init__(self) -> None:
-        self._exchange: Callable[[Vector], MeanGradient] | None = None
+        self._group: ProcessGroup | None = None
+        self._size = 1
+        self._must_end: Callable[[], bool] = lambda: False
         self.over = False  # the session has ended: take no further micro-step
         self.rounds = 0
-        self.waited_s = 0.0
+        self.waited_s = self.averaging_s = 0.0
+        self._first: tuple[float, float] | None = None  # when the first round had ended, and its averaging_s
 
-    def enter(self, exchange: Callable[[Vector], MeanGradient]) -> None:
-        self._exchange, self.over, self.rounds, self.waited_s = exchange, False, 0, 0.0
+    def enter(self, group: ProcessGroup, size: int, must_end: Callable[[], bool]) -> None:
+        """`must_end`: whether this member, or its leader, wants the session to end after the micro-step."""
+        self._group, self._size, self._must_end = group, size, must_end
+        self.over, self.rounds, self.waited_s, self.averaging_s = False, 0, 0.0, 0.0
+        self._first = None
 
     def leave(self) -> None:
-        self._exchange = None
+        """Closes this member's connections, so that nobody waits for it."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor becomes, in place, its mean over the members."""
-        if self._exchange is None:
+        if self._group is None:
             return
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
-        started = time.perf_counter()
-        mean = self._exchange(flat.numpy())
-        self.waited_s += time.perf_counter() - started
+        try:
+            self.over = self._agreed_to_end(self._group, tensors[0]) or self.over
+            started = time.perf_counter()
+            self._group.all_reduce(tensors)
+        except AllReduceBroken as error:
+            raise LeftSession(str(error)) from error
+        torch._foreach_div_(list(tensors), float(self._size))
+        ended = time.perf_counter()
+        self.averaging_s += ended - started
         self.rounds += 1
-        self.over = self.over or mean.stop
-        result = torch.from_numpy(np.array(mean.vector))  # a copy: Ray's arrays are read-only
-        offset = 0
-        for tensor in tensors:
-            tensor.copy_(result[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
+        self._first = self._first or (ended, self.averaging_s)
+
+    def measured(self) -> tuple[int, float, float]:
+        """Rounds after the first, their seconds, and the seconds of them that averaging took."""
+        if self._first is None:
+            return 0, 0.0, 0.0
+        ended, averaging_s = self._first
+        return self.rounds - 1, time.perf_counter() - ended, self.averaging_s - averaging_s
+
+    def _agreed_to_end(self, group: ProcessGroup, like: Tensor) -> bool:
+        """Also waits for the slowest member, so that the time of the averaging is that of the transfer alone."""
+        started = time.perf_counter()
+        wants = like.new_full((1,), float(self._must_end()))
+        group.all_reduce([wants])
+        agreed = bool(wants.item())
+        self.waited_s += time.perf_counter() - started
+        return agreed

@@ -1,7 +1,7 @@
 """A worker in a process of its own: a Ray actor around `tlt.fleet.Worker`, with an inbox and an outbox.
 
 What always holds: one thread does all the work and reads the inbox between ticks and between micro-steps; other threads
-only fill the inbox, empty the outbox and wait in the leader's gradient reducer. Calls do what `LocalFleet` does: being
+only fill the inbox, empty the outbox and wait in the leader's session leader. Calls do what `LocalFleet` does: being
 an actor adds no behaviour.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore, all_reduce_errors
-from tlt.cluster.averaging import MeanGradient, SessionOpened, Vector
+from tlt.cluster.averaging import SessionOpened
 from tlt.cluster.interference import Interval, Ticks
 from tlt.cluster.messages import (
     AssignedRequests,
@@ -53,15 +53,16 @@ from tlt.train.sharded import ShardedTrainer
 from tlt.types import Experience
 
 _LOOK_S = 0.02  # seconds between two reads of the inbox while idle
-_PATIENCE_S = 60.0  # seconds that a call from another worker waits in the reducer; the caller repeats it
+_PATIENCE_S = 60.0  # seconds that a call from another worker waits for the session leader; the caller repeats it
+_SESSION_S = 20.0  # seconds without an answer after which the process group of a session is given up
 
 CONTROL = "control"  # concurrency group of calls that must not wait for the work thread
 INBOX = "inbox"  # concurrency group of one thread: its calls do not wait for the work thread and stay in order
 Message = Order | AssignedRequests | SharedCompletions | DrafterOffer
 
 
-class RayReducer:
-    """Calls to another worker's gradient reducer."""
+class RayLeader:
+    """Calls to the session leader of another worker."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -69,8 +70,8 @@ class RayReducer:
     def request_join(self, member: int) -> "RayReply":
         return RayReply(self._actor.request_join.remote(member))
 
-    def give(self, session: int, step: int, member: int, vector: Vector) -> "RayReply":
-        return RayReply(self._actor.give.remote(session, step, member, vector))
+    def confirm(self, session: int, member: int, lineage: object) -> "RayReply":
+        return RayReply(self._actor.confirm.remote(session, member, lineage))
 
 
 class RayReply:
@@ -101,7 +102,7 @@ class Host:
         self._outbox_changed = Condition()
         self._progress = 0
         self._timeline = Timeline()
-        self._sessions = self.sessions(self._status, self._timeline, self._look_around, self._offer)
+        self._sessions = self.sessions(self._status, self._timeline, self._look_around, self._offer, self)
         self._told = 0  # alarms sent
         self._loaded = self._swaps = 0  # version of the engine's drafter; swaps in this rollout
         self._rendezvous_store: RendezvousStore | None = None
@@ -115,7 +116,7 @@ class Host:
         cores = cores_of(slot, config.cluster.cpus_per_worker) if config.cluster.pin and on_cpu else ()
         pin(cores)
         torch.set_num_threads(max(1, len(cores) or int(config.cluster.cpus_per_worker)))
-        self._config, self._rank = config, rank
+        self._config, self._rank, self._nccl = config, rank, nccl
         self._reduce_group = AllReduceGroup(config.cluster.hang_s, nccl=nccl)
         self._copies = config.train.minibatches * config.train.epochs > 1 and not config.cluster.shard
         if not config.cluster.shard:  # with shards, the worker opens in `join`, when their number is known
@@ -151,12 +152,12 @@ class Host:
         return 0 if worker is None else worker.trainer.passes
 
     @ray.method(concurrency_group=CONTROL)
-    def request_join(self, member: int) -> SessionOpened | None:
-        return self._sessions.reducer.request_join(member, _PATIENCE_S)
+    def request_join(self, member: int) -> int | None:
+        return self._sessions.leader.request_join(member, _PATIENCE_S)
 
     @ray.method(concurrency_group=CONTROL)
-    def give(self, session: int, step: int, member: int, vector: Vector) -> MeanGradient | None:
-        return self._sessions.reducer.give(session, step, member, vector, _PATIENCE_S)
+    def confirm(self, session: int, member: int, lineage: object) -> SessionOpened | None:
+        return self._sessions.leader.confirm(session, member, lineage, _PATIENCE_S)
 
     def _read_inbox(self) -> None:
         self._progress += 1
@@ -200,7 +201,7 @@ class Host:
 
     def run_rollout(self, epoch: int, peers: Mapping[int, Any], step: int) -> WorkerRolloutReport:
         """Decodes requests, trains the drafter while there are none, until the coordinator ends the rollout."""
-        self._sessions.begin({worker_id: RayReducer(actor) for worker_id, actor in peers.items()})
+        self._sessions.begin({worker_id: RayLeader(actor) for worker_id, actor in peers.items()})
         self._swaps = 0
         self._worker.begin_rollout(step)
         while not (self._status.epoch == epoch and self._status.state is State.READY):
@@ -234,6 +235,7 @@ class Host:
             joins=self._sessions.joins,
             join_s=self._sessions.join_s,
             waited_s=self._sessions.waited_s,
+            averaging_s=self._sessions.averaging_s,
             swaps=self._swaps,
         )
 
@@ -322,6 +324,12 @@ class Host:
 
             files = ShardedPolicyFiles(mesh, self._reduce_group.checkpoint_group())
             self._open_worker(make_trainer=trainer, files=files)
+
+    def join_session(self, rendezvous: Rendezvous, rank: int, size: int) -> AllReduceGroup:
+        """A process group of the members of a session alone."""
+        group = AllReduceGroup(min(_SESSION_S, self._config.cluster.hang_s), nccl=self._nccl)
+        group.join(rendezvous, rank, size, Environment.here().address)
+        return group
 
     def publish(self, version: int, drafter: Mapping[str, Any] | None) -> Published:
         """`drafter`: the state of the most trained drafter; None if this worker holds it already."""

@@ -74,7 +74,8 @@ class WorkerRolloutReport:
     drafted: tuple[DraftingResult, ...]  # the sessions that this worker led
     joins: int  # sessions that this worker joined
     join_s: float  # seconds from the request to the first micro-step, summed over all joins
-    waited_s: float  # seconds spent waiting for the gradients of other workers
+    waited_s: float  # seconds spent waiting for other members of a session
+    averaging_s: float  # seconds spent averaging gradients
     swaps: int  # drafters that its engine swapped in while it decoded
 
 

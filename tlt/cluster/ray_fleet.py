@@ -344,6 +344,7 @@ class RayFleet:
                 joins=sum(report.joins for report in self._reports.values()),
                 join_s=sum(report.join_s for report in self._reports.values()),
                 waited_s=sum(report.waited_s for report in self._reports.values()),
+                averaging_s=sum(report.averaging_s for report in self._reports.values()),
                 swaps=sum(report.swaps for report in self._reports.values()),
                 stop_s=stop_s,
             )

@@ -1,23 +1,30 @@
 """A worker's part in data-parallel drafter training: it leads a session, or asks to join one, until its orders change.
 
-What always holds: the worker reads its inbox between two micro-steps, and has left before the next one if it was
+What always holds: the worker reads its inbox between two micro-steps, and has left after the next one if it was
 assigned a request. Every session takes at least one micro-step, so joining workers delay training but never stop it. A
-worker that loses its leader during a micro-step discards that step. Does not know how calls reach other workers.
+worker whose session breaks discards the micro-step under way. Only as many workers train together as pay. Does not know
+how calls reach other workers.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from tlt.cluster.averaging import GradientAveraging, GradientReducer, LeftSession, MeanGradient, Vector
+import torch
+from torch import Tensor
+
+from tlt.cluster.all_reduce import AllReduceBroken, Rendezvous
+from tlt.cluster.averaging import GradientAveraging, LeftSession, ProcessGroup, SessionLeader, SessionOpened, TensorKind
 from tlt.cluster.timeline import Timeline
-from tlt.cluster.transfer import on_host
+from tlt.drafting.group_size import GroupSize
 from tlt.drafting.idle import State, WorkerStatus
 from tlt.drafting.session import DraftingResult
 from tlt.drafting.trainer import OnlineDrafter
+from tlt.train.checkpoint import with_tensors, without_tensors
 
 _LOOK_S = 0.02  # seconds between two reads of the inbox while waiting for a reply
 _REJOIN_S = 0.5  # seconds that a new session waits for the members of the last one
+_CONFIRM_S = 0.5  # seconds that invited workers have to confirm
 
 
 class Reply(Protocol):
@@ -26,12 +33,22 @@ class Reply(Protocol):
     def get(self) -> Any: ...
 
 
-class ReducerClient(Protocol):
-    """Asynchronous calls to the gradient reducer of another worker."""
+class LeaderClient(Protocol):
+    """Asynchronous calls to the `SessionLeader` of another worker."""
 
     def request_join(self, member: int) -> Reply: ...
 
-    def give(self, session: int, step: int, member: int, vector: Vector) -> Reply: ...
+    def confirm(self, session: int, member: int, lineage: object) -> Reply: ...
+
+
+class Network(Protocol):
+    """Process groups of the members of sessions."""
+
+    def rendezvous(self, name: str) -> Rendezvous:
+        """A place on this worker for the members of a new group to meet."""
+
+    def join_session(self, rendezvous: Rendezvous, rank: int, size: int) -> ProcessGroup:
+        """Raises AllReduceBroken unless all members come."""
 
 
 class Sessions:
@@ -43,22 +60,27 @@ class Sessions:
         timeline: Timeline,
         read_inbox: Callable[[bool], None],
         offer: Callable[[OnlineDrafter], None],
+        network: Network,
     ) -> None:
         self._status, self._timeline, self._read_inbox, self._offer = status, timeline, read_inbox, offer
+        self._network = network
         self._averaging = GradientAveraging()
-        self.reducer = GradientReducer(status.worker)
+        self.leader = SessionLeader()
         self.average = self._averaging.average
         self.offered = 0  # version of the newest drafter that was offered
         self._session_from = 0  # micro-steps taken before the session began
+        self._lineage: object = None  # equal on workers whose drafters are equal, bit by bit
         self.begin({})
 
-    def begin(self, reducers: Mapping[int, ReducerClient]) -> None:
-        """Begins a rollout with the workers of these reducers."""
-        self._reducers = reducers
+    def begin(self, leaders: Mapping[int, LeaderClient]) -> None:
+        """Begins a rollout with these workers."""
+        self._leaders = leaders
         self._members: set[int] = set()  # of the last session that this worker led
+        self._pays = GroupSize(max(1, len(leaders)))
+        self._lineage = None  # drafters were published since
         self.rested = False  # training no longer gains on the completions received so far
         self.led: list[DraftingResult] = []
-        self.joins, self.join_s, self.waited_s = 0, 0.0, 0.0
+        self.joins, self.join_s, self.waited_s, self.averaging_s = 0, 0.0, 0.0, 0.0
 
     def wanted(self, drafter: OnlineDrafter) -> bool:
         return not self.rested and drafter.able()
@@ -69,11 +91,13 @@ class Sessions:
         try:
             result = self._lead(drafter) if leader == self._status.worker else self._follow(drafter, leader)
         except LeftSession:
+            self._lineage = None
             drafter.restore(drafter.state(buffer=False))  # discards the gradients of the interrupted micro-step
             return
         finally:
             self._averaging.leave()
             self.waited_s += self._averaging.waited_s
+            self.averaging_s += self._averaging.averaging_s
         self.rested = result is not None and result.ended in ("rested", "no answers")
 
     # ---- leading
@@ -81,38 +105,54 @@ class Sessions:
     def _lead(self, drafter: OnlineDrafter) -> DraftingResult:
         self._session_from = drafter.steps_taken
         cold = not self._session_from  # the leader alone chooses the draft vocabulary, in the first micro-step
-        joining = set() if cold else self._joining()
+        joining = () if cold else self._joining()
         self._timeline.enter("drafting")
-        self.reducer.open(sorted(joining), on_host(drafter.state(buffer=False)) if joining else None)
-
-        def must_end() -> bool:
-            return self._must_end(drafter)
-
-        if joining:
-            self._averaging.enter(lambda own: self.reducer.mean(own, lambda: self._present(joining), must_end))
         try:
-            result = drafter.train((lambda: self._averaging.over) if joining else must_end)
+            opened = self._open(drafter, joining)
+            if opened:
+                self._enter(drafter, opened)
+            result = self._train(drafter, opened)
         finally:
-            self.reducer.close()
+            self.leader.close()
         self._announce(drafter)
         if result.micro_steps:
             self.led.append(result)
         return result
 
-    def _joining(self) -> set[int]:
+    def _joining(self) -> tuple[int, ...]:
         """Workers that have asked to join. Waits briefly for the members of the last session to ask again."""
         until = time.perf_counter() + _REJOIN_S
         while time.perf_counter() < until:
             group = set(self._status.group)
-            if self._members & group <= set(self.reducer.requesters(group)):
+            if self._members & group <= set(self.leader.requesters(group)):
                 break
             self._read_inbox(True)
-        self._members = set(self.reducer.requesters(self._status.group))
-        return self._members
+        asking = self.leader.requesters(self._status.group)
+        known = sorted(asking, key=lambda member: (member not in self._members, member))
+        joining = tuple(known[: self._pays.most - 1])
+        self._members = set(joining)
+        return joining
 
-    def _present(self, members: set[int]) -> set[int]:
-        self._read_inbox(False)
-        return members & set(self._status.group)
+    def _open(self, drafter: OnlineDrafter, joining: tuple[int, ...]) -> SessionOpened | None:
+        """Opens a session with those that confirm; None if nobody does."""
+        session = self.leader.invite(joining)
+        confirmed = self.leader.wait_confirmed(joining, _CONFIRM_S) if joining else {}
+        if not confirmed:
+            return None
+        tensors: dict[str, Tensor] = {}
+        words = without_tensors(drafter.state(buffer=False), tensors)
+        equal = self._lineage is not None and all(lineage == self._lineage for lineage in confirmed.values())
+        self._members = set(confirmed)
+        opened = SessionOpened(
+            session,
+            leader=self._status.worker,
+            members=tuple(sorted((*confirmed, self._status.worker))),
+            rendezvous=self._network.rendezvous(f"session-{self._status.worker}-{self._status.epoch}-{session}"),
+            words=None if equal else words,
+            kinds=() if equal else tuple(TensorKind(tuple(t.shape), t.dtype) for t in tensors.values()),
+        )
+        self.leader.open(opened)
+        return opened
 
     def _must_end(self, drafter: OnlineDrafter) -> bool:
         """Checked between micro-steps."""
@@ -120,11 +160,17 @@ class Sessions:
         self._announce(drafter)
         if not self._follows(self._status.worker):
             return True
-        return drafter.steps_taken > self._session_from and bool(self.reducer.requesters(self._status.group))
+        if drafter.steps_taken <= self._session_from:
+            return False
+        members = len(self._members) + 1
+        if members < self._pays.most and self.leader.requesters(self._status.group):
+            return True
+        self._pays.observe(members, *self._averaging.measured())
+        return members > self._pays.most
 
     def _announce(self, drafter: OnlineDrafter) -> None:
         """Offers a drafter that became better at once: other workers may still decode long completions."""
-        somebody_writes = len(self._status.group) < len(self._reducers)
+        somebody_writes = len(self._status.group) < len(self._leaders)
         if somebody_writes and drafter.version > self.offered:
             self.offered = drafter.version
             self._offer(drafter)
@@ -133,25 +179,20 @@ class Sessions:
 
     def _follow(self, drafter: OnlineDrafter, leader: int) -> DraftingResult | None:
         self._timeline.enter("idle")
-        asked, reducer = time.perf_counter(), self._reducers[leader]
-        admission = self._answer(reducer.request_join(self._status.worker), lambda: self._follows(leader))
-        if admission is None:
+        asked, client = time.perf_counter(), self._leaders[leader]
+        session = self._answer(client.request_join(self._status.worker), lambda: self._follows(leader))
+        if session is None:
+            return None
+        reply = client.confirm(session, self._status.worker, self._lineage)
+        until = time.perf_counter() + 2 * _CONFIRM_S + _LOOK_S  # confirmed: it stays, whatever its orders are now
+        opened: SessionOpened | None = self._answer(reply, lambda: time.perf_counter() < until)
+        if opened is None:
             return None
         self._timeline.enter("drafting")
-        drafter.restore(admission.state)
+        self._session_from = drafter.steps_taken
+        self._enter(drafter, opened)
         self.joins, self.join_s = self.joins + 1, self.join_s + time.perf_counter() - asked
-        self._averaging.enter(lambda own: self._give(leader, admission.session, own))
-        return drafter.train(lambda: self._averaging.over)
-
-    def _give(self, leader: int, session: int, own: Vector) -> MeanGradient:
-        def goes_on() -> bool:  # after the stop order the leader still finishes the round
-            return self._status.state is State.READY or self._follows(leader)
-
-        reply = self._reducers[leader].give(session, self._averaging.rounds + 1, self._status.worker, own)
-        mean: MeanGradient | None = self._answer(reply, goes_on)
-        if mean is None:
-            raise LeftSession
-        return mean
+        return self._train(drafter, opened)
 
     def _follows(self, leader: int) -> bool:
         return self._status.state is State.DRAFTING and self._status.group[:1] == (leader,)
@@ -163,3 +204,43 @@ class Sessions:
             if not goes_on():
                 return None
         return reply.get()
+
+    # ---- both
+
+    def _enter(self, drafter: OnlineDrafter, opened: SessionOpened) -> None:
+        """Connects with the other members and takes over the leader's drafter."""
+        rank, size = opened.members.index(self._status.worker), len(opened.members)
+        try:
+            group = self._network.join_session(opened.rendezvous, rank, size)
+            self._averaging.enter(group, size, lambda: self._wants_to_end(drafter, opened.leader))
+            if opened.words is not None:
+                self._share_state(drafter, opened, group)
+        except AllReduceBroken as error:
+            raise LeftSession(str(error)) from error
+
+    def _share_state(self, drafter: OnlineDrafter, opened: SessionOpened, group: ProcessGroup) -> None:
+        tensors: dict[str, Tensor] = {}
+        root = opened.members.index(opened.leader)
+        if opened.leader == self._status.worker:
+            without_tensors(drafter.state(buffer=False), tensors)
+            group.broadcast(list(tensors.values()), root)
+            return
+        device = drafter.drafter.fc.device
+        places = [torch.empty(kind.shape, dtype=kind.dtype, device=device) for kind in opened.kinds]
+        group.broadcast(places, root)
+        drafter.restore(with_tensors(opened.words, lambda key: places[int(key)]))
+
+    def _wants_to_end(self, drafter: OnlineDrafter, leader: int) -> bool:
+        if leader == self._status.worker:
+            return self._must_end(drafter)
+        self._read_inbox(False)
+        return not self._follows(leader)
+
+    def _train(self, drafter: OnlineDrafter, opened: SessionOpened | None) -> DraftingResult:
+        if opened is None:
+            self._lineage = None
+            return drafter.train(lambda: self._must_end(drafter))
+        result = drafter.train(lambda: self._averaging.over)
+        ended_together = self._averaging.over and result.ended == "stopped"
+        self._lineage = (opened.rendezvous, drafter.steps_taken) if ended_together else None
+        return result

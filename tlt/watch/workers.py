@@ -28,9 +28,10 @@ class FleetRolledOut(Event):
     straggler_share: float  # of the workers' time that was over before the last one was done
     joins: int  # times that a worker joined others in training the drafter
     join_s: float  # what joining took, all together
-    waited_s: float  # for each other's gradients
+    waited_s: float  # for each other, in training the drafter together
     swaps: int  # times that a worker took a better drafter while it wrote
     stop_s: float  # from the last answer until everyone had stopped
+    averaging_s: float = 0.0  # to average gradients of the drafter
 
 
 @dataclass(frozen=True, slots=True)
