@@ -355,7 +355,9 @@ class Host:
 
     def drafter_progress(self) -> DrafterProgress | None:
         drafter = self._worker.drafter
-        return DrafterProgress(drafter.steps_taken, drafter.version) if drafter else None
+        if drafter is None:
+            return None
+        return DrafterProgress(drafter.steps_taken, drafter.version, fingerprint(list(drafter.weights().values())))
 
     def fingerprint(self) -> int:
         """Equal for equal weights of policy and drafter."""

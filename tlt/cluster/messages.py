@@ -45,6 +45,7 @@ class DrafterProgress:
 
     micro_steps: int
     version: int
+    fingerprint: int  # of the drafter given out: members of a group measure on different completions
 
 
 @dataclass(frozen=True, slots=True)
