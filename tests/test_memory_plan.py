@@ -213,3 +213,9 @@ def test_an_update_takes_what_was_said(checkpointed: bool, rank: int) -> None:
     plan = memory_plan(RunConfig(train=train), Sizes(config, 2, total))
     (update,) = [phase.bytes for phase in plan.phases if phase.name.startswith("update")]
     assert torch.cuda.max_memory_allocated() == pytest.approx(plan.kept_bytes + update, rel=0.05)
+
+
+def test_a_policy_is_planned_by_its_name_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gsm8k_1gpu", "--gpu", "80", "--model.path", "Qwen2.5-7B"]) in (0, 2)
+    told = capsys.readouterr()
+    assert "Qwen2.5-7B, 7,615,616,512 weights" in told.out + told.err

@@ -10,9 +10,11 @@ import torch
 
 from tlt.config import ModelSettings
 from tlt.errors import ConfigError
+from tlt.model.config import ModelConfig
 from tlt.model.hub import find_policy, hub_name
+from tlt.model.shapes import MODEL_SHAPES, shape_config
 from tlt.model.transformer import Transformer
-from tlt.model.weights import load_policy
+from tlt.model.weights import load_policy, read_config
 from tlt.text import Tokenizer
 from tlt.train.adapter import is_adapter, merge_adapter, read_words
 
@@ -57,6 +59,13 @@ def base_name(settings: ModelSettings) -> tuple[str, str | None]:
 def _named(settings: ModelSettings) -> Path:
     """The directory of the policy, or of an adapter of it."""
     return TINY_POLICY if settings.path == "tiny" else find_policy(settings.path)
+
+
+def config_of(settings: ModelSettings) -> ModelConfig:
+    """The policy's configuration. `settings.path` may also be a name of `MODEL_SHAPES`, for which no file is needed."""
+    if settings.path in MODEL_SHAPES and not Path(settings.path).exists():
+        return shape_config(settings.path)
+    return read_config(source_of(settings))
 
 
 def device_of(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from tlt.kernels.linear import plan
 from tlt.kernels.linear.plan import BUCKETS, Config, Table
 from tlt.kernels.linear.tuning import ROWS_TIMED, Layer, Timed, Tuned, table_of, tune_layer, work_order
 from tlt.model.config import ModelConfig
-from tlt.model.shapes import MODEL_SHAPES, shape_config
+from tlt.policy import config_of
 
 BUDGET_S = 300.0
 _MOST_WORKERS = 16  # processes that compile
@@ -50,7 +50,7 @@ def read_rows(word: str | None) -> tuple[int, ...]:
 
 def tune_kernels(options: TuneOptions) -> None:
     """Needs a GPU; raises ConfigError without one."""
-    config = config_of(options.model)
+    config = config_of(ModelSettings(path=options.model))
     import torch
 
     if not torch.cuda.is_available():
@@ -107,16 +107,6 @@ def keep(path: Path, gpu: str, table: Table) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(plan.table_text(gpu, tables), encoding="utf-8")
     aside.rename(path)
-
-
-def config_of(model: str) -> ModelConfig:
-    """The shape of a policy: a named one, or read from its config.json."""
-    if model in MODEL_SHAPES:
-        return shape_config(model)
-    from tlt.model.weights import read_config
-    from tlt.policy import source_of
-
-    return read_config(source_of(ModelSettings(path=model)))
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
