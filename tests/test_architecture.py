@@ -72,6 +72,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.library",
         "tlt.cluster",
         "tlt.watch.server",
+        "tlt.watch.command",
         "tlt.serve",
         "tlt.integrations",
     ),
@@ -124,10 +125,9 @@ PLAIN = {
     "tlt.watch.summary",
     "tlt.watch.verdict",
     "tlt.watch.health",
-    "tlt.watch.plot",
-    "tlt.watch.lanes",
+    "tlt.watch.chart",
+    "tlt.watch.columns",
     "tlt.watch.figures",
-    "tlt.watch.report",
 }
 # may catch everything: to report it to a person, or to the run
 BORDERS = {"tlt.cli", "tlt.tasks.judge_child", "tlt.text", "tlt.watch.readers"}

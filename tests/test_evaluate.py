@@ -254,7 +254,8 @@ def test_an_evaluation_is_told_everywhere(tmp_path: Path) -> None:
     assert "pass@2" in said[0]
     assert f"after step 2: toy: reward {last.mean_reward:.3f}" in str(notice(last))
     (figure,) = [figure for figure in figures_of(run) if figure.title == "Evaluation"]
-    assert f"after step 2: toy: reward {last.mean_reward:.3f}" in figure.svg
+    assert f"toy: reward {last.mean_reward:.3f}" in figure.words
+    assert [point[0] for point in figure.series[0].points] == [0.0, 2.0]
     lines = last_lines(summarise(run), "there")
     assert any(line.startswith(f"Reward on held-out toy: {first.mean_reward:.3f} ± ") for line in lines)
     assert recorded(last)[0].event == last

@@ -118,11 +118,14 @@ def test_entropies_are_the_policys() -> None:
 
 
 def test_groups_take_turns() -> None:
-    kept = [sampled_groups(step, 8, 2) for step in range(8)]
-    assert all(len(one) == 2 for one in kept)
+    """All but the one that the step waited for: it is always kept."""
+    longest = [5, 5, 90, 5, 5, 5, 5, 5]
+    kept = [sampled_groups(step, longest, 2) for step in range(8)]
+    assert all(len(one) == 2 and 2 in one for one in kept)
     assert set().union(*kept) == set(range(8))
-    assert sampled_groups(5, 3, 99) == {0, 1, 2}
-    assert sampled_groups(5, 3, 0) == frozenset()
+    assert sampled_groups(5, [1, 1, 1], 99) == {0, 1, 2}
+    assert sampled_groups(5, [1], 3) == {0}
+    assert sampled_groups(5, [1, 2, 3], 0) == frozenset()
 
 
 def test_older_steps_are_kept_more_and_more_sparsely() -> None:

@@ -307,6 +307,14 @@ def _report(options: Namespace, flags: list[str]) -> None:
     print(report(options.run))
 
 
+def _watch(options: Namespace, flags: list[str]) -> None:
+    if flags:
+        raise ConfigError(f"tlt watch takes no settings, found {flags[0].partition('=')[0]}; it shows runs as they are")
+    from tlt.watch.command import watch_command
+
+    watch_command(options.runs, options.host, options.port, options.export, lambda line: print(line, flush=True))
+
+
 def _simulate(options: Namespace, flags: list[str]) -> None:
     named = [] if options.subject.endswith(".json") else [f"--model.path={options.subject}"]
     config = load_config(options.recipe, [*named, *flags])
@@ -375,7 +383,7 @@ _MODEL = (
 )
 _SWITCHES = {"--raw", "--resume", "--quick", "--full", "--peers", "--no-peers", "--snapshot"}  # options without a value
 _OPTIONAL = {"target", "new", "name"}  # positions that may stay empty
-_OPTIONAL_OF = {("bench", "model")}  # the same, of one verb
+_OPTIONAL_OF = {("bench", "model"), ("watch", "runs")}  # the same, of one verb
 _OPTIONAL_RECIPE = ("--recipe", "a TOML file of knobs to start from, or the name of a recipe of tlt's own")
 
 _ENGINE = ("model", "sampling", "engine", "spec", "draft.window", "draft.vocab", "draft.mlp")  # what an engine reads
@@ -559,6 +567,19 @@ VERBS: dict[str, Verb] = {
         "make a run's report.html from its events: again, while it runs, or after a crash",
         (("run", "the run's directory, as in runs/quickstart"),),
         _report,
+    ),
+    "watch": Verb(
+        "show runs in a browser, while they go on and afterwards: from the curves down to single tokens",
+        (
+            ("runs", "the directory of runs, or of one run; `runs` by default"),
+            (
+                "--host",
+                "where to listen; 127.0.0.1 by default. Others can reach any other: the address then has a secret",
+            ),
+            ("--port", "8080 by default; 0 takes any that is free"),
+            ("--export", "write a static site to this directory instead, for any web server"),
+        ),
+        _watch,
     ),
     "config": Verb(
         "list every knob with its value and meaning, as TOML",

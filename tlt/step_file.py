@@ -39,25 +39,35 @@ class _Room:
 
 def encode_step(step: Step, sampled: Collection[int], texts: TokenTexts, limit: int) -> bytes:
     """The file of a step. `sampled`: indices of the groups whose completions are kept; `limit`: bytes."""
-    completions = sum(len(step.judged[index].group.rollouts) for index in sampled)
+    lengths = [len(one.completion.tokens) for index in sorted(sampled) for one in step.judged[index].group.rollouts]
     room = float(limit)
     while True:
-        content = _content(step, sampled, texts, _room(room, completions, len(step.report.traces)))
+        content = _content(step, sampled, texts, _room(room, lengths, len(step.report.traces)))
         encoded = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         if len(encoded) <= limit or room < 1024:
             return encoded
         room *= 0.7
 
 
-def _room(limit: float, completions: int, workers: int) -> _Room:
-    kept = min(completions, int(_TEXT_SHARE * limit / _COMPLETION_BYTES))
+def _room(limit: float, lengths: Sequence[int], workers: int) -> _Room:
+    kept = min(len(lengths), int(_TEXT_SHARE * limit / _COMPLETION_BYTES))
     return _Room(
         completions=kept,
-        tokens=int(_TEXT_SHARE * limit / _TOKEN_BYTES / max(1, kept)),
+        tokens=_most_of_each(lengths[:kept], int(_TEXT_SHARE * limit / _TOKEN_BYTES)),
         rollouts=int(_GROUP_SHARE * limit / _ROLLOUT_BYTES),
         requests=int(_REQUEST_SHARE * limit / _REQUEST_BYTES),
         shapes=int(_SHAPE_SHARE * limit / _SHAPE_BYTES / max(1, workers)),
     )
+
+
+def _most_of_each(lengths: Sequence[int], tokens: int) -> int:
+    """The largest limit of each, so that together they have at most so many: short ones leave room for long ones."""
+    for place, length in enumerate(sorted(lengths)):
+        each = tokens // (len(lengths) - place)
+        if length > each:
+            return each
+        tokens -= length
+    return max(lengths, default=0)
 
 
 def _content(step: Step, sampled: Collection[int], texts: TokenTexts, room: _Room) -> Json:

@@ -111,17 +111,6 @@ class LearningRatePlanned(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptsFitted(Event):
-    """Prompts were too long, and the configuration says what becomes of them."""
-
-    name: str  # of the prompts: training, or as an evaluation of them is called
-    long: int
-    prompts: int  # in all
-    limit: int  # tokens of a prompt
-    choice: str  # task.long_prompts
-
-
-@dataclass(frozen=True, slots=True)
 class PhaseStarted(Event):
     """What the step does from now on."""
 
@@ -201,9 +190,6 @@ class StepFinished(Event):
     host_bytes: int = 0  # resident memory after the rollout, all workers' processes together
     device_bytes: int = 0  # most that torch has reserved on a GPU so far, of the worker that has most
     no_signal: float = 0.0  # share of the groups whose answers all earned the same: they teach nothing
-    groups: int = 0  # prompts asked, those of dynamic sampling included
-    groups_learned: int = 0  # of these the update learned from
-    weight_mean: float = 1.0  # of the truncated importance weights; 1 without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +421,6 @@ _KINDS: dict[str, type[Event]] = {
         CheckpointsPlanned,
         MemoryPlanned,
         LearningRatePlanned,
-        PromptsFitted,
         PhaseStarted,
         RolloutProgress,
         RolloutFinished,
@@ -471,10 +456,10 @@ _END_OF_TIME = 253_402_300_800  # the year 10000, which no date holds
 def read_events(path: str | Path) -> tuple[Recorded, ...]:
     """All events of the file, a torn last line left out."""
     lines = Path(path).read_bytes().split(b"\n")
-    return tuple(_parse(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1))
+    return tuple(parse_event(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1))
 
 
-def _parse(line: bytes, where: str) -> Recorded:
+def parse_event(line: bytes, where: str) -> Recorded:
     try:
         record = parse(line)
         when, kind, values, form = record["time"], record["kind"], record["fields"], record.get("format", 1)

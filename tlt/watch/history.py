@@ -23,6 +23,9 @@ E = TypeVar("E", bound=Event)
 
 def counted(records: Iterable[Recorded]) -> tuple[Recorded, ...]:
     """The records that count: of the newest run in the file, each step as it was computed last."""
+    records = tuple(records)
+    if sum(isinstance(record.event, RunStarted) for record in records) < 2:
+        return records
     kept: list[Recorded] = []
     for life in _lives(records):
         resumed = next((record.event.step for record in life if isinstance(record.event, RunResumed)), None)

@@ -5,7 +5,16 @@
 
 from dataclasses import dataclass
 
-from tlt.watch.events import DrafterTrained, Evaluated, Event, ReplayCompared, RewardsJudged, ShapesChosen, StepFinished
+from tlt.watch.events import (
+    AccountUpdated,
+    DrafterTrained,
+    Evaluated,
+    Event,
+    ReplayCompared,
+    RewardsJudged,
+    ShapesChosen,
+    StepFinished,
+)
 
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
@@ -16,8 +25,6 @@ STEP_METRICS = {  # name → field of StepFinished
     "length/p90": "length_p90",
     "length/max": "length_max",
     "length/truncated": "truncated",
-    "rollout/groups": "groups",
-    "rollout/groups_learned": "groups_learned",
     "rollout/tokens": "tokens",
     "rollout/accept_length": "accept_length",
     "rollout/verifies": "verifies",
@@ -30,7 +37,6 @@ STEP_METRICS = {  # name → field of StepFinished
     "policy/clipped": "clipped",
     "policy/mismatch_mean": "mismatch_mean",
     "policy/mismatch_max": "mismatch_max",
-    "policy/weight_mean": "weight_mean",
     "policy/learning_rate": "learning_rate",
     "time/rollout_s": "rollout_s",
     "time/reward_s": "reward_s",
@@ -84,6 +90,14 @@ def metrics_of(event: Event) -> Metrics | None:
         case DrafterTrained():
             values = {"drafter/version": event.version, "drafter/loss": event.loss_after}
             return Metrics(event.step, values | {"drafter/seconds": event.seconds})
+        case AccountUpdated():
+            spent_s = sum(event.spent_s.values())
+            values = {
+                "account/saved_s": event.saved_s,
+                "account/spent_s": spent_s,
+                "account/balance_s": event.balance_s,
+            }
+            return Metrics(event.step, values)
         case ReplayCompared():
             return Metrics(event.step, {"rollout/replay_speedup": event.plain_s / event.tlt_s if event.tlt_s else 0.0})
         case _:

@@ -1,36 +1,43 @@
 """`report.html`: one page that tells a run, made from its events alone.
 
-Self-contained: style and drawings stand in the file, nothing is fetched, nothing runs. Written aside and renamed, so
-that a reader never sees half of it. What is said in words comes from `tlt.watch.summary`, what is drawn from
-`tlt.watch.figures`.
+Self-contained: style, data and the script that draws them stand in the file, nothing is fetched, and the page's policy
+lets nothing else run. Written aside and renamed, so that a reader never sees half of it. What is said in words comes
+from `tlt.watch.summary`, what is drawn from `tlt.watch.figures`, by the page's `draw.js`.
 """
 
+import base64
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from tlt.config import RunConfig
 from tlt.errors import TltError
-from tlt.recipe import flat, to_toml
+from tlt.recipe import to_toml
 from tlt.watch.events import AnswerShown, HealthWarning, Run, RunFailed, StepFinished, read_run
-from tlt.watch.figures import Figure, figures_of
 from tlt.watch.health import HealthLight
 from tlt.watch.history import counted, events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS
-from tlt.watch.summary import Ends, Evaluations, Summary, duration, in_words, machine_of, started_of, summarise
-from tlt.watch.verdict import in_short
+from tlt.watch.page_files import bundled, read_page
+from tlt.watch.sampling import step_file, steps_kept
+from tlt.watch.summary import Summary, in_words, started_of, summarise
+from tlt.watch.views import differences, machine_rows, read_step, run_view, tiles_of
 
 REPORT_FILE = "report.html"
 _MOST_ROWS = 400  # of the table of steps
+_MOST_COMPLETIONS = 120_000  # bytes of the completions of one step
+Json = dict[str, Any]
 
 
 def write_report(run: Run, directory: str | Path) -> Path:
     """Writes the run's page into its directory, and says where it is."""
     target = Path(directory) / REPORT_FILE
     aside = target.with_name(f".{REPORT_FILE}.{os.getpid()}")  # a run may end while `tlt report` tells it
-    text = page(run)
+    text = page(run, kept_completions(Path(directory)))
     try:
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, target)
@@ -51,27 +58,59 @@ def report(directory: str | Path) -> Path:
     return write_report(run, directory)
 
 
-def page(run: Run) -> str:
+def page(run: Run, completions: Sequence[Json] = ()) -> str:
     summary = summarise(run)
     title = escape(summary.name)
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    style, script = read_page("style.css"), bundled("draw.js", "report.js")
+    view = run_view(run)
+    data = {"steps": view["steps"], "columns": view["columns"], "figures": view["figures"], "completions": completions}
+    without = "The figures are drawn by a script in this page; the numbers of every step stand in the table below."
     body = "\n".join(
         [
             f"<header><h1>{title}</h1><span>{escape(_when(run, summary))}</span></header>",
             *_health(summary.lights),
             f'<p class="words">{escape(in_words(summary))}</p>',
             *_tiles(summary),
-            '<div class="figures">',
-            *(_figure(figure) for figure in figures_of(run)),
-            "</div>",
-            *_details(run),
+            f'<div class="figures" id="figures"><noscript><p>{without}</p></noscript></div>',
+            *_details(run, completions),
+            f'<script type="application/json" id="run-data">{_inert(data)}</script>',
+            f'<script type="module">{script}</script>',
         ]
     )
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}: a run of tlt</title>\n<style>\n{style}</style>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{title}: a run of tlt</title>\n<style>{style}</style>"
     )
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _inert(data: Json) -> str:
+    """JSON that cannot end the element it stands in, whatever a policy wrote."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def kept_completions(directory: Path) -> list[Json]:
+    """Of the first step that was kept, the middle one and the last: one group each, as much as there is room for."""
+    steps = list(steps_kept(directory))
+    found = []
+    for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else ():
+        file = read_step(step_file(directory, step))
+        if not file or not file["completions"]:
+            continue
+        group, room, some = file["completions"][0]["group"], _MOST_COMPLETIONS, []
+        for one in file["completions"]:
+            room -= len(json.dumps(one))
+            if one["group"] != group or room < 0:
+                break
+            some.append(one)
+        found.append({"step": step, "question": file["completions"][0].get("question", ""), "completions": some})
+    return found
 
 
 def _when(run: Run, summary: Summary) -> str:
@@ -97,17 +136,9 @@ def _health(lights: Sequence[HealthLight]) -> Iterator[str]:
 
 
 def _tiles(summary: Summary) -> Iterator[str]:
-    if not summary.taken:
+    tiles = tiles_of(summary)
+    if not tiles:
         return
-    tiles = [("mean reward", *_change(summary.reward, ".3f"))]
-    tiles += [_evaluation(told) for told in summary.evaluations]
-    if summary.drafted:
-        tiles.append(("accept length", *_change(summary.accept_length, ".2f")))
-        tiles += _speeds(summary) if summary.replayed or summary.estimated else []
-    steps = f"{summary.taken} of {summary.planned} {'step' if summary.planned == 1 else 'steps'}"
-    tiles.append(("time of all steps", duration(summary.step_s), steps))
-    pace = summary.tokens / summary.phase_s["rollout"] if summary.phase_s["rollout"] else 0.0
-    tiles.append(("tokens written", f"{summary.tokens:,}", f"{pace:,.0f} per second of rollout"))
     yield '<dl class="tiles">'
     for name, value, note in tiles:
         words = f"{escape(value)}<small>{escape(note)}</small>"
@@ -115,42 +146,10 @@ def _tiles(summary: Summary) -> Iterator[str]:
     yield "</dl>"
 
 
-def _evaluation(told: Evaluations) -> tuple[str, str, str]:
-    first, last = told.first, told.last
-    value = f"{last.mean_reward:.3f}" if first is last else f"{first.mean_reward:.3f} → {last.mean_reward:.3f}"
-    return (f"reward on {first.name}", value, f"held out, ± {last.reward_error:.3f}, {last.prompts} prompts")
+# ---- details
 
 
-def _change(ends: Ends, form: str) -> tuple[str, str]:
-    if not ends.apart:
-        return f"{ends.first:{form}}", "of one step"
-    each = "first and last step" if ends.steps == 1 else f"means of the first and last {ends.steps} steps"
-    return f"{ends.first:{form}} → {ends.last:{form}}", each
-
-
-def _speeds(summary: Summary) -> list[tuple[str, str, str]]:
-    if summary.replayed:
-        rollout, how = summary.replayed.speedup, "measured"
-        note = f"against plain decoding: measured, {in_short(summary.replayed)}"
-    else:
-        rollout, how, note = summary.rollout_speedup, "estimated", "against plain decoding, estimated"
-    whole = ("whole-step speed-up", f"{summary.whole_speedup:.2f} ×", f"all work for the drafter included, {how}")
-    return [("rollout speed-up", f"{rollout:.2f} ×", note), whole]
-
-
-# ---- figures and details
-
-
-def _figure(figure: Figure) -> str:
-    entries = "".join(
-        f'<li class="{entry.colour}{" faint" if entry.faint else ""}"><i></i><b>{escape(entry.label)}</b></li>'
-        for entry in figure.legend
-    )
-    caption = f"<figcaption><h2>{escape(figure.title)}</h2><p>{escape(figure.words)}</p></figcaption>"
-    return f'<figure>{caption}<ul class="legend">{entries}</ul>{figure.svg}</figure>'
-
-
-def _details(run: Run) -> Iterator[str]:
+def _details(run: Run, completions: Sequence[Json]) -> Iterator[str]:
     yield "<section>"
     for failed in events_of(run, RunFailed):
         if "\n" in failed.message:
@@ -159,6 +158,8 @@ def _details(run: Run) -> Iterator[str]:
         yield _folded("What was warned of", _warnings(warnings))
     if answers := events_of(run, AnswerShown):
         yield _folded("What the policy writes", _answers(answers), open_=True)
+    if completions:
+        yield _folded("Completions, token by token", '<div id="completions"></div>', open_=True)
     if steps := steps_of(run):
         yield _folded("Numbers of every step", _step_table(steps))
     yield _folded("What differs from the defaults", _differences(run.config), open_=True)
@@ -213,24 +214,14 @@ def _number(value: float) -> str:
 
 
 def _differences(config: RunConfig) -> str:
-    usual = flat(RunConfig())
     rows = [
-        f'<tr><th scope="row"><code>{key}</code></th><td><code>{escape(repr(value))}</code></td></tr>'
-        for key, value in flat(config).items()
-        if value != usual[key]
+        f'<tr><th scope="row"><code>{key}</code></th><td><code>{escape(value)}</code></td></tr>'
+        for key, value in differences(config).items()
     ]
     return f"<table><tbody>{''.join(rows)}</tbody></table>" if rows else "<p>Nothing.</p>"
 
 
 def _machine(run: Run) -> str:
-    machine, started = machine_of(run), started_of(run)
-    rows: list[tuple[str, str]] = []
-    if machine:
-        memory = f", {machine.device_memory_gib:g} GiB" if machine.device_memory_gib else ""
-        rows += [("device", f"{machine.device}{memory}"), ("processor", f"{machine.cpu}, {machine.cores} cores")]
-        rows += [(name, version) for name, version in machine.versions.items() if version and name != "tlt"]
-        rows += [("commit", machine.commit), ("command", machine.command)]
-    if started:
-        rows += [("tlt", started.version), ("seed", str(started.seed))]
+    rows = machine_rows(run)
     cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(said)}</td></tr>' for name, said in rows)
     return f"<table><tbody>{cells}</tbody></table>" if rows else "<p>Not on record.</p>"

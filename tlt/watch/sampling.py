@@ -6,7 +6,7 @@ or absent, and all files together stay within their limit. Does not know what is
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 STEPS = "steps"
@@ -14,10 +14,15 @@ _NAME = re.compile(r"step_([0-9]{1,12})\.json")
 _NEWEST = 8  # step files that are never removed to make room for another
 
 
-def sampled_groups(step: int, groups: int, wanted: int) -> frozenset[int]:
-    """Indices of the groups to keep: evenly spaced, and other ones in the next step."""
-    count = min(wanted, groups)
-    return frozenset((step + index * groups // count) % groups for index in range(count))
+def sampled_groups(step: int, longest: Sequence[int], wanted: int) -> frozenset[int]:
+    """Indices of the groups to keep: the one with the longest completion, which all others waited for, and others that
+    are evenly spaced and take turns. `longest`: tokens of the longest completion of each group."""
+    groups, count = len(longest), min(wanted, len(longest))
+    if count < 2:
+        return frozenset({step % groups} if count else ())
+    last = max(range(groups), key=longest.__getitem__)
+    others = [index for index in range(groups) if index != last]
+    return frozenset([last, *(others[(step + n * len(others) // (count - 1)) % len(others)] for n in range(count - 1))])
 
 
 def step_file(directory: Path, step: int) -> Path:
