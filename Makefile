@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
-.PHONY: quickstart test lint types tests clean
+.PHONY: quickstart test lint types tests clean integrations
 
 quickstart: $(STAMP)
 	rm -rf runs/quickstart # of the last time
@@ -35,4 +35,20 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Other people's packages against ours, each in an environment of its own. INTEGRATIONS="openai trl" takes some of them.
+INTEGRATIONS ?= openai lm_eval verifiers trl
+PACKAGES_openai := openai
+PACKAGES_lm_eval := 'lm-eval[api]' accelerate
+PACKAGES_verifiers := verifiers renderers
+PACKAGES_trl := trl accelerate datasets peft
+TESTS_trl := tests/test_trl.py
+
+integrations: $(INTEGRATIONS:%=integration-%)
+
+integration-%: pyproject.toml
+	test -d .venv-$* || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $(TORCH)
+	.venv-$*/bin/python -m pip install --quiet -e '.[serve]' pytest hypothesis httpx $(PACKAGES_$*)
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q $(or $(TESTS_$*),tests/test_client_$*.py)

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import httpx
 import uvicorn
 
 from tlt.config import RunConfig
+from tlt.policy import TINY_POLICY
 from tlt.recipe import load_config
 from tlt.serve.app import build_app
 from tlt.serve.options import ServeOptions
@@ -20,7 +22,7 @@ from tlt.serve.served import ServedPolicy
 from tlt.serve.server import listen
 
 _TIMEOUT_S = 60.0
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if tools %}{{ tools | length }}{% endif %}"
+CHAT = "{% for m in messages %}({{ m.content }}){% endfor %}{% if tools %}{{ tools | length }}{% endif %}"
 
 
 @dataclass
@@ -57,6 +59,15 @@ class Serving:
         ends = time.monotonic() + _TIMEOUT_S
         while self.metric(name) != value:
             assert time.monotonic() < ends, f"{name} stays {self.metric(name)}"
+
+
+def chatty_policy(directory: Path) -> Path:
+    """The tiny policy with a chat template."""
+    path = directory / "chatty"
+    copytree(TINY_POLICY, path)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": CHAT}))
+    return path
 
 
 def config_of(path: Path | str = "tiny", **knobs: object) -> RunConfig:

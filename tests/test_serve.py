@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ httpx = pytest.importorskip("httpx")
 from safetensors.torch import save  # noqa: E402
 
 import tlt  # noqa: E402
-from tests.serving import CHAT, Serving, config_of, serving  # noqa: E402
+from tests.serving import Serving, chatty_policy, config_of, serving  # noqa: E402
 from tlt.model.attention import PackedLayout  # noqa: E402
 from tlt.model.weights import hf_tensors, save_policy  # noqa: E402
-from tlt.policy import TINY_POLICY  # noqa: E402
 from tlt.types import SamplingParams  # noqa: E402
 
 PROMPTS = ["1+2*3=", "7-(2+2)=", "5*5="]
@@ -31,11 +29,7 @@ PROMPTS = ["1+2*3=", "7-(2+2)=", "5*5="]
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny policy with a chat template."""
-    path = tmp_path_factory.mktemp("policy") / "chatty"
-    copytree(TINY_POLICY, path)
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": CHAT}))
-    return path
+    return chatty_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +143,10 @@ def test_calls_with_one_seed_at_the_same_time_are_answered_alike(server: Serving
 
 
 def test_a_chat_goes_through_the_template_with_its_tools(server: Serving) -> None:
-    messages = [{"role": "1", "content": "2+"}, {"role": "3", "content": [{"type": "text", "text": "4*"}]}]
+    messages = [{"role": "user", "content": "2+"}, {"role": "user", "content": [{"type": "text", "text": "4*"}]}]
     tools = [{"type": "function", "function": {"name": "f"}}] * 7
     made = server.post("/tokenize", messages=messages, tools=tools, return_token_strs=True)
-    assert "".join(made["token_strs"]).endswith("<1>2+<3>4*7") or made["count"] > 0
+    assert "".join(made["token_strs"]) == "(2+)(4*)7"
     call = {"messages": messages, "tools": tools, "seed": 3, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
     (choice,) = server.post("/v1/chat/completions", **call, return_token_ids=True)["choices"]
     tokens = server.post("/inference/v1/generate", token_ids=made["tokens"], sampling_params={

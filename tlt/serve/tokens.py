@@ -25,13 +25,14 @@ async def generate(request: Request, service: Service) -> Response:
     fields.only("features", {}, [])
     params = Fields(fields.object("sampling_params"), "sampling_params.")
     stream, _ = streams(fields)
+    top = read_top(params, "logprobs")
     call = Call(
         model,
         [prompt],
         read_sampling(params, params.integer("max_tokens", service.room(prompt), 1), service.options.queue),
         stream,
         logprobs=params.has("logprobs"),
-        top=read_top(params, "logprobs"),
+        top=top if top > 1 else 0,  # 1 is what every client sends that wants the drawn tokens' own
     )
     name = fields.text("request_id") or new_id("generate")
     return await answer(request, service, call, _TokenForm(service, name))
