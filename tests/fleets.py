@@ -141,9 +141,9 @@ class TinyHost(Host):
         """Another one has joined a session."""
         self._joined = True
 
-    def run_rollout(self, epoch: int, peers: Any) -> WorkerRolloutReport:
+    def run_rollout(self, epoch: int, peers: Any, step: int) -> WorkerRolloutReport:
         self._peers = [peer for worker_id, peer in peers.items() if worker_id != self._status.worker]
-        return super().run_rollout(epoch, peers)
+        return super().run_rollout(epoch, peers, step)
 
     def _tick(self) -> None:
         if self._held and not (self._until_learned and self._joined and self._swaps):

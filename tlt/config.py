@@ -139,6 +139,9 @@ class TaskSettings:
     template: str = ""  # text around a plain prompt, with {prompt} in its place; "" takes the prompt as it is
     chat: bool = False  # a plain prompt becomes a user message in the policy's chat template
     system: str = ""  # system message of chats without one
+    prompt_tokens: int = 0  # tokens of a prompt, at most. 0: as many as leave room for an answer in the context
+    long_prompts: Literal["refuse", "filter", "truncate"] = "refuse"  # prompts with more tokens. refuse: end the run;
+    # filter: are left out; truncate: lose their beginning
     reward: str = "exact"  # exact: the answer, or its last number, is the reference; gsm8k: the number after #### is;
     # math: the content of its last \boxed equals the reference; format: the whole answer matches reward_format;
     # length: minus the answer's share of the token limit; overlong: 0, falling to -1 over the last overlong_tokens;
@@ -166,6 +169,7 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         _require(self.prompts >= 1, "prompts", self.prompts, "at least 1")
+        _require(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, "0 or more")
         _require(self.group >= 1, "group", self.group, "at least 1")
         files = self.name == "files"
         _require(bool(self.path) or not files, "path", self.path, 'a file of prompts, as name is "files"')
@@ -461,13 +465,15 @@ class GrpoSettings:
     # sum: equal, 1 over completions
     kl: float = 0.0  # weight of the KL divergence from the initial policy. 0: no term, and no copy of that policy;
     # adapters need no copy either
+    dynamic_sampling: int = 0  # prompts asked, at most, one after the other, in place of one whose answers all earned
+    # the same, which teaches nothing. 0: none
     mask_overlong: bool = False  # exclude completions cut off at the length limit from the loss
     importance_cap: float = 0.0  # weight tokens by trainer's over engine's probability, at most this; 0: no weights
     mismatch_limit: float = 0.5  # stop if trainer and engine differ by more nats per token on average; 0: no limit
 
     def __post_init__(self) -> None:
         _require(0 < self.clip_low <= 1, "clip_low", self.clip_low, "a number in (0, 1]")
-        for name in ("kl", "importance_cap", "mismatch_limit"):
+        for name in ("dynamic_sampling", "kl", "importance_cap", "mismatch_limit"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.clip_high > 0, "clip_high", self.clip_high, "a number > 0")
 

@@ -29,7 +29,7 @@ from tlt.loop import Emit
 from tlt.model.weights import read_config
 from tlt.outputs import write_new
 from tlt.policy import open_policy, source_of
-from tlt.tasks.context import refuse_long_prompts
+from tlt.tasks.context import fit_prompts
 from tlt.tasks.held_out import HeldOut, evaluation_seed, held_out_of
 from tlt.tasks.judging import Judged, Judging
 from tlt.text import Tokenizer
@@ -39,6 +39,7 @@ from tlt.watch.events import (
     Evaluated,
     Event,
     PhaseStarted,
+    PromptsFitted,
     RolloutProgress,
     RunFinished,
     StartupFinished,
@@ -184,9 +185,18 @@ def sampling_of(config: RunConfig) -> SamplingParams:
     )
 
 
-def refuse_long(config: RunConfig, sets: Sequence[HeldOut], tokenizer: Tokenizer, context: int) -> None:
+def fitting(
+    config: RunConfig, sets: Sequence[HeldOut], tokenizer: Tokenizer, context: int, emit: Emit
+) -> tuple[list[HeldOut], Tokenizer]:
+    """The sets without the prompts that are left out, and a tokenizer that cuts those that are cut."""
+    found = []
     for one in sets:
-        refuse_long_prompts(one.prompts, tokenizer, context, sampling_of(config).max_tokens)
+        fitted = fit_prompts(one.prompts, tokenizer, config.task, context, sampling_of(config).max_tokens)
+        if fitted.long:
+            choice = config.task.long_prompts
+            emit(PromptsFitted(one.name, fitted.long, len(one.prompts), fitted.limit, choice))
+        found.append(replace(one, prompts=fitted.prompts))
+    return found, fitted.tokenizer if sets else tokenizer
 
 
 def _requests(index: int, one: HeldOut, config: RunConfig, tokenizer: Tokenizer) -> list[tuple[Request, ...]]:
@@ -225,7 +235,7 @@ def evaluate(config: RunConfig) -> None:
             stack.enter_context(one.judge)
         source = source_of(config.model)
         tokenizer = Tokenizer.load(source)
-        refuse_long(config, sets, tokenizer, read_config(source).max_positions)
+        sets, tokenizer = fitting(config, sets, tokenizer, read_config(source).max_positions, emit)
         log.emit(StartupPhase(f"opening the policy {config.model.path}"))
         policy = open_policy(config.model)
         engine = build_engine(policy, config, on_phase=lambda phase: log.emit(StartupPhase(phase)))

@@ -19,6 +19,7 @@ from tlt.spec.shape import Shape, by_batch
 from tlt.spec.speculation import SpeculationReport
 from tlt.tasks.judge import Verdict
 from tlt.train.rates import usual_rate
+from tlt.train.signal import has_signal
 from tlt.types import Rollout
 from tlt.watch.events import (
     MOST_LENGTHS,
@@ -134,7 +135,10 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         entropy=update.entropy,
         host_bytes=sum(trace.host_bytes for trace in step.report.traces),
         device_bytes=max((trace.device_bytes for trace in step.report.traces), default=0),
-        no_signal=fmean(len({rollout.reward for rollout in one.group.rollouts}) == 1 for one in step.judged),
+        no_signal=fmean(not has_signal([r.reward for r in one.group.rollouts]) for one in step.judged),
+        groups=len(step.judged),
+        groups_learned=len(step.learned),
+        weight_mean=update.weight_mean,
     )
 
 

@@ -104,7 +104,8 @@ class Worker:
         self._files = peers.files
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
-        self._before: SpeculationReport | None = None  # of the engine, when the last rollout began
+        self._step = -1  # of the last rollout
+        self._before: SpeculationReport | None = None  # of the engine, when the first rollout of that step began
         self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
         self._spans: list[RequestSpan] = []  # of the completions of a rollout
@@ -178,12 +179,13 @@ class Worker:
     def speculation(self) -> SpeculationReport | None:
         return self.engine.report().speculation
 
-    def begin_rollout(self) -> None:
-        """What `report` tells begins here."""
-        self._before, self._spans = self.speculation(), []
+    def begin_rollout(self, step: int) -> None:
+        """What `report` tells begins with the first rollout of a step."""
+        if step != self._step:
+            self._step, self._before, self._spans = step, self.speculation(), []
 
     def report(self) -> RolloutReport:
-        """Of the rollout since `begin_rollout`."""
+        """Of the rollouts of the last step."""
         after, before = self.speculation(), self._before
         spent = after.since(before) if after and before else after
         expected = self.tuner.expected if self.tuner else None
@@ -311,8 +313,8 @@ class LocalFleet:
             emit(StartupPhase("timing drafter training"))
             self.worker.drafter.warm_up()
         self._verdicts: set[bool] = set()  # told so far: that drafter training pays, that it does not
-        self._lengths: list[int] = []  # of the last rollout, in tokens
-        self._rollout_s = 0.0
+        self._lengths: list[int] = []  # of the step's rollouts, in tokens
+        self._rollout_s = self._saved_s = 0.0  # of the step's rollouts
         self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
         self._update_s = 0.0  # that the next update may take longer, for drafter training inside it
 
@@ -326,20 +328,25 @@ class LocalFleet:
             self._apart_s += seconds
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        first = step != self._step or not self._lengths
+        if first:
+            self._lengths, self._rollout_s, self._saved_s = [], 0.0, 0.0
         self._step = step
-        self.worker.begin_rollout()
-        return self._rolled_out(requests)
+        self.worker.begin_rollout(step)
+        return self._rolled_out(requests, first)
 
-    def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        started, self._lengths = time.perf_counter(), []
+    def _rolled_out(self, requests: Sequence[Request], first: bool) -> Iterator[Completion]:
+        started = time.perf_counter()
         for completion in self._write(requests):
             self._lengths.append(len(completion.tokens))
             yield completion
         ended = time.perf_counter()
-        self._rollout_s = ended - started
+        self._rollout_s += ended - started
         if self._planner:
-            step_s = ended - (self._since or started) - self._apart_s
-            self._planner.rolled_out(self._lengths, self._rollout_s, step_s, self.report().saved_s)
+            step_s, before_s = ended - (self._since or started) - self._apart_s, self._saved_s
+            self._saved_s = self.report().saved_s
+            saved_s = self._saved_s - before_s
+            self._planner.rolled_out(self._lengths, self._rollout_s, step_s, saved_s, first=first)
         self._since, self._apart_s = ended, 0.0
 
     def _write(self, requests: Sequence[Request]) -> Iterator[Completion]:

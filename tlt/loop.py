@@ -7,7 +7,7 @@ Knows nothing of engines, processes or devices: a fleet is whoever has these met
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from tlt.tasks.task import Task
 from tlt.text import Tokenizer
 from tlt.train.grpo import advantages
 from tlt.train.policy import UpdateResult
+from tlt.train.signal import Places
 from tlt.types import Completion, Experience, Key, Prompt, Rollout
 from tlt.watch.events import Event, PhaseStarted, RolloutProgress
 from tlt.watch.sampling import sampled_groups
@@ -61,7 +62,7 @@ class Fleet(Protocol):
         """
 
     def report(self) -> RolloutReport:
-        """Of the rollout that has just ended."""
+        """Of the last step's rollouts: with dynamic sampling there may be several."""
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         """The rollout is over: trains the drafter while nobody waits, and longer only if it is worth the wait."""
@@ -97,6 +98,7 @@ class Asked:
 
     prompt: Prompt
     requests: tuple[Request, ...]
+    place: int = 0  # among the prompts of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class Step:
     report: RolloutReport
     update: UpdateResult
     times: Times
+    learned: frozenset[int]  # indices of the groups that the update learned from
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -140,34 +143,63 @@ class Loop:
     def step(self, taken: int) -> Step:
         """The step after `taken` others, which brings the policy from that version to the next."""
         number = taken + 1
-        started = time.perf_counter()
-        asked = ask(taken, self.config, self.task, self.tokenizer)
-        keys = [(one.prompt, [request.key for request in one.requests]) for one in asked]
-        with Judging(self.judge, keys, by_step=self.config.task.reward_batch == "step") as judging:
-            rollout_s = self._roll_out(number, asked, judging)
-            answered = time.perf_counter()
-            report = self.fleet.report()
-            self.emit(PhaseStarted(number, "drafting"))
-            self.fleet.draft(number, judging.all_in)
-            drafted = time.perf_counter()
-            judged = tuple(judging.judged())
-        rewarded = time.perf_counter()
-        self._replay(number, asked, judged, rollout_s)
+        rolled = self._sample(taken)
+        self._replay(number, rolled)
         update_started = time.perf_counter()
         self.emit(PhaseStarted(number, "update"))
+        judged, learned = tuple(rolled.judged), rolled.places.learned
         sampled = sampled_of(number, judged, self.config.watch.groups)
-        update = self.fleet.update(experiences(judged, self.config.grpo, sampled))
+        update = self.fleet.update(experiences(judged, self.config.grpo, sampled, learned))
         self.fleet.publish(number, number)
+        times = Times(
+            rollout=rolled.rollout_s,
+            reward=rolled.reward_s,
+            drafting=rolled.drafting_s + update.drafting_s,
+            update=time.perf_counter() - update_started - update.drafting_s,
+            replay=update_started - rolled.ended,
+        )
+        return Step(number, judged, rolled.report, update, times, learned)
+
+    def _sample(self, taken: int) -> "_Rolled":
+        """Turns of rollout and judging, until every place has a group with a signal or may ask no more."""
+        rolled = _Rolled(Places(self.config.grpo.dynamic_sampling), time.perf_counter())
+        while not rolled.places.done:
+            asked = ask(taken, self.config, self.task, self.tokenizer, rolled.places.turn, rolled.places.open)
+            if not asked and rolled.places.turn:  # the task has no further prompts
+                break
+            self._take_turn(taken + 1, asked, rolled)
+        if not rolled.drafted:
+            self._draft(taken + 1, rolled, lambda: True)
+        return rolled
+
+    def _take_turn(self, number: int, asked: Sequence[Asked], rolled: "_Rolled") -> None:
+        started = rolled.ended
+        keys = [(one.prompt, [request.key for request in one.requests]) for one in asked]
+        with Judging(self.judge, keys, by_step=self.config.task.reward_batch == "step") as judging:
+            seconds = self._roll_out(number, asked, judging)
+            answered = drafted = time.perf_counter()
+            if rolled.places.last_turn:
+                drafted += self._draft(number, rolled, judging.all_in)
+            judged = judging.judged()
+        rolled.ended = time.perf_counter()
         late = judging.last_verdict_s
         waited = max(0.0, min(late, drafted) - answered)  # for rewards; drafting beside it costs nothing
-        times = Times(
-            rollout=answered - started,
-            reward=waited + rewarded - drafted,
-            drafting=drafted - answered - waited + update.drafting_s,
-            update=time.perf_counter() - update_started - update.drafting_s,
-            replay=update_started - rewarded,
-        )
-        return Step(number, judged, report, update, times)
+        rolled.rollout_s += answered - started
+        rolled.reward_s += waited + rolled.ended - drafted
+        rolled.drafting_s -= waited
+        rolled.turns.append((asked, judged, seconds))
+        rewards = [[rollout.reward for rollout in one.group.rollouts] for one in judged]
+        rolled.places.see([one.place for one in asked], rewards)
+
+    def _draft(self, number: int, rolled: "_Rolled", until: Callable[[], bool]) -> float:
+        """After the last rollout of the step; the seconds it took."""
+        started = time.perf_counter()
+        rolled.report, rolled.drafted = self.fleet.report(), True
+        self.emit(PhaseStarted(number, "drafting"))
+        self.fleet.draft(number, until)
+        rolled.ended = time.perf_counter()
+        rolled.drafting_s += rolled.ended - started
+        return rolled.ended - started
 
     def _roll_out(self, number: int, asked: Sequence[Asked], judging: Judging) -> float:
         """Seconds from the first request to the last answer."""
@@ -184,14 +216,35 @@ class Loop:
                 self.emit(RolloutProgress(number, finished, len(requests), min(left, self.config.engine.rows), tokens))
         return time.perf_counter() - started
 
-    def _replay(self, number: int, asked: Sequence[Asked], judged: Sequence[Judged], seconds: float) -> None:
-        """The same answers written plainly, by the same policy: to compare."""
+    def _replay(self, number: int, rolled: "_Rolled") -> None:
+        """The answers of the first turn written plainly, by the same policy: to compare."""
         if not is_replayed(number - 1, self.config.run.replay_every):
             return
         self.emit(PhaseStarted(number, "replay"))
+        asked, judged, seconds = rolled.turns[0]
         requests = [request for one in asked for request in one.requests]
         completions = [rollout.completion for one in judged for rollout in one.group.rollouts]
         self.emit(replayed(number, self.config, requests, completions, seconds, self.fleet.replay))
+
+
+@dataclass(slots=True)
+class _Rolled:
+    """What the turns of a step add up to."""
+
+    places: Places
+    ended: float  # what has happened so far; at first, when the step began
+    turns: list[tuple[Sequence[Asked], Sequence[Judged], float]] = field(
+        default_factory=list
+    )  # seconds: of the rollout
+    report: RolloutReport = field(default_factory=RolloutReport)
+    drafted: bool = False  # whether drafting had its turn
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+    drafting_s: float = 0.0
+
+    @property
+    def judged(self) -> list[Judged]:
+        return [one for _, judged, _ in self.turns for one in judged]
 
 
 def is_replayed(taken: int, every: int) -> bool:
@@ -202,21 +255,34 @@ def is_replayed(taken: int, every: int) -> bool:
     return every > 0 and taken % every == every // 2
 
 
-def ask(taken: int, config: RunConfig, task: Task, tokenizer: Tokenizer) -> list[Asked]:
-    """The prompts of the step after `taken` others, with `task.group` requests each. No key is used twice in a run."""
-    prompts = list(task.sample(taken, config.task.prompts) or ())
-    if not prompts:
+def ask(
+    taken: int,
+    config: RunConfig,
+    task: Task,
+    tokenizer: Tokenizer,
+    turn: int = 0,
+    places: Sequence[int] | None = None,
+) -> list[Asked]:
+    """The prompts of the step after `taken` others, with `task.group` requests each. No key is used twice in a run.
+
+    With dynamic sampling a step has several turns, each with prompts of its own; `places`: those that ask in this one.
+    """
+    turns, count, group = config.grpo.dynamic_sampling + 1, config.task.prompts, config.task.group
+    number = taken * turns + turn
+    prompts = list(task.sample(number, count) or ())
+    if not prompts and not turn:
         raise TaskError(
-            f"{type(task).__module__}.{type(task).__qualname__}.sample({taken}, {config.task.prompts}) returned no "
-            f"prompts; expected {config.task.prompts}, one at least: begin again with the first where they end, "
-            f"or lower run.steps to {taken}"
+            f"{type(task).__module__}.{type(task).__qualname__}.sample({number}, {count}) returned no prompts; "
+            f"expected {count}, one at least: begin again with the first where they end, or lower run.steps to {taken}"
         )
     asked = []
-    for index, prompt in enumerate(prompts):
-        tokens = tuple(tokenizer.encode_prompt(prompt.content))
-        first = (taken << 32) + index * config.task.group
-        keys = [Key(config.run.seed, first + completion) for completion in range(config.task.group)]
-        asked.append(Asked(prompt, tuple(Request(key, tokens, config.sampling, prompt.id) for key in keys)))
+    for place, prompt in enumerate(prompts):
+        if places is None or place in places:
+            tokens = tuple(tokenizer.encode_prompt(prompt.content))
+            first = (taken << 32) + (turn * count + place) * group
+            keys = [Key(config.run.seed, first + completion) for completion in range(group)]
+            requests = tuple(Request(key, tokens, config.sampling, prompt.id) for key in keys)
+            asked.append(Asked(prompt, requests, place))
     return asked
 
 
@@ -226,11 +292,18 @@ def sampled_of(number: int, judged: Sequence[Judged], wanted: int) -> frozenset[
     return sampled_groups(number, longest, wanted)
 
 
-def experiences(judged: Sequence[Judged], grpo: GrpoSettings, sampled: Collection[int] = ()) -> list[Experience]:
-    """Every rollout with its advantage over its group, in the order they were asked. `sampled`: indices of groups."""
+def experiences(
+    judged: Sequence[Judged],
+    grpo: GrpoSettings,
+    sampled: Collection[int] = (),
+    learned: Collection[int] | None = None,
+) -> list[Experience]:
+    """Every rollout with its advantage over its group, in the order they were asked. `sampled`, `learned`: indices of
+    groups; None: all."""
     found = []
     for index, one in enumerate(judged):
-        rollouts, kept = one.group.rollouts, index in sampled
-        gains = advantages([rollout.reward for rollout in rollouts], grpo)
-        found += [Experience(rollout, gain, kept) for rollout, gain in zip(rollouts, gains, strict=True)]
+        if learned is None or index in learned:
+            rollouts, kept = one.group.rollouts, index in sampled
+            gains = advantages([rollout.reward for rollout in rollouts], grpo)
+            found += [Experience(rollout, gain, kept) for rollout, gain in zip(rollouts, gains, strict=True)]
     return found

@@ -17,7 +17,7 @@ from tlt import __version__
 from tlt.checkpoint_size import checkpoints_planned
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
-from tlt.evaluate import Evaluation, refuse_long
+from tlt.evaluate import Evaluation, fitting
 from tlt.event_builders import (
     answer_shown,
     learning_rate_planned,
@@ -38,7 +38,7 @@ from tlt.resume import ResumePoint, checkpoints_of, resumed, starting_point, wri
 from tlt.signals import raise_if_terminated, sigterm_raises
 from tlt.step_file import encode_step
 from tlt.tasks.choose import judge_of, task_of
-from tlt.tasks.context import refuse_long_prompts
+from tlt.tasks.context import fit_task
 from tlt.tasks.files import FileTask
 from tlt.tasks.held_out import HeldOut, held_out_of
 from tlt.tasks.judge import Judge
@@ -52,6 +52,7 @@ from tlt.watch.events import (
     Evaluated,
     MachineDescribed,
     PhaseStarted,
+    PromptsFitted,
     Run,
     RunFinished,
     StartupFinished,
@@ -123,10 +124,9 @@ class _Run:
         source = source_of(self._config.model)
         context = read_config(source).max_positions
         tokenizer = Tokenizer.load(source)
-        if isinstance(task, FileTask):
-            refuse_long_prompts(task.prompts, tokenizer, context, self._config.sampling.max_tokens)
-        refuse_long(self._config, held_out, tokenizer, context)
-        evaluation = Evaluation(self._config, held_out, tokenizer, self._log.emit, self._evaluated(start))
+        held_out, eval_tokenizer = fitting(self._config, held_out, tokenizer, context, self._log.emit)
+        evaluation = Evaluation(self._config, held_out, eval_tokenizer, self._log.emit, self._evaluated(start))
+        tokenizer = self._fit(task, tokenizer, context)
         self._log.emit(learning_rate_planned(self._config.train, weights_count(read_config(source))))
         self._log.emit(memory_planned(plan_or_refuse(self._config)))
         self._log.emit(checkpoints_planned(self._config, self._checkpoints.directory))
@@ -177,6 +177,15 @@ class _Run:
         if step.report.chosen:
             self._log.emit(shapes_chosen(step.number, step.report))
         self._keeper.keep(step)
+
+    def _fit(self, task: Task, tokenizer: Tokenizer, context: int) -> Tokenizer:
+        """Prompts that are too long are refused, left out of the task, or cut by the tokenizer that comes back."""
+        before = len(task.prompts) if isinstance(task, FileTask) else 0
+        fitted = fit_task(task, tokenizer, self._config, context)
+        if fitted.long:
+            choice = self._config.task.long_prompts
+            self._log.emit(PromptsFitted("training", fitted.long, before, fitted.limit, choice))
+        return fitted.tokenizer
 
     # ---- evaluations
 

@@ -24,7 +24,7 @@ from tlt.outputs import write_new
 from tlt.policy import Policy, open_policy, source_of
 from tlt.spec.alarm import Alarm
 from tlt.tasks.choose import judge_of, task_of
-from tlt.tasks.context import refuse_long_prompts
+from tlt.tasks.context import fit_task, refuse_long_prompts
 from tlt.tasks.judge import Verdict
 from tlt.tasks.task import Task
 from tlt.text import Tokenizer
@@ -90,10 +90,10 @@ def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) ->
 def _ask(config: RunConfig, task: Task) -> list[tuple[Prompt, Request]]:
     """Each request with its prompt. Raises TaskError if a prompt leaves no room for a completion."""
     source = source_of(config.model)
-    tokenizer = Tokenizer.load(source)
-    asked = ask(0, config, task, tokenizer)
-    prompts = [one.prompt for one in asked]
-    refuse_long_prompts(prompts, tokenizer, read_config(source).max_positions, config.sampling.max_tokens)
+    fitted = fit_task(task, Tokenizer.load(source), config, context := read_config(source).max_positions)
+    asked = ask(0, config, task, fitted.tokenizer)
+    if config.task.long_prompts == "refuse":  # those of tasks that are no file, too
+        refuse_long_prompts([one.prompt for one in asked], fitted.tokenizer, context, config.sampling.max_tokens)
     return [(one.prompt, request) for one in asked for request in one.requests]
 
 

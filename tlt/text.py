@@ -5,6 +5,7 @@ becomes a one-line error. The files and libraries are external, so every excepti
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Tokenizer:
     def __init__(self, inner: Any, eos_ids: frozenset[int], vocab: int | None = None) -> None:
         self._inner = inner
         self._vocab = vocab  # size of the policy's vocabulary; None: unchecked
+        self._most: int | None = None  # tokens of a prompt, which loses its beginning; None: any
         self.eos_ids = eos_ids  # any of these ends a completion
         self.eos_id: int = inner.eos_token_id  # the last token of a supervised answer
         self._pieces: dict[int, str] = {}  # texts of single tokens
@@ -59,8 +61,18 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
 
+    def cutting(self, limit: int) -> "Tokenizer":
+        """The same tokenizer, that leaves of a prompt its last `limit` tokens at most."""
+        cutting = copy(self)
+        cutting._most = limit
+        return cutting
+
     def encode_prompt(self, content: str | tuple[Message, ...]) -> list[int]:
         """Plain text with the tokenizer's special tokens, or a chat in the template with a generation prompt."""
+        tokens = self._encode_whole(content)
+        return tokens if self._most is None else tokens[-self._most :]
+
+    def _encode_whole(self, content: str | tuple[Message, ...]) -> list[int]:
         if isinstance(content, str):
             return self._encode(content, special=True)
         return self.encode_chat([{"role": message.role, "content": message.content} for message in content])

@@ -27,8 +27,7 @@ from tlt.model.weights import read_config, save_policy
 from tlt.policy import open_policy, source_of
 from tlt.replay import common_start
 from tlt.tasks.choose import judge_of, task_of
-from tlt.tasks.context import refuse_long_prompts
-from tlt.tasks.files import FileTask
+from tlt.tasks.context import fit_task
 from tlt.text import Tokenizer
 from tlt.types import Key
 from tlt.watch.events import DrafterSwapped, DrafterTrained, Event, StartupPhase, TrainingForecast
@@ -144,7 +143,9 @@ class VariantRun:
             judge = stack.enter_context(judge_of(task, config))
             self.fleet = LocalFleet(config, self._see)
             stack.callback(self.fleet.close)
-            tokenizer = Tokenizer.load(source_of(config.model))
+            source = source_of(config.model)
+            context = read_config(source).max_positions
+            tokenizer = fit_task(task, Tokenizer.load(source), config, context).tokenizer
             self._loop = Loop(config, task, tokenizer, judge, self.fleet, self._see)
             self._device = self.fleet.worker.policy.model.embed.device
             wait_for(self._device)
@@ -237,9 +238,7 @@ def in_shape(config: RunConfig, shape: str | None, scratch: Path) -> RunConfig:
 def subject_of(config: RunConfig, model: str, options: TrainOptions, scale: TrainScale) -> Subject:
     """What is measured. Prompts that cannot be read, or are too long, are an error here, before anything is opened."""
     source, task = source_of(config.model), task_of(config)
-    tokenizer = Tokenizer.load(source)
-    if isinstance(task, FileTask):
-        refuse_long_prompts(task.prompts, tokenizer, read_config(source).max_positions, config.sampling.max_tokens)
+    tokenizer = fit_task(task, Tokenizer.load(source), config, read_config(source).max_positions).tokenizer
     lengths = [len(tokenizer.encode_prompt(prompt.content)) for prompt in task.sample(0, scale.prompts)]
     return Subject(
         model=model,

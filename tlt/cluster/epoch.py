@@ -46,7 +46,9 @@ class Epoch:
         epoch = self._coordinator.begin(drafting=drafting)
         self._actors.reset_hang_timers()
         peers = {worker_id: member.actor for worker_id, member in self._actors.members.items()}
-        self._runs = {worker_id: actor.run_rollout.remote(epoch, peers) for worker_id, actor in peers.items()}
+        self._runs = {
+            worker_id: actor.run_rollout.remote(epoch, peers, self._step) for worker_id, actor in peers.items()
+        }
 
     def completions(self) -> Iterator[Completion]:
         """Yields until every request has its completion. Workers without requests train the drafter meanwhile."""

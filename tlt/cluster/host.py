@@ -199,11 +199,11 @@ class Host:
 
     # ---- rollout
 
-    def run_rollout(self, epoch: int, peers: Mapping[int, Any]) -> WorkerRolloutReport:
+    def run_rollout(self, epoch: int, peers: Mapping[int, Any], step: int) -> WorkerRolloutReport:
         """Decodes requests, trains the drafter while there are none, until the coordinator ends the rollout."""
         self._sessions.begin({worker_id: RayLeader(actor) for worker_id, actor in peers.items()})
         self._swaps = 0
-        self._worker.begin_rollout()
+        self._worker.begin_rollout(step)
         while not (self._status.epoch == epoch and self._status.state is State.READY):
             self._read_inbox()
             state = self._status.state

@@ -82,9 +82,11 @@ class RayFleet:
     # ---- rollout
 
     def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        first = step != self._step
         self._step = step
         self._recover("rollout")
-        self._dispatch_before = self._dispatch.copy()
+        if first:
+            self._dispatch_before = self._dispatch.copy()
         return self._rolled_out(requests)
 
     def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:

@@ -108,9 +108,17 @@ class TrainingPlanner:
             1.0,
         )  # estimated savings of the last rollout; fraction that replays confirm
 
-    def rolled_out(self, lengths: Sequence[int], rollout_s: float, step_s: float, saved_s: float) -> None:
-        """Books a rollout. `step_s`: seconds since the one before it, without charged work and replays."""
-        self._lengths, self._rollout_s, self._step_s, self._estimated_s = lengths, rollout_s, step_s, saved_s
+    def rolled_out(
+        self, lengths: Sequence[int], rollout_s: float, step_s: float, saved_s: float, *, first: bool = True
+    ) -> None:
+        """Books a rollout. `step_s`: seconds since the one before it, without charged work and replays.
+
+        Where a step has several, `lengths` and `rollout_s` are of all of them so far; `first`: whether this is the
+        step's first.
+        """
+        self._lengths, self._rollout_s = lengths, rollout_s
+        self._step_s = step_s if first else self._step_s + step_s
+        self._estimated_s = saved_s if first else self._estimated_s + saved_s
         self._seconds += step_s
         self.account.finished(step_s, min(saved_s, self._trust * saved_s))
 

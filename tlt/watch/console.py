@@ -31,6 +31,7 @@ from tlt.watch.events import (
     LearningRatePlanned,
     MemoryPlanned,
     PhaseStarted,
+    PromptsFitted,
     ReaderFailed,
     Recorded,
     ReplayCompared,
@@ -190,6 +191,10 @@ def notice(event: Event) -> tuple[str, str] | None:
             return _rate(planned_rate)
         case CheckpointSaved(path=path, seconds=seconds):
             return f"saved {path} ({duration(seconds)})", "dim"
+        case PromptsFitted() as fitted:
+            became = "lose their beginning" if fitted.choice == "truncate" else "are left out"
+            text = f"{fitted.long:,} of {fitted.prompts:,} prompts ({fitted.name}) have more than {fitted.limit} tokens"
+            return f"{text}: they {became}", "bold yellow" if 10 * fitted.long > fitted.prompts else "dim"
         case Evaluated() as evaluated:
             best = ", the best so far" if evaluated.best and evaluated.step else ""
             return f"{when_evaluated(evaluated)}: {evaluation_in_words(evaluated)}{best}", "bold"

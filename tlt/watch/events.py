@@ -111,6 +111,17 @@ class LearningRatePlanned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptsFitted(Event):
+    """Prompts were too long, and the configuration says what becomes of them."""
+
+    name: str  # of the prompts: training, or as an evaluation of them is called
+    long: int
+    prompts: int  # in all
+    limit: int  # tokens of a prompt
+    choice: str  # task.long_prompts
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseStarted(Event):
     """What the step does from now on."""
 
@@ -190,6 +201,9 @@ class StepFinished(Event):
     host_bytes: int = 0  # resident memory after the rollout, all workers' processes together
     device_bytes: int = 0  # most that torch has reserved on a GPU so far, of the worker that has most
     no_signal: float = 0.0  # share of the groups whose answers all earned the same: they teach nothing
+    groups: int = 0  # prompts asked, those of dynamic sampling included
+    groups_learned: int = 0  # of these the update learned from
+    weight_mean: float = 1.0  # of the truncated importance weights; 1 without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +435,7 @@ _KINDS: dict[str, type[Event]] = {
         CheckpointsPlanned,
         MemoryPlanned,
         LearningRatePlanned,
+        PromptsFitted,
         PhaseStarted,
         RolloutProgress,
         RolloutFinished,
