@@ -231,7 +231,7 @@ def test_the_leader_sends_its_drafter_bit_by_bit() -> None:
 
 
 def opened(session: int, *members: int) -> SessionOpened:
-    return SessionOpened(session, 0, members, Rendezvous("127.0.0.1", 1, "x"), None, ())
+    return SessionOpened(session, 0, members, Rendezvous("127.0.0.1", 1, "x"), None)
 
 
 def test_a_session_begins_with_those_who_have_confirmed() -> None:

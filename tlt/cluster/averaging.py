@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tlt.cluster.all_reduce import AllReduceBroken, Rendezvous
+from tlt.cluster.drafter_state import DrafterWords
 
 
 class LeftSession(Exception):
@@ -36,14 +37,6 @@ class ProcessGroup(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorKind:
-    """What a member must allocate before a tensor is broadcast."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class SessionOpened:
     """Leader to members: the session's members, and where their process group meets. No tensors."""
 
@@ -51,8 +44,7 @@ class SessionOpened:
     leader: int
     members: tuple[int, ...]  # the leader among them, in the order of their ranks
     rendezvous: Rendezvous
-    words: Any  # the leader's drafter state without its tensors; None: all members hold the same drafter already
-    kinds: tuple[TensorKind, ...]  # of these tensors, which are broadcast
+    drafter: DrafterWords | None  # the leader's, which is broadcast; None: all members hold the same one already
 
 
 class SessionLeader:

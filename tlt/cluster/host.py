@@ -19,16 +19,19 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
+from ray.exceptions import RayError
 from torch import Tensor
 
 from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore, all_reduce_errors
 from tlt.cluster.averaging import SessionOpened
+from tlt.cluster.drafter_state import DrafterWords, describe, receive, send
 from tlt.cluster.interference import Interval, Ticks
 from tlt.cluster.messages import (
     AssignedRequests,
     DrafterOffer,
     DrafterProgress,
     Heartbeat,
+    NewestDrafter,
     Published,
     SharedCompletions,
     StatusUpdate,
@@ -133,7 +136,12 @@ class Host:
 
     @ray.method(concurrency_group=INBOX)
     def post(self, messages: Sequence[Message]) -> None:
-        self._inbox.extend(messages)
+        for message in messages:
+            if isinstance(message, DrafterOffer):
+                with suppress(RayError):  # its leader is gone, and the offer with it
+                    self._inbox.append(replace(message, weights=ray.get(message.weights[0])))
+            else:
+                self._inbox.append(message)
         self._inbox_changed.set()
 
     @ray.method(concurrency_group=CONTROL)
@@ -190,7 +198,7 @@ class Host:
         self._read_inbox()
 
     def _offer(self, drafter: OnlineDrafter) -> None:
-        self._send_status(offer=DrafterOffer(drafter.version, on_host(drafter.weights())))
+        self._send_status(offer=DrafterOffer(drafter.version, [ray.put(on_host(drafter.weights()))]))
 
     def _send_status(self, **news: Any) -> None:
         with self._outbox_changed:
@@ -314,7 +322,7 @@ class Host:
         return self._rendezvous_store.rendezvous(name)
 
     def join(self, rendezvous: Rendezvous, rank: int, size: int) -> None:
-        address = Environment.here().address
+        address, self._group_rank = Environment.here().address, rank
         self._reduce_group.join(rendezvous, rank, size, address)
         if self._config.cluster.shard:
             mesh = self._reduce_group.mesh(rendezvous, rank, size, address)
@@ -331,12 +339,12 @@ class Host:
         group.join(rendezvous, rank, size, Environment.here().address)
         return group
 
-    def publish(self, version: int, drafter: Mapping[str, Any] | None) -> Published:
-        """`drafter`: the state of the most trained drafter; None if this worker holds it already."""
+    def publish(self, version: int, newest: NewestDrafter | None) -> Published:
+        """`newest`: the drafter that some workers are to take over from the one of this rank."""
         started = time.perf_counter()
         self._timeline.enter("publishing")
-        if drafter is not None:
-            self._drafter.restore(drafter)
+        if newest is not None:
+            self._share_drafter(newest)
         if isinstance(self._worker.trainer, ShardedTrainer):
             with all_reduce_errors():
                 self._worker.trainer.publish()
@@ -347,6 +355,13 @@ class Host:
         found = self.fingerprint()
         self._timeline.end()
         return Published(found, swapped, time.perf_counter() - started)
+
+    def _share_drafter(self, newest: NewestDrafter) -> None:
+        if newest.root == self._group_rank:
+            send(self._drafter, self._reduce_group, newest.root)
+        else:
+            keep = self._status.worker in newest.behind
+            receive(self._drafter, newest.drafter, self._reduce_group, newest.root, keep=keep)
 
     def spans(self) -> tuple[TimelineSpan, ...]:
         return self._timeline.take()
@@ -366,15 +381,15 @@ class Host:
             tensors += self._worker.drafter.weights().values()
         return fingerprint(tensors)
 
-    def drafter_state(self) -> Any:
-        return on_host(self._drafter.state(buffer=False))
+    def describe_drafter(self) -> DrafterWords:
+        return describe(self._drafter)
 
     def state(self) -> WorkerState:
         worker = self._worker
         return WorkerState(
             policy=on_host(dict(worker.policy.model.named_parameters())),
             trainer=on_host(worker.trainer.state()),
-            drafter=self.drafter_state() if worker.drafter else None,
+            drafter=on_host(worker.drafter.state(buffer=False)) if worker.drafter else None,
             version=worker.engine.version,
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tlt.cluster.drafter_state import DrafterWords
 from tlt.cluster.timeline import TimelineSpan
 from tlt.drafting.idle import HandOut, Report
 from tlt.drafting.session import DraftingResult
@@ -36,7 +37,16 @@ class DrafterOffer:
     """A better drafter: from the leader to the driver, and from there to the workers that still decode."""
 
     version: int
-    weights: Mapping[str, Tensor]  # on the host
+    weights: Any  # of the leader, in a list of one reference to Ray's object store; as they arrive, themselves
+
+
+@dataclass(frozen=True, slots=True)
+class NewestDrafter:
+    """Driver to all workers: one sends its drafter to those that hold another. The tensors are broadcast."""
+
+    drafter: DrafterWords
+    root: int  # rank of the worker that sends it
+    behind: frozenset[int]  # ids of those that take it over
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +55,7 @@ class DrafterProgress:
 
     micro_steps: int
     version: int
-    fingerprint: int  # of the drafter given out: members of a group measure on different completions
+    fingerprint: int  # of the drafter given out
 
 
 @dataclass(frozen=True, slots=True)

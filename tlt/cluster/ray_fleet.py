@@ -22,7 +22,7 @@ from tlt.cluster.epoch import Epoch
 from tlt.cluster.host import Host
 from tlt.cluster.interference import InterferenceRuns, TimedRollout
 from tlt.cluster.liveness import RayLiveness
-from tlt.cluster.messages import Published, WorkerRolloutReport
+from tlt.cluster.messages import DrafterProgress, NewestDrafter, Published, WorkerRolloutReport
 from tlt.cluster.placement import check_room, connect, resources_per_worker
 from tlt.cluster.timeline import seconds_of
 from tlt.config import RunConfig
@@ -195,10 +195,13 @@ class RayFleet:
         started = time.perf_counter()
         while True:
             self._recover("publish")
-            calls = self._publishing(version)
-            outcome = self._actors.ask(calls, "publish")
-            if not outcome.lost:
+            newest = self._newest_drafter()
+            if not self._group_complete:  # a worker was lost while it was asked
+                continue
+            outcome = self._actors.ask_all("publish", version, newest)
+            if not outcome.lost and not outcome.aborted:
                 break
+            self._group_complete = False
         published: list[Published] = list(outcome.answers.values())
         fingerprints = {one.fingerprint for one in published}
         if len(fingerprints) > 1:
@@ -212,20 +215,18 @@ class RayFleet:
         self._emit(FleetPublished(step, version, fingerprints.pop(), time.perf_counter() - started))
         self._tell_other_spans(step)
 
-    def _publishing(self, version: int) -> dict[int, Any]:
-        """Publish calls. Workers whose drafter is not the most trained one receive that one."""
-        stamps = {
-            worker_id: drafter_progress
-            for worker_id, drafter_progress in self._actors.ask_all("drafter_progress").answers.items()
-            if drafter_progress
-        }
-        best = max(stamps, key=lambda worker_id: stamps[worker_id], default=None)
-        behind = {worker_id for worker_id in stamps if best is not None and stamps[worker_id] != stamps[best]}
-        newest = self._actors.ask_for_reference(best, "drafter_state") if best is not None and behind else None
-        return {
-            worker_id: member.actor.publish.remote(version, newest if worker_id in behind else None)
-            for worker_id, member in self._actors.members.items()
-        }
+    def _newest_drafter(self) -> NewestDrafter | None:
+        """The most trained drafter, if some workers hold another."""
+        progress: Mapping[int, DrafterProgress | None] = self._actors.ask_all("drafter_progress").answers
+        found = {worker_id: one for worker_id, one in progress.items() if one}
+        best = max(found, key=lambda worker_id: found[worker_id], default=None)
+        behind = frozenset(worker_id for worker_id in found if best is not None and found[worker_id] != found[best])
+        drafter = self._actors.ask_one(best, "describe_drafter") if best is not None and behind else None
+        if best is None or drafter is None or best not in self._actors.members:
+            return None
+        members = self._actors.members
+        ranks = sorted(members, key=lambda worker_id: members[worker_id].rank)  # as when the group was formed
+        return NewestDrafter(drafter, ranks.index(best), behind)
 
     # ---- checkpoints
 

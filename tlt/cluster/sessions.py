@@ -10,17 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from tlt.cluster.all_reduce import AllReduceBroken, Rendezvous
-from tlt.cluster.averaging import GradientAveraging, LeftSession, ProcessGroup, SessionLeader, SessionOpened, TensorKind
+from tlt.cluster.averaging import GradientAveraging, LeftSession, ProcessGroup, SessionLeader, SessionOpened
+from tlt.cluster.drafter_state import describe, receive, send
 from tlt.cluster.timeline import Timeline
 from tlt.drafting.group_size import GroupSize
 from tlt.drafting.idle import State, WorkerStatus
 from tlt.drafting.session import DraftingResult
 from tlt.drafting.trainer import OnlineDrafter
-from tlt.train.checkpoint import with_tensors, without_tensors
 
 _LOOK_S = 0.02  # seconds between two reads of the inbox while waiting for a reply
 _REJOIN_S = 0.5  # seconds that a new session waits for the members of the last one
@@ -139,8 +136,6 @@ class Sessions:
         confirmed = self.leader.wait_confirmed(joining, _CONFIRM_S) if joining else {}
         if not confirmed:
             return None
-        tensors: dict[str, Tensor] = {}
-        words = without_tensors(drafter.state(buffer=False), tensors)
         equal = self._lineage is not None and all(lineage == self._lineage for lineage in confirmed.values())
         self._members = set(confirmed)
         opened = SessionOpened(
@@ -148,8 +143,7 @@ class Sessions:
             leader=self._status.worker,
             members=tuple(sorted((*confirmed, self._status.worker))),
             rendezvous=self._network.rendezvous(f"session-{self._status.worker}-{self._status.epoch}-{session}"),
-            words=None if equal else words,
-            kinds=() if equal else tuple(TensorKind(tuple(t.shape), t.dtype) for t in tensors.values()),
+            drafter=None if equal else describe(drafter),
         )
         self.leader.open(opened)
         return opened
@@ -213,22 +207,14 @@ class Sessions:
         try:
             group = self._network.join_session(opened.rendezvous, rank, size)
             self._averaging.enter(group, size, lambda: self._wants_to_end(drafter, opened.leader))
-            if opened.words is not None:
-                self._share_state(drafter, opened, group)
+            if opened.drafter is not None:
+                root = opened.members.index(opened.leader)
+                if rank == root:
+                    send(drafter, group, root)
+                else:
+                    receive(drafter, opened.drafter, group, root)
         except AllReduceBroken as error:
             raise LeftSession(str(error)) from error
-
-    def _share_state(self, drafter: OnlineDrafter, opened: SessionOpened, group: ProcessGroup) -> None:
-        tensors: dict[str, Tensor] = {}
-        root = opened.members.index(opened.leader)
-        if opened.leader == self._status.worker:
-            without_tensors(drafter.state(buffer=False), tensors)
-            group.broadcast(list(tensors.values()), root)
-            return
-        device = drafter.drafter.fc.device
-        places = [torch.empty(kind.shape, dtype=kind.dtype, device=device) for kind in opened.kinds]
-        group.broadcast(places, root)
-        drafter.restore(with_tensors(opened.words, lambda key: places[int(key)]))
 
     def _wants_to_end(self, drafter: OnlineDrafter, leader: int) -> bool:
         if leader == self._status.worker:
