@@ -1,4 +1,4 @@
-"""The clients of verifiers, and with them those of renderers, which prime-rl uses too, against the server. Left out where
+"""The clients of verifiers, and of renderers, which prime-rl uses too, against the server. Left out where
 they are not installed."""
 
 import asyncio

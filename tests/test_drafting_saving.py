@@ -1,9 +1,7 @@
-"""Checkpoints of the drafter: bit-equal, in the background, without the policy, and never a silent failure."""
+"""The drafter's part of a checkpoint: bit-equal, without the policy, and never a silent failure."""
 
-import errno
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,7 @@ import tiny
 import torch
 from test_drafting_trainer import DRAFT, DRAFTING, after, answers, eagle
 
-from tlt.drafting import saving
-from tlt.drafting.saving import DrafterSaver, read_checkpoint, write_checkpoint
+from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.errors import CheckpointError
 from tlt.model.transformer import Transformer
@@ -24,6 +21,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import HEAD, Origin, load_drafter
 from tlt.spec.record import DraftRecord, read_record, write_record
 from tlt.train.checkpoint import load_state, save_state
+from tlt.train.host_copy import HostCopy
 
 ORIGIN = Origin("somewhere", ("LlamaForCausalLM",))
 
@@ -40,11 +38,8 @@ def trained(policy: Transformer, draft_vocab: int = 0) -> OnlineDrafter:
     return drafter
 
 
-@pytest.fixture
-def saver(tmp_path: Path) -> Iterator[DrafterSaver]:
-    made = DrafterSaver(tmp_path / "drafter", ORIGIN)
-    yield made
-    made.close()
+def write_checkpoint(drafter: OnlineDrafter, directory: Path, *, buffer: bool = False) -> None:
+    write_contents(contents_of(drafter, ORIGIN, buffer), directory)
 
 
 def flat(value: object, name: str = "") -> dict[str, object]:
@@ -62,24 +57,22 @@ def assert_same(found: OnlineDrafter, wanted: OnlineDrafter) -> None:
         assert torch.equal(mine[name], value) if isinstance(value, torch.Tensor) else mine[name] == value, name
 
 
-def test_a_drafter_of_another_width_is_refused(policy: Transformer, saver: DrafterSaver) -> None:
-    saver.save(1, trained(policy, 0))
-    path = saver.wait()
-    assert path is not None
+def test_a_drafter_of_another_width_is_refused(policy: Transformer, tmp_path: Path) -> None:
+    write_checkpoint(trained(policy, 0), tmp_path)
     narrow = Eagle(EagleConfig.of_policy(policy.config, window=16, mlp=0.5), dtype=policy.embed.dtype)
     narrow.init_weights(0)
     with pytest.raises(CheckpointError, match=r"an MLP of 48, this run's has 32; expected the same: give draft.mlp"):
-        read_checkpoint(OnlineDrafter(policy, narrow, DRAFT, DRAFTING), path)
+        read_checkpoint(OnlineDrafter(policy, narrow, DRAFT, DRAFTING), tmp_path)
 
 
 def test_a_drafter_with_another_vocabulary_is_refused(policy: Transformer, tmp_path: Path) -> None:
-    write_checkpoint(trained(policy, 12), ORIGIN, tmp_path)
+    write_checkpoint(trained(policy, 12), tmp_path)
     with pytest.raises(CheckpointError, match=r"a vocabulary of 12, this run's has \d+; .* give draft.vocab as it was"):
         read_checkpoint(OnlineDrafter(policy, eagle(policy), DRAFT, DRAFTING), tmp_path)
 
 
 def test_a_drafter_that_reads_other_layers_is_refused(policy: Transformer, tmp_path: Path) -> None:
-    write_checkpoint(trained(policy), ORIGIN, tmp_path)
+    write_checkpoint(trained(policy), tmp_path)
     other = Eagle(replace(eagle(policy).config, taps=(0, 0, 1)), dtype=policy.embed.dtype)
     other.init_weights(0)
     with pytest.raises(CheckpointError, match=r"this run's has \(0, 0, 1\); .* give spec.path as it was"):
@@ -100,7 +93,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("damaged", STATES)
 def test_a_trainer_that_does_not_fit_is_named(policy: Transformer, tmp_path: Path, damaged: str) -> None:
-    write_checkpoint(trained(policy), ORIGIN, tmp_path, buffer=True)
+    write_checkpoint(trained(policy), tmp_path, buffer=True)
     state = deepcopy(load_state(tmp_path, "trainer"))  # not mapped from the file
     change, told = STATES[damaged]
     change(state)
@@ -111,14 +104,12 @@ def test_a_trainer_that_does_not_fit_is_named(policy: Transformer, tmp_path: Pat
 
 @pytest.mark.parametrize("draft_vocab", [0, 12])
 def test_a_checkpoint_read_back_is_the_same_bit_by_bit_and_goes_on_the_same(
-    policy: Transformer, saver: DrafterSaver, draft_vocab: int
+    policy: Transformer, tmp_path: Path, draft_vocab: int
 ) -> None:
     first = trained(policy, draft_vocab)
-    saver.save(3, first, buffer=True)
-    path = saver.wait()
-    assert path is not None
+    write_checkpoint(first, tmp_path, buffer=True)
     second = OnlineDrafter(policy, eagle(policy, draft_vocab), DRAFT, DRAFTING)
-    read_checkpoint(second, path)
+    read_checkpoint(second, tmp_path)
     assert_same(second, first)
     for drafter in (first, second):
         drafter.learn_from(answers(policy, start=100), 1)
@@ -128,7 +119,7 @@ def test_a_checkpoint_read_back_is_the_same_bit_by_bit_and_goes_on_the_same(
 
 def test_only_what_the_drafter_owns_is_written(policy: Transformer, tmp_path: Path) -> None:
     drafter = trained(policy)
-    write_checkpoint(drafter, ORIGIN, tmp_path)
+    write_checkpoint(drafter, tmp_path)
     assert set(load_state(tmp_path, "trainer")) | {"good"} == set(drafter.state())
     weights = sum(tensor.nbytes for tensor in drafter.weights().values())
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
@@ -140,7 +131,7 @@ def test_only_what_the_drafter_owns_is_written(policy: Transformer, tmp_path: Pa
 
 def test_the_directory_is_a_drafter_that_tlt_opens(policy: Transformer, tmp_path: Path) -> None:
     drafter = trained(policy)
-    write_checkpoint(drafter, ORIGIN, tmp_path)
+    write_checkpoint(drafter, tmp_path)
     opened = load_drafter(tmp_path, policy.config, window=99)
     assert opened.config == drafter.drafter.config
     for mine, theirs in zip(opened.parameters(), drafter.drafter.parameters(), strict=True):
@@ -149,62 +140,21 @@ def test_the_directory_is_a_drafter_that_tlt_opens(policy: Transformer, tmp_path
 
 def test_what_was_measured_of_other_weights_goes(policy: Transformer, tmp_path: Path) -> None:
     write_record(DraftRecord(((0.5,),), 9, 1.0), tmp_path)
-    write_checkpoint(trained(policy), ORIGIN, tmp_path)
+    write_checkpoint(trained(policy), tmp_path)
     assert read_record(tmp_path) is None
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    policy: Transformer, saver: DrafterSaver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The write is held up until training has changed everything; what is read back is what was saved."""
-    go_on = threading.Event()
-
-    def slowly(state: object, directory: Path, name: str) -> None:
-        assert go_on.wait(300)
-        save_state(state, directory, name)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(saving, "save_state", slowly)
+def test_training_goes_on_after_a_copy_and_the_copy_is_written(policy: Transformer, tmp_path: Path) -> None:
+    """Training changes everything before the copy is written; what is read back is what was copied."""
     drafter = trained(policy)
     kept = {name: value.clone() for name, value in flat(drafter.state()).items() if isinstance(value, torch.Tensor)}
-    saver.save(1, drafter, buffer=True)
+    copied = HostCopy().take(contents_of(drafter, ORIGIN, True))
     drafter.learn_from(answers(policy, start=100), 1)
     drafter.train(after(5))
-    go_on.set()
-    path = saver.wait()
-    assert path is not None
+    write_contents(copied, tmp_path)
     second = OnlineDrafter(policy, eagle(policy), DRAFT, DRAFTING)
-    read_checkpoint(second, path)
+    read_checkpoint(second, tmp_path)
     found = flat(second.state())
     assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("asked", ["save", "wait", "close"])
-def test_a_disk_that_is_full_is_heard_of_at_the_next_call_and_the_last_checkpoint_stays(
-    policy: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
-    drafter = trained(policy)
-    saver = DrafterSaver(tmp_path, ORIGIN)
-    saver.save(1, drafter)
-    saver.wait()
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(saving, "save_state", full)
-    saver.save(2, drafter)
-    calls: dict[str, Callable[[], object]] = {
-        "save": lambda: saver.save(3, drafter),
-        "wait": saver.wait,
-        "close": saver.close,
-    }
-    with pytest.raises(CheckpointError, match=r"step_2 cannot be written: No space left.*step_1, is intact"):
-        calls[asked]()
-    monkeypatch.undo()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
-    if asked != "close":
-        saver.save(4, drafter)  # said once, it goes on
-        saver.close()
-        assert (tmp_path / "step_4").is_dir()
-    other = OnlineDrafter(policy, eagle(policy), DRAFT, replace(DRAFTING))
-    read_checkpoint(other, tmp_path / "step_1")
-    assert other.version == drafter.version
+    changed = flat(drafter.state())
+    assert not all(torch.equal(changed[name], tensor) for name, tensor in kept.items() if name in changed)  # type: ignore[arg-type]

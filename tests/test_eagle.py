@@ -237,7 +237,7 @@ def test_the_residual_is_the_state_itself() -> None:
         model.o.zero_()
         model.down.zero_()
     aligned, features = sequences((6,))
-    torch.testing.assert_close(model.forward_packed(aligned, features, EMBED), features @ model.fc.T, **EXACT)
+    torch.testing.assert_close(model.unroll(aligned, features, EMBED, 1)[0], features @ model.fc.T, **EXACT)
 
 
 # ---- rollout form
@@ -248,7 +248,7 @@ def test_extending_row_by_row_equals_the_packed_forward(window: int) -> None:
     """Rows of different lengths take in pieces of different sizes, some of them nothing, round the ring and round."""
     model, lengths = drafter(window), (41, 23, 30)
     aligned, features = sequences(lengths)
-    expected = model.forward_packed(aligned, features, EMBED)
+    expected = model.unroll(aligned, features, EMBED, 1)[0]
     starts = [0, 41, 64]
     ring, done = model.new_ring(len(lengths)), [0, 0, 0]
     draw = torch.Generator().manual_seed(2)
@@ -348,7 +348,7 @@ def test_a_row_that_starts_afresh_forgets() -> None:
     extend(model, ring, aligned, features, [0], [0], [9], 9)
     ring.position_RW[0] = UNUSED
     g = extend(model, ring, aligned, features, [9], [0], [5], 5)
-    torch.testing.assert_close(g[0], model.forward_packed(aligned, features, EMBED)[9 + 4], **EXACT)
+    torch.testing.assert_close(g[0], model.unroll(aligned, features, EMBED, 1)[0][9 + 4], **EXACT)
 
 
 # ---- candidates

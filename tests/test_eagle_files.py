@@ -197,7 +197,7 @@ def test_the_file_alone_says_what_the_drafter_computes(tmp_path: Path) -> None:
     tokens = torch.randint(tiny.VOCAB, (14,), generator=torch.Generator().manual_seed(0))
     features = torch.randn(14, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     aligned = align(tokens, torch.ones(14, dtype=torch.bool), (14,))
-    g = model.forward_packed(aligned, features, policy.embed)
+    g = model.unroll(aligned, features, policy.embed, 1)[0]
     found = model.logits(g, model.head_rows(policy.head_weight))[:-1]
     expected = read_like_an_engine(tmp_path, policy.embed.detach()[tokens[1:]], features[:-1])
     torch.testing.assert_close(found, expected)

@@ -247,14 +247,6 @@ def test_nobody_drafts_where_it_is_not_wanted() -> None:
     assert settled(coordinator, statuses) == [State.IDLE, State.IDLE]
 
 
-def test_drafting_can_be_held() -> None:
-    coordinator, statuses = Coordinator(range(2)), [WorkerStatus(0), WorkerStatus(1)]
-    coordinator.begin(drafting=True)
-    assert settled(coordinator, statuses) == [State.DRAFTING, State.DRAFTING]
-    coordinator.hold()
-    assert settled(coordinator, statuses) == [State.IDLE, State.IDLE]
-
-
 def test_without_workers_there_is_no_fleet() -> None:
     coordinator = Coordinator(range(1))
     with pytest.raises(TltError, match="no worker is left"):

@@ -217,7 +217,7 @@ def first_named(learned: LearnedDrafting, key: Key, prompt: tuple[int, ...], com
 
 def rotated_forward(drafter: Eagle, aligned, states, first: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """The packed forward; rotary attention depends on distances alone, so positions may start anywhere."""
-    return drafter.forward_packed(aligned, states, MODEL.embed)
+    return drafter.unroll(aligned, states, MODEL.embed, 1)[0]
 
 
 def first_tokens(draft: Draft) -> set[int]:

@@ -28,7 +28,6 @@ def test_every_example_stands_whole_in_exactly_one_row(given_examples: list[Exam
         assert 0 < len(row.tokens_T) <= BUDGET
         assert row.starts[0] == 0
         assert row.starts[-1] == len(row.tokens_T) == len(row.positions_T) == len(row.mask_T)
-        assert row.cu_seqlens().tolist() == list(row.starts)
         for member, start, end in zip(row.members, row.starts, row.starts[1:], strict=False):
             assert member not in seen
             seen[member] = tuple(row.tokens_T[start:end].tolist())

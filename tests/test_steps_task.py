@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from statistics import pstdev
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,14 +14,24 @@ from hypothesis import strategies as st
 
 from tlt.config import RunConfig, StepsSettings
 from tlt.errors import ConfigError, TaskError
+from tlt.tasks import steps as steps_task
 from tlt.tasks.choose import task_of
-from tlt.tasks.steps import Problem, Rule, StepsTask, draw_problem, is_right, phrasing_nats, write_solution
+from tlt.tasks.steps import Problem, Rule, StepsTask, draw_problem, is_right, write_solution
 from tlt.tasks.task import Task
 from tlt.types import Completion, FinishReason, Key, Prompt, Timing
 
 EXAMPLE = Problem(47, (Rule("+", 8), Rule("*", 3), Rule("+", None)), steps=3, modulus=100)
 # Words with the space before them, single digits, and every other character: as SmolLM2's tokenizer has it.
 TOKENS = re.compile(r" ?[A-Za-z]+|.", re.DOTALL)
+
+
+def phrasing_nats(steps: int, variety: float = 1.0) -> float:
+    """Entropy of the phrasing of a solution with `steps` steps, in nats."""
+
+    def entropy(ways: Any) -> float:
+        return -sum(weight * math.log(weight) for weight in steps_task._varied(ways, variety) if weight)
+
+    return steps * sum(map(entropy, steps_task._LINE)) + entropy(steps_task._ENDINGS)
 
 
 def answered(text: str, reason: FinishReason = "eos") -> Completion:

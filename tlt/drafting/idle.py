@@ -129,7 +129,7 @@ class WorkerStatus:
 class Coordinator:
     """The fleet's side: hand-outs and reports of every worker, and the orders that follow from them.
 
-    Workers may be lost and others may join; a worker id is never used again. `hold` keeps all from drafting.
+    Workers may be lost and others may join; a worker id is never used again.
     """
 
     def __init__(self, workers: Iterable[int], *, epoch: int = -1) -> None:
@@ -138,7 +138,7 @@ class Coordinator:
         self._reports: dict[int, Report] = {}  # the newest of this epoch
         self._group: tuple[int, ...] = ()
         self._orders: dict[int, Order] = {}
-        self._hold = True
+        self._drafting = False
         self._open = False  # requests may still be handed out
         self._stopped = True
 
@@ -178,7 +178,7 @@ class Coordinator:
         self._epoch += 1
         self._handed = dict.fromkeys(self._handed, 0)
         self._reports, self._orders, self._group = {}, {}, ()
-        self._hold, self._open, self._stopped = not drafting, True, False
+        self._drafting, self._open, self._stopped = drafting, True, False
         return self._epoch
 
     def hand(self, worker: int, requests: int) -> HandOut:
@@ -215,10 +215,6 @@ class Coordinator:
         """Every request of the epoch has its completion; no more are handed out."""
         self._open = False
 
-    def hold(self) -> None:
-        """No drafting for the rest of the epoch: more of it would be wasted."""
-        self._hold = True
-
     def orders(self) -> list[Order]:
         """The orders of all workers. An unchanged order keeps its serial, so it may be sent any number of times."""
         dry = [worker for worker in self._handed if self._dry(worker)]
@@ -226,7 +222,7 @@ class Coordinator:
             self._stopped = True
         stays = tuple(worker for worker in self._group if worker in dry)
         joins = tuple(worker for worker in dry if worker not in stays)
-        self._group = () if self._hold or self._stopped else stays + joins
+        self._group = () if self._stopped or not self._drafting else stays + joins
         return [self._order(worker) for worker in self._handed]
 
     def _dry(self, worker: int) -> bool:

@@ -291,10 +291,6 @@ class Eagle(nn.Module):
             out.append(state_TD)
         return out
 
-    def forward_packed(self, aligned: Aligned, features_TF: Tensor, embed_VD: Tensor) -> Tensor:
-        """g of every entry, [T, D]."""
-        return self.unroll(aligned, features_TF, embed_VD, steps=1)[0]
-
     # ---- rollout: rows with a ring of keys and values
 
     def new_ring(self, rows: int) -> Ring:

@@ -142,12 +142,6 @@ def is_right(answer: str, problem: Problem) -> bool:
     return counts_up and result is not None and result[1] == str(problem.values()[-1])
 
 
-def phrasing_nats(steps: int, variety: float = 1.0) -> float:
-    """Entropy of the phrasing of a solution with `steps` steps, in nats."""
-    line = sum(_entropy(_varied(ways, variety)) for ways in _LINE)
-    return steps * line + _entropy(_varied(_ENDINGS, variety))
-
-
 def _draw_rule(draw: random.Random, settings: StepsSettings) -> Rule:
     """Factors are coprime to the modulus: other factors would collapse all starts onto few values."""
     if draw.random() < settings.products:
@@ -165,10 +159,6 @@ def _varied(ways: _Ways, variety: float) -> list[float]:
     """Scales the weights of the other phrasings by `variety`; the first one gets the rest."""
     rest = [variety * weight for weight in ways[1][1:]]
     return [1.0 - sum(rest), *rest]
-
-
-def _entropy(weights: Sequence[float]) -> float:
-    return -sum(weight * math.log(weight) for weight in weights if weight)
 
 
 def _problem_of(prompt: Prompt) -> Problem:

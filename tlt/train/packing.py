@@ -43,10 +43,6 @@ class PackedRow:
     def lengths(self) -> tuple[int, ...]:
         return tuple(end - start for start, end in zip(self.starts, self.starts[1:], strict=False))
 
-    def cu_seqlens(self) -> Tensor:
-        """The offsets as int32, the dtype of variable-length attention kernels."""
-        return torch.tensor(self.starts, dtype=torch.int32)
-
 
 def plan_rows(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """The examples of each row, by best-fit decreasing: each goes into the fullest row with room for it.

@@ -108,12 +108,6 @@ class SupervisedTrainer:
         return StepResult(loss, batch.tokens, batch.answer_tokens, grad_norm, rate)
 
 
-def answer_loss_sum(model: Transformer, row: PackedRow) -> Tensor:
-    """Cross-entropy summed over the row's answer tokens, each predicted from the token before it."""
-    device = model.embed.device
-    return _DeviceRow.of(row, device).loss_sum(model)
-
-
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
     """A packed row on the device."""

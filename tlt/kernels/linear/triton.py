@@ -205,11 +205,6 @@ def skinny_linear(
     return out
 
 
-def weight_of(weight: Matrix) -> tuple[Tensor, Tensor | None]:
-    """What a kernel streams, and the scale of each of its rows if it is quantized."""
-    return (weight.quantized_NK, weight.scale_N) if isinstance(weight, QuantizedMatrix) else (weight, None)
-
-
 def exact_linear(
     x: Tensor | PreNormedRows,
     weight_NK: Tensor,
