@@ -1,6 +1,7 @@
 """Drafter training: the right thing is learned, from answers alone; packing and chunks change nothing."""
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -477,6 +478,20 @@ def test_a_drafter_is_trained_saved_and_exported(tmp_path: Path, capsys: pytest.
     assert main(["draft", "measure", str(tmp_path / "flat"), *rest, "--draft.held_out=1"]) == 0
     assert f"has a record of {record.places} places already" in capsys.readouterr().out
     assert read_record(tmp_path / "flat") == record, "one of fewer places does not replace it"
+    unknown = tmp_path / "flat" / "config.json"
+    words = json.loads(unknown.read_text())
+    unknown.write_text(json.dumps({**words, "tlt": {**words["tlt"], "learned_prompts": 0}}))
+    more = [flag for flag in rest if "held_out" not in flag]
+    assert main(["draft", "measure", str(tmp_path / "flat"), *more, "--draft.held_out=9"]) == 0
+    said = capsys.readouterr().out
+    assert "does not say how many of these prompts it learned from" in said
+    assert "give draft.answers, or remove" in said
+    assert read_record(tmp_path / "flat") == record, "nor does one of answers that may not be held out"
+    assert main(["draft", "measure", str(tmp_path / "flat"), *more, "--draft.held_out=9", "--draft.answers=6"]) == 0
+    larger = read_record(tmp_path / "flat")
+    assert larger is not None
+    assert larger.places > record.places
+    unknown.write_text(json.dumps(words))
     saved, *exported = (load_drafter(tmp_path / name, config, window=64) for name in ("drafter", "flat", "speculators"))
     assert saved.config.draft_vocab == 16
     for other in exported:
@@ -496,8 +511,12 @@ def test_a_few_prompts_asked_again_are_not_held_out(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert f"{warning}: what is measured on them says nothing of other prompts" in said
     assert "Give 6 different prompts (there is 1), or lower draft.answers and draft.held_out" in said
+    record = read_record(there)
+    (Path(there) / FILE).unlink()
     assert main(["draft", "measure", there, "--prompts", str(one), *small]) == 0
-    assert warning in capsys.readouterr().out
+    assert f"no record of this is kept: {warning}" in capsys.readouterr().out
+    assert read_record(there) is None
+    assert record is not None
     assert main(["draft", "measure", there, "--prompts", "toy", *small]) == 0
     assert "held-out answers are to prompts" not in capsys.readouterr().out
 

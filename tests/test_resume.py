@@ -22,7 +22,7 @@ from tlt.config import RunConfig
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, ConfigError
 from tlt.fleet import LocalFleet
-from tlt.loop import Emit
+from tlt.loop import Emit, Fleet
 from tlt.recipe import to_toml
 from tlt.resume import ResumePoint, checkpoints_of, starting_point
 from tlt.train import policy_files
@@ -31,8 +31,16 @@ from tlt.train.checksums import write_checksums
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
 from tlt.watch.console import notice
-from tlt.watch.events import CheckpointDamaged, CheckpointSaved, RunResumed, StepFinished, read_run
-from tlt.watch.history import events_of, steps_of
+from tlt.watch.events import (
+    CheckpointDamaged,
+    CheckpointSaved,
+    NothingLeft,
+    RunFinished,
+    RunResumed,
+    StepFinished,
+    read_run,
+)
+from tlt.watch.history import counted, events_of, steps_of
 
 OPTIMIZER = "optimizer/state.safetensors"
 FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED, "--drafting.forced_share=0.3"]
@@ -240,7 +248,16 @@ def test_killed_at_a_random_moment(undisturbed: RunConfig, tmp_path: Path, seed:
 
 def test_a_run_that_is_over_has_nothing_left_to_do(undisturbed: RunConfig) -> None:
     before = weights(undisturbed)
-    run = tlt.train(undisturbed, resume=True)
+
+    def opened(config: RunConfig, emit: Emit) -> Fleet:
+        raise AssertionError("nobody is needed")
+
+    run = tlt.train(undisturbed, resume=True, open_fleet=opened)
+    (told,) = events_of(run, NothingLeft)
+    assert told.step == told.steps == undisturbed.run.steps
+    text, _ = notice(told) or ("", "")
+    assert text == f"nothing is left to do: step {told.step} was the last of run.steps ({told.step}); raise it to go on"
+    assert isinstance(counted(run.events)[-1].event, RunFinished)
     assert len(steps_of(run)) == undisturbed.run.steps
     assert weights(undisturbed) == before
 
@@ -426,7 +443,7 @@ def test_a_foreign_directory_is_not_resumed_from(tmp_path: Path) -> None:
 )
 def test_settings_that_change_shapes_are_refused_by_name(copied: RunConfig, flag: str, told: str) -> None:
     with pytest.raises((CheckpointError, ConfigError)) as caught:
-        tlt.train(small(Path(copied.run.out), *FLAGS, flag), resume=True)
+        tlt.train(small(Path(copied.run.out), *FLAGS, flag, "--run.steps=5"), resume=True)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert checkpoints_of(copied).steps() == [2, 4]

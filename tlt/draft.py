@@ -61,6 +61,10 @@ _ASKED_AGAIN = 0.1  # of the held-out answers may be to prompts that were learne
 # Where the settings leave sizes to the device:
 _ON_GPU = {"answers": 512, "held_out": 64, "tokens_per_batch": 2048}
 _ON_CPU = {"answers": 128, "held_out": 32, "tokens_per_batch": 1024}
+_UNKNOWN = (
+    "the drafter does not say how many of these prompts it learned from; if it was the first N, measure with "
+    "--draft.answers N"
+)
 _LEARNED = 0.1  # first hits that a drafter must gain, or it has learned nothing to speak of
 
 
@@ -120,8 +124,8 @@ def draft_train(
 
 
 def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str | None) -> None:
-    """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it unless the
-    one that is there was measured on more."""
+    """Measures the drafter at `source` on its policy's answers to `prompts`, and keeps the record beside it if they are
+    held out. A record that was measured on more stays, as any does if the drafter does not say what it learned from."""
     words = read_drafter_config(Path(source))
     path = _policy_of(source, words, policy_path)
     console = Console(highlight=False)
@@ -129,21 +133,29 @@ def draft_measure(config: RunConfig, source: str, prompts: str, policy_path: str
     config = replace(config, model=replace(config.model, path=path), spec=spec)
     policy = open_policy(config.model)
     drafter = open_drafter(policy, config)
-    skipped = config.draft.answers or _learned_prompts(words) or _ON_GPU["answers"]
+    skipped = config.draft.answers or _learned_prompts(words)
     config = replace(config, draft=replace(_sized(config.draft, on_gpu=policy.model.embed.is_cuda), answers=skipped))
-    requests = _requests(config, policy, prompts, config.draft.held_out, console, skip=skipped)
+    every = _prompts(config, policy, prompts, skipped + config.draft.held_out)
+    leak = _not_held_out(every[:skipped], every[skipped:])
+    requests = _requests(config, every, skip=skipped)
     answers, _ = _written(config, policy, requests, TimeLimit(), console, time.perf_counter)
     held = _held(config, policy, drafter.config.taps, _told(list(answers.values())), [])
     found = _measure(drafter, policy, held)
     _tell(console, found)
     record = DraftRecord(found.ranks, found.tokens, config.sampling.temperature)
-    kept = keep_better(record, Path(source))
+    if leak:
+        console.print(f"no record of this is kept: {leak}", style="bold yellow", soft_wrap=True)
+        return
+    if not skipped:
+        console.print(_UNKNOWN, style="bold yellow", soft_wrap=True)
+    kept = (None if skipped else read_record(source)) or keep_better(record, Path(source))
     if kept == record:
         console.print(f"tuners that use {source} start from this", soft_wrap=True)
         return
+    cure = "raise draft.held_out" if skipped else "give draft.answers"
     console.print(
         f"{source} has a record of {kept.places} places already (temperature {kept.temperature:g}), which is kept: "
-        f"this one has {record.places}. To replace it, raise draft.held_out, or remove {RECORD_FILE} and measure again",
+        f"this one has {record.places}. To replace it, {cure}, or remove {RECORD_FILE} and measure again",
         style="bold yellow",
         soft_wrap=True,
     )
@@ -196,7 +208,10 @@ def _both_answers(
 ) -> tuple[list[Answer], list[Answer]]:
     """To learn from and to measure on; both are cut short alike where time is."""
     learned = config.draft.answers
-    every = _requests(config, policy, prompts, learned + config.draft.held_out, console)
+    asked = _prompts(config, policy, prompts, learned + config.draft.held_out)
+    if leak := _not_held_out(asked[:learned], asked[learned:]):
+        console.print(leak, style="bold yellow", soft_wrap=True)
+    every = _requests(config, asked)
     parts = every[:learned], every[learned:]
     order = [(place / len(part), request) for part in parts for place, request in enumerate(part)]
     in_turn = [request for _, request in sorted(order, key=itemgetter(0))]
@@ -219,14 +234,8 @@ def _out_of_time(config: RunConfig, spent: Spent, what: str) -> ConfigError:
     )
 
 
-def _requests(
-    config: RunConfig, policy: Policy, prompts: str, count: int, console: Console, skip: int = 0
-) -> list[Request]:
-    """To so many prompts behind the first ones. Training learns from the first `draft.answers`, and measures on those
-    behind them."""
-    every = _prompts(config, policy, prompts, skip + count)
-    if warning := _not_held_out(every[: config.draft.answers], every[config.draft.answers :]):
-        console.print(warning, style="bold yellow", soft_wrap=True)
+def _requests(config: RunConfig, every: Sequence[tuple[int, ...]], skip: int = 0) -> list[Request]:
+    """To the prompts behind the first `skip`. Training learns from the first `draft.answers` of them."""
     return [
         Request(Key(config.run.seed, number), tokens, config.sampling)
         for number, tokens in enumerate(every[skip:], skip)

@@ -51,8 +51,10 @@ from tlt.watch.events import (
     CheckpointSaved,
     Evaluated,
     MachineDescribed,
+    NothingLeft,
     PhaseStarted,
     PromptsFitted,
+    PromptsPlanned,
     Run,
     RunFinished,
     StartupFinished,
@@ -95,6 +97,10 @@ def train(
             log.emit(resumed(config, start))
         for damaged in start.passed_over if start else ():
             log.emit(damaged)
+        if start and _nothing_left(config, start, directory):
+            log.emit(NothingLeft(start.step, config.run.steps))
+            log.emit(RunFinished(seconds=0.0))
+            return read_run(directory)
         run = _Run(config, checkpoints, log)
         log.emit(StartupPhase("reading the prompts"))
         held_out = held_out_of(config, task, eval_task) if config.eval.every else []
@@ -105,6 +111,13 @@ def train(
             stack.enter_context(one.judge)
         run.go(task, judge, held_out, start, open_fleet)
     return read_run(directory)
+
+
+def _nothing_left(config: RunConfig, start: ResumePoint, directory: Path) -> bool:
+    """Whether all steps were taken, and the last one was evaluated if the recipe asks for that."""
+    if start.step < config.run.steps:
+        return False
+    return not config.eval.every or any(told.step == start.step for told in events_of(read_run(directory), Evaluated))
 
 
 class _Run:
@@ -185,6 +198,9 @@ class _Run:
         if fitted.long:
             choice = self._config.task.long_prompts
             self._log.emit(PromptsFitted("training", fitted.long, before, fitted.limit, choice))
+        if isinstance(task, FileTask):
+            asked, run = self._config.task, self._config.run
+            self._log.emit(PromptsPlanned(asked.path, len(task.prompts), asked.prompts, run.steps))
         return fitted.tokenizer
 
     # ---- evaluations

@@ -30,8 +30,10 @@ from tlt.watch.events import (
     HealthWarning,
     LearningRatePlanned,
     MemoryPlanned,
+    NothingLeft,
     PhaseStarted,
     PromptsFitted,
+    PromptsPlanned,
     ReaderFailed,
     Recorded,
     ReplayCompared,
@@ -63,6 +65,7 @@ _DOING = {
     "replay": "writing the rollout again, plainly, to compare",
     "evaluation": "evaluating on held-out prompts",
 }
+_BY_HEART = 20.0  # times that each prompt is asked
 _LOUD = {"more": "bold yellow", "fault": "bold red"}  # verdicts on a replay; the others are quiet
 
 
@@ -187,6 +190,10 @@ def notice(event: Event) -> tuple[str, str] | None:
             return _plan(planned)
         case MemoryPlanned(device_bytes=device_bytes) as memory if device_bytes:
             return _memory(memory), "dim"
+        case NothingLeft(step=step, steps=steps):
+            return f"nothing is left to do: step {step} was the last of run.steps ({steps}); raise it to go on", "bold"
+        case PromptsPlanned() as asked:
+            return _prompts(asked)
         case LearningRatePlanned() as planned_rate:
             return _rate(planned_rate)
         case CheckpointSaved(path=path, seconds=seconds):
@@ -301,6 +308,17 @@ def _plan(planned: CheckpointsPlanned) -> tuple[str, str]:
 def _memory(planned: MemoryPlanned) -> str:
     parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in planned.parts)
     return f"GPU memory: {size(sum(bytes_ for _, bytes_ in planned.parts))} of {size(planned.device_bytes)}: {parts}"
+
+
+def _prompts(planned: PromptsPlanned) -> tuple[str, str]:
+    asked = f"each is asked {planned.times:.3g} times in {planned.steps} steps"
+    text = f"{planned.path} has {planned.prompts:,} prompts: {asked}"
+    if planned.per_step > planned.prompts:
+        cure = f"a step asks {planned.per_step}: lower task.prompts to {planned.prompts}, and raise task.group instead"
+        return f"{text}, some more than once in a step, as {cure}", "bold yellow"
+    if planned.times > _BY_HEART:
+        return f"{text}; the policy may learn them by heart: more prompts, or fewer steps", "bold yellow"
+    return text, "dim"
 
 
 def _rate(planned: LearningRatePlanned) -> tuple[str, str]:

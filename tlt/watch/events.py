@@ -101,6 +101,29 @@ class MemoryPlanned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class NothingLeft(Event):
+    """The run that is resumed has taken all its steps."""
+
+    step: int  # the last one
+    steps: int  # run.steps
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsPlanned(Event):
+    """How often the prompts of a file are asked, told before the first step."""
+
+    path: str
+    prompts: int  # in the file
+    per_step: int
+    steps: int  # of the whole run
+
+    @property
+    def times(self) -> float:
+        """How often each is asked, on average."""
+        return self.per_step * self.steps / self.prompts
+
+
+@dataclass(frozen=True, slots=True)
 class LearningRatePlanned(Event):
     """The peak of the learning rate, told before the first step."""
 
@@ -434,6 +457,8 @@ _KINDS: dict[str, type[Event]] = {
         CheckpointDamaged,
         CheckpointsPlanned,
         MemoryPlanned,
+        NothingLeft,
+        PromptsPlanned,
         LearningRatePlanned,
         PromptsFitted,
         PhaseStarted,
