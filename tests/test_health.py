@@ -149,6 +149,9 @@ def test_a_warning_comes_once_and_again_after_it_was_over() -> None:
 
 
 def test_what_to_do_goes_by_the_settings() -> None:
+    sampling = load_config(None, ["--grpo.dynamic_sampling=4"])  # passes over groups without a signal
+    assert "dynamic_sampling" in lights_after(*steps(5, no_signal=0.9))["learning"].remedy
+    assert lights_after(*steps(5, no_signal=0.9), config=sampling)["learning"].level == "good"
     masked = load_config(None, ["--grpo.mask_overlong=true", "--sampling.max_tokens=99"])
     assert "grpo.mask_overlong" in lights_after(*steps(1, truncated=1.0))["truncation"].remedy
     light = lights_after(*steps(1, truncated=1.0), config=masked)["truncation"]

@@ -147,8 +147,9 @@ class Health:
             remedy = cure if self._config.grpo.mask_overlong and last.truncated else usual
             return HealthLight("learning", "bad", f"the gradient was 0 for {self._still} steps", remedy)
         silent = self._mean("no_signal")
-        if len(self._recent) >= _STREAK and silent > _FEW_SIGNALS:
-            return HealthLight("learning", "warn", f"{silent:.0%} of the groups have no signal", MORE_SIGNAL)
+        if len(self._recent) >= _STREAK and silent > _FEW_SIGNALS and not self._config.grpo.dynamic_sampling:
+            cure = f"set grpo.dynamic_sampling, or {MORE_SIGNAL}"
+            return HealthLight("learning", "warn", f"{silent:.0%} of the groups have no signal", cure)
         for found in (self._mismatch, self._entropy, self._clipped):
             if light := found():
                 return light
