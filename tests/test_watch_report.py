@@ -61,10 +61,10 @@ def test_lines_are_columns_of_the_numbers_of_the_events(tmp_path: Path) -> None:
 def test_every_column_is_drawn_or_told_elsewhere(tmp_path: Path) -> None:
     """A metric that no figure names gets a figure of its own."""
     config = config_of(tmp_path)
-    directory = write_run(config, [step(n, kl=0.25, mismatch_mean=0.5, truncated=0.1) for n in (1, 2)])
+    directory = write_run(config, [step(n, kl=0.25, mismatch_max=0.5, truncated=0.1) for n in (1, 2)])
     shown = {metric for one in figures_of(read_run(directory)) for metric in one.metrics}
     assert {"policy/kl", "policy/mismatch_mean", "policy/learning_rate", "policy/loss"} <= shown
-    assert figure(directory, "policy/mismatch_mean").metrics == ["policy/mismatch_mean"]
+    assert figure(directory, "policy/mismatch_max").metrics == ["policy/mismatch_max"]
 
 
 def test_a_new_drafter_is_marked_where_it_first_drafts(tmp_path: Path) -> None:
@@ -472,3 +472,23 @@ def test_mistakes_with_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "holds no events.jsonl" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--run.seed", "1"]) == 2
     assert "takes no settings, found --run.seed" in capsys.readouterr().err
+
+
+# ---- what the policy learns from
+
+
+def test_signals_of_learning_are_drawn(tmp_path: Path) -> None:
+    known = {"no_signal": 0.25, "truncated": 0.125, "groups": 10, "groups_learned": 6}
+    events: list[Event] = [step(number, **known) for number in range(1, 4)]
+    drawn = {figure.title: figure for figure in figures_of(read_run(write_run(config_of(tmp_path), events)))}
+    assert drawn["Signal"].metrics == ["reward/no_signal", "length/truncated"]
+    assert drawn["Prompts"].words.endswith("of 30 prompts asked, 18 had a signal and were learned from.")
+    assert drawn["Engine against trainer"].metrics == ["policy/mismatch_mean"]
+    assert not {name for name in drawn if "/" in name} & {"rollout/groups", "reward/no_signal", "policy/mismatch_mean"}
+
+
+def test_what_was_not_counted_is_not_drawn(tmp_path: Path) -> None:
+    assert not {"Signal", "Prompts"} & {figure.title for figure in figures_of(read_run(whole_run(tmp_path)))}
+    all_learned: list[Event] = [step(1, groups=6, groups_learned=6)]
+    drawn = {figure.title for figure in figures_of(read_run(write_run(config_of(tmp_path / "all"), all_learned)))}
+    assert {"Signal", "Prompts"} & drawn == {"Signal"}

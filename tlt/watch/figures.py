@@ -30,6 +30,7 @@ _PHASE_COLOURS = {"rollout": "c1", "reward": "c2", "update": "c3", "drafting": "
 _GIB = 2.0**30
 _UNDRAWN = {  # columns that other figures or numbers of the page tell
     *("length/mean", "rollout/tokens", "rollout/verifies", "rollout/saved_s", "policy/version", "reward/std"),
+    *("rollout/groups", "rollout/groups_learned", "reward/no_signal", "policy/weight_mean"),
     *("length/truncated", "drafter/version", "drafter/seconds", "rollout/replay_speedup"),
 }
 _TOLD_GROUPS = ("acceptance", "account", "eval", "sum", "time", "rewards", "metrics")  # likewise, of columns
@@ -47,6 +48,7 @@ def figures_of(run: Run) -> list[Figure]:
     drawn += [_evaluations(evaluations)] if evaluations else []
     drawn += [_time(steps), _lengths(steps)]
     drawn += [_distribution(rollouts), _still_running(rollouts)] if rollouts else []
+    drawn += _signal(steps, columns)
     drawn.append(_speed())
     if any(map(drafted, steps)):
         drawn.append(_accept_length(steps, events_of(run, DrafterSwapped)))
@@ -152,6 +154,21 @@ def _speed() -> Figure:
     return Figure("Rollout speed", "Tokens of all answers per second of rollout.", STEPS, Axis("tokens/s"), series)
 
 
+def _signal(steps: Sequence[StepFinished], columns: dict[str, list[float | None]]) -> list[Figure]:
+    """What there is to learn from. Events of earlier versions do not count groups."""
+    if not any(columns.get("rollout/groups", ())):
+        return []
+    shares = [("groups without a signal", "c1", "reward/no_signal"), ("answers cut off", "c2", "length/truncated")]
+    words = "Groups whose answers all earned the same teach nothing; answers that were cut off ran into the limit."
+    drawn = [Figure("Signal", words, STEPS, Axis("share", (0.0, 1.0), percent=True), lines(*shares))]
+    asked, learned = (sum(getattr(step, name) for step in steps) for name in ("groups", "groups_learned"))
+    if asked > learned:
+        counts = [("asked", "c5", "rollout/groups"), ("learned from", "c1", "rollout/groups_learned")]
+        words = f"Dynamic sampling: of {asked:,} prompts asked, {learned:,} had a signal and were learned from."
+        drawn.append(Figure("Prompts", words, STEPS, Axis("prompts", (0.0,), whole=True), lines(*counts)))
+    return drawn
+
+
 def _policy(columns: dict[str, list[float | None]]) -> list[Figure]:
     """Numbers of the update, each only where it was measured."""
     wanted = [
@@ -159,6 +176,12 @@ def _policy(columns: dict[str, list[float | None]]) -> list[Figure]:
         ("KL divergence", "To the reference policy.", "nats per token", "policy/kl"),
         ("Gradient norm", "Before clipping.", "norm", "policy/grad_norm"),
         ("Clipped tokens", "Share of the answer tokens whose ratio was clipped.", "share", "policy/clipped"),
+        (
+            "Engine against trainer",
+            "Mean difference of their log-probabilities before the update: what rounding makes of the same weights.",
+            "nats per token",
+            "policy/mismatch_mean",
+        ),
     ]
     drawn = [
         Figure(title, words, STEPS, Axis(unit, percent=unit == "share"), lines((title, "c1", name)))
