@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tlt.cli import main
 from tlt.cluster import transfer
 from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore
-from tlt.cluster.averaging import GradientAveraging, LeftSession, SessionLeader, SessionOpened
+from tlt.cluster.averaging import LeftSession, SessionAveraging, SessionLeader, SessionOpened
 from tlt.cluster.timeline import TimelineSpan, seconds_of
 from tlt.cluster.transfer import on_host
 from tlt.dispatch import Dispatch, deal
-from tlt.drafting.group_size import GroupSize
+from tlt.drafting.group_size import GroupSize, SessionTimes
 from tlt.engine.request import Request
 from tlt.model.fingerprint import fingerprint
 from tlt.types import Completion, Experience, Key, Prompt, Rollout, SamplingParams, Timing
@@ -179,11 +179,11 @@ def groups(size: int, timeout_s: float = DEAD_S) -> list[AllReduceGroup]:
 
 def steps_of(group: AllReduceGroup, own: torch.Tensor, must_end: Callable[[], bool]) -> list[torch.Tensor]:
     """The mean gradients of a member's micro-steps, until the session is over."""
-    together, means = GradientAveraging(), list[torch.Tensor]()
+    together, means = SessionAveraging(), list[torch.Tensor]()
     together.enter(group, 3, must_end)
     while not together.over:
         gradient = own[len(means)].clone()
-        together.average([gradient[:3], gradient[3:]])
+        together.gradients([gradient[:3], gradient[3:]])
         means.append(gradient)
     together.leave()
     return means
@@ -231,7 +231,7 @@ def test_the_leader_sends_its_drafter_bit_by_bit() -> None:
 
 
 def opened(session: int, *members: int) -> SessionOpened:
-    return SessionOpened(session, 0, members, Rendezvous("127.0.0.1", 1, "x"), None)
+    return SessionOpened(session, 0, members, Rendezvous("127.0.0.1", 1, "x"), 1, None)
 
 
 def test_a_session_begins_with_those_who_have_confirmed() -> None:
@@ -262,29 +262,53 @@ def test_nobody_is_admitted_in_vain() -> None:
     assert SessionLeader().request_join(1, 0.01) is None
 
 
-def test_a_group_has_as_many_members_as_pay() -> None:
+def test_weights_are_averaged_every_few_micro_steps_and_at_the_end() -> None:
+    taken: list[list[int]] = []
+
+    def member(group: AllReduceGroup, number: int) -> list[torch.Tensor]:
+        together, weight, averaged = SessionAveraging(), torch.zeros(3), list[int]()
+        together.enter(group, 3, lambda: number == 1 and together.rounds == 7, every=3)
+        while not together.over:
+            gradient = torch.full((3,), float(number + 1))
+            together.gradients([gradient])
+            weight += gradient
+            if together.weights([weight]):
+                averaged.append(together.rounds)
+        taken.append(averaged)
+        return [weight]
+
+    weights = on_threads([partial(member, group, number) for number, group in enumerate(groups(3))])
+    assert taken == [[3, 6, 8]] * 3
+    for (weight,) in weights:
+        assert torch.equal(weight, torch.full((3,), 8 * 2.0))
+
+
+def test_a_group_averages_as_often_and_has_as_many_members_as_pay() -> None:
     pays = GroupSize(8)
-    assert pays.most == 8  # nothing is known
-    pays.observe(1, 100, 1.0, 0.0)
-    pays.observe(4, 7, 1.0, 1.0)
-    assert pays.most == 8  # nor is it by these
-    pays.observe(2, 10, 10 * 0.2 + 10 * 0.012, 10 * 0.012)  # 6 % of the time; twice that for many
-    assert pays.share(2) == pytest.approx(0.012 / 0.212)
-    assert pays.share(4) == pytest.approx(0.018 / 0.218)
-    assert pays.share(8) == pytest.approx(0.021 / 0.221)
+    assert (pays.most, pays.every(8)) == (8, 1)  # nothing is known
+    pays.observe(1, SessionTimes(100, 1.0, 0, 0.0))
+    pays.observe(4, SessionTimes(7, 1.0, 7, 1.0))
+    assert (pays.most, pays.every(8)) == (8, 1)  # nor is it by these
+    pays.observe(2, SessionTimes(10, 10 * 0.2 + 10 * 0.016, 10, 10 * 0.016))
+    assert pays.share(2) == pytest.approx(0.016 / 0.216)
+    assert pays.share(4) == pytest.approx(0.024 / 0.224)  # a ring sends nearly twice as much among many
+    assert [pays.every(members) for members in (2, 3, 4, 8)] == [1, 1, 2, 2]
+    assert pays.share(8, every=2) < 0.1 < pays.share(8)
     assert pays.most == 8
     slow = GroupSize(8)
-    slow.observe(2, 10, 10 * 0.2 + 10 * 0.016, 10 * 0.016)
-    assert slow.share(3) < 0.1 < slow.share(4)
+    slow.observe(2, SessionTimes(10, 10 * 0.2 + 10 * 0.25, 10, 10 * 0.25))
+    assert [slow.every(members) for members in (2, 3, 4)] == [12, 15, 0]
     assert slow.most == 3
     for _ in range(20):
-        slow.observe(2, 10, 2.0 + 2.0, 2.0)  # the network has become slow: a worker alone learns
+        slow.observe(2, SessionTimes(10, 2.0 + 5.0, 10, 5.0))  # the network has become slow: a worker alone learns
     assert slow.most == 1
 
 
 def test_alone_nothing_is_averaged() -> None:
     tensor = torch.ones(2)
-    GradientAveraging().average([tensor])
+    SessionAveraging().gradients([tensor])
+    SessionAveraging().mean([tensor])
+    assert not SessionAveraging().weights([tensor])
     assert torch.equal(tensor, torch.ones(2))
 
 

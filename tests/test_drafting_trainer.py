@@ -33,6 +33,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.train.checkpoint import load_state, save_state
 from tlt.train.drafter import RATED_AT, DrafterBatch, DrafterTrainer, drafter_loss, policy_states
 from tlt.train.drafter_measure import expected
+from tlt.train.optimizer import MasterAdamW
 from tlt.train.packing import Example, pack
 from tlt.train.supervised import StepResult
 from tlt.types import Completion, Key, SamplingParams, Timing
@@ -337,6 +338,32 @@ def test_memory_that_does_not_suffice_makes_micro_steps_smaller_and_ends_nothing
     assert ended == ["no memory", "no memory", "stopped"]  # 400 tokens, 200, 100
 
 
+class Averaged:
+    """What a session averages with, by a function."""
+
+    def __init__(self, mean: Callable[[Sequence[Tensor]], None]) -> None:
+        self.mean = self.gradients = mean
+
+    def weights(self, tensors: Sequence[Tensor]) -> bool:
+        return False
+
+
+def test_weights_that_a_session_averages_are_those_that_draft() -> None:
+    policy = tiny.policy()
+    model = eagle(policy).to(torch.bfloat16)
+
+    def halve(tensors: Sequence[Tensor]) -> bool:
+        torch._foreach_mul_(list(tensors), 0.5)
+        return True
+
+    optimizer = MasterAdamW(model, weight_decay=0.0)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer.change(lambda tensors: False)
+    optimizer.change(halve)
+    for weight, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(weight, old * 0.5)
+
+
 def test_two_who_train_together_take_the_step_of_both_batches_as_one() -> None:
     """Two members in one process: each hands its gradients in, and both get the mean."""
     policy = tiny.policy()
@@ -347,8 +374,8 @@ def test_two_who_train_together_take_the_step_of_both_batches_as_one() -> None:
     settings = replace(DRAFT, single_steps=0)
 
     def trainer(average: Callable[[Sequence[Tensor]], None] | None = None) -> tuple[Eagle, DrafterTrainer]:
-        model = eagle(policy)
-        return model, DrafterTrainer(model, policy.head_weight, policy.embed, settings, average=average)
+        model, averaging = eagle(policy), Averaged(average) if average else None
+        return model, DrafterTrainer(model, policy.head_weight, policy.embed, settings, average=averaging)
 
     handed_in: list[list[Tensor]] = []
     for part in parts:
@@ -374,7 +401,7 @@ def test_members_measure_together_so_that_all_decide_alike() -> None:
     def average(tensors: Sequence[Tensor]) -> None:
         met.append(tensors[0].clone())
 
-    drafter = online(policy, average=average)
+    drafter = online(policy, average=Averaged(average))
     drafter.learn_from(answers(policy), 0)
     result = drafter.train(lambda: True)
     loss, accept_length, tokens = met[0].tolist()

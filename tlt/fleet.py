@@ -45,7 +45,7 @@ from tlt.spec.eagle_files import Origin
 from tlt.spec.speculation import SpeculationReport
 from tlt.spec.tuner import Tuner
 from tlt.train.adapter import AdapterWords, write_adapter
-from tlt.train.drafter import Average
+from tlt.train.drafter import Averaging
 from tlt.train.host_copy import HostCopy
 from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateResult
 from tlt.train.policy_files import OPTIMIZER, POLICY, PolicyFiles, WholePolicyFiles
@@ -65,7 +65,7 @@ class Peers:
 
     rank: int = 0  # of this one: each draws other answers to learn drafting from
     add_up: SumOverWorkers | None = None
-    average: Average | None = None  # over those who train the drafter together
+    average: Averaging | None = None  # over those who train the drafter together
     make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
     files: PolicyFiles = field(default_factory=WholePolicyFiles)
 

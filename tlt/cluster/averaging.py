@@ -11,7 +11,8 @@ how calls reach other processes.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from tlt.cluster.all_reduce import AllReduceBroken, Rendezvous
 from tlt.cluster.drafter_state import DrafterWords
+from tlt.drafting.group_size import SessionTimes
 
 
 class LeftSession(Exception):
@@ -44,6 +46,7 @@ class SessionOpened:
     leader: int
     members: tuple[int, ...]  # the leader among them, in the order of their ranks
     rendezvous: Rendezvous
+    every: int  # micro-steps between two averagings
     drafter: DrafterWords | None  # the leader's, which is broadcast; None: all members hold the same one already
 
 
@@ -129,23 +132,29 @@ class SessionLeader:
             self._changed.notify_all()
 
 
-class GradientAveraging:
-    """The trainer's view of a session: `average` is its gradient hook, which does nothing outside a session."""
+class SessionAveraging:
+    """What the trainer averages with (`tlt.train.drafter.Averaging`). Does nothing outside a session."""
 
     def __init__(self) -> None:
         self._group: ProcessGroup | None = None
-        self._size = 1
+        self._size = self._every = 1
         self._must_end: Callable[[], bool] = lambda: False
+        self.waited_s = self.averaging_s = 0.0
+        self._start(1)
+
+    def enter(self, group: ProcessGroup, size: int, must_end: Callable[[], bool], every: int = 1) -> None:
+        """`must_end`: whether this member wants the session to end after the micro-step. `every`: 1 averages the
+        gradients of each micro-step; more averages the weights after so many, and after the last one."""
+        self._group, self._size, self._must_end = group, size, must_end
+        self.waited_s = self.averaging_s = 0.0
+        self._start(every)
+
+    def _start(self, every: int) -> None:
+        self._every = every
         self.over = False  # the session has ended: take no further micro-step
         self.rounds = 0
-        self.waited_s = self.averaging_s = 0.0
-        self._first: tuple[float, float] | None = None  # when the first round had ended, and its averaging_s
-
-    def enter(self, group: ProcessGroup, size: int, must_end: Callable[[], bool]) -> None:
-        """`must_end`: whether this member, or its leader, wants the session to end after the micro-step."""
-        self._group, self._size, self._must_end = group, size, must_end
-        self.over, self.rounds, self.waited_s, self.averaging_s = False, 0, 0.0, 0.0
-        self._first = None
+        self._averagings = 0
+        self._first: tuple[float, int, float] | None = None  # when the first round had ended, and what it took
 
     def leave(self) -> None:
         """Closes this member's connections, so that nobody waits for it."""
@@ -154,29 +163,47 @@ class GradientAveraging:
             group.leave()
 
     @torch.no_grad()
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Every tensor becomes, in place, its mean over the members."""
+    def mean(self, tensors: Sequence[Tensor]) -> None:
+        if self._group is not None:
+            with _session_errors():
+                self._group.all_reduce(tensors)
+            torch._foreach_div_(list(tensors), float(self._size))
+
+    def gradients(self, tensors: Sequence[Tensor]) -> None:
         if self._group is None:
             return
-        try:
-            self.over = self._agreed_to_end(self._group, tensors[0]) or self.over
-            started = time.perf_counter()
-            self._group.all_reduce(tensors)
-        except AllReduceBroken as error:
-            raise LeftSession(str(error)) from error
-        torch._foreach_div_(list(tensors), float(self._size))
-        ended = time.perf_counter()
-        self.averaging_s += ended - started
+        with _session_errors():
+            self.over = self._agreed_to_end(self._group, tensors[0])
+        if self._every == 1:
+            self._timed_mean(tensors)
         self.rounds += 1
-        self._first = self._first or (ended, self.averaging_s)
+        self._first = self._first or (time.perf_counter(), self._averagings, self.averaging_s)
 
-    def measured(self) -> tuple[int, float, float]:
-        """Rounds after the first, their seconds, and the seconds of them that averaging took."""
+    def weights(self, tensors: Sequence[Tensor]) -> bool:
+        if self._group is None or self._every == 1 or (self.rounds % self._every and not self.over):
+            return False
+        self._timed_mean(tensors)
+        return True
+
+    def measured(self) -> SessionTimes:
+        """Of the micro-steps after the first."""
         if self._first is None:
-            return 0, 0.0, 0.0
-        ended, averaging_s = self._first
-        return self.rounds - 1, time.perf_counter() - ended, self.averaging_s - averaging_s
+            return SessionTimes(0, 0.0, 0, 0.0)
+        ended, averagings, averaging_s = self._first
+        return SessionTimes(
+            micro_steps=self.rounds - 1,
+            seconds=time.perf_counter() - ended,
+            averagings=self._averagings - averagings,
+            averaging_s=self.averaging_s - averaging_s,
+        )
 
+    def _timed_mean(self, tensors: Sequence[Tensor]) -> None:
+        started = time.perf_counter()
+        self.mean(tensors)
+        self.averaging_s += time.perf_counter() - started
+        self._averagings += 1
+
+    @torch.no_grad()
     def _agreed_to_end(self, group: ProcessGroup, like: Tensor) -> bool:
         """Also waits for the slowest member, so that the time of the averaging is that of the transfer alone."""
         started = time.perf_counter()
@@ -185,3 +212,11 @@ class GradientAveraging:
         agreed = bool(wants.item())
         self.waited_s += time.perf_counter() - started
         return agreed
+
+
+@contextmanager
+def _session_errors() -> Iterator[None]:
+    try:
+        yield
+    except AllReduceBroken as error:
+        raise LeftSession(str(error)) from error

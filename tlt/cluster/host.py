@@ -126,7 +126,7 @@ class Host:
             self._open_worker()
 
     def _open_worker(self, **shards: Any) -> None:
-        self._worker = Worker(self._config, Peers(self._rank, self._add_up, self._sessions.average, **shards))
+        self._worker = Worker(self._config, Peers(self._rank, self._add_up, self._sessions.averaging, **shards))
 
     # ---- inbox and outbox
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tlt.cluster.all_reduce import AllReduceBroken, Rendezvous
-from tlt.cluster.averaging import GradientAveraging, LeftSession, ProcessGroup, SessionLeader, SessionOpened
+from tlt.cluster.averaging import LeftSession, ProcessGroup, SessionAveraging, SessionLeader, SessionOpened
 from tlt.cluster.drafter_state import describe, receive, send
 from tlt.cluster.timeline import Timeline
 from tlt.drafting.group_size import GroupSize
@@ -61,10 +61,10 @@ class Sessions:
     ) -> None:
         self._status, self._timeline, self._read_inbox, self._offer = status, timeline, read_inbox, offer
         self._network = network
-        self._averaging = GradientAveraging()
+        self.averaging = SessionAveraging()
         self.leader = SessionLeader()
-        self.average = self._averaging.average
         self.offered = 0  # version of the newest drafter that was offered
+        self._every = 1  # micro-steps between two averagings of the session that this worker leads
         self._session_from = 0  # micro-steps taken before the session began
         self._lineage: object = None  # equal on workers whose drafters are equal, bit by bit
         self.begin({})
@@ -92,9 +92,9 @@ class Sessions:
             drafter.restore(drafter.state(buffer=False))  # discards the gradients of the interrupted micro-step
             return
         finally:
-            self._averaging.leave()
-            self.waited_s += self._averaging.waited_s
-            self.averaging_s += self._averaging.averaging_s
+            self.averaging.leave()
+            self.waited_s += self.averaging.waited_s
+            self.averaging_s += self.averaging.averaging_s
         self.rested = result is not None and result.ended in ("rested", "no answers")
 
     # ---- leading
@@ -143,8 +143,10 @@ class Sessions:
             leader=self._status.worker,
             members=tuple(sorted((*confirmed, self._status.worker))),
             rendezvous=self._network.rendezvous(f"session-{self._status.worker}-{self._status.epoch}-{session}"),
+            every=max(1, self._pays.every(len(confirmed) + 1)),
             drafter=None if equal else describe(drafter),
         )
+        self._every = opened.every
         self.leader.open(opened)
         return opened
 
@@ -159,8 +161,12 @@ class Sessions:
         members = len(self._members) + 1
         if members < self._pays.most and self.leader.requesters(self._status.group):
             return True
-        self._pays.observe(members, *self._averaging.measured())
-        return members > self._pays.most
+        self._pays.observe(members, self.averaging.measured())
+        return members > self._pays.most or (members > 1 and self._too_often(members))
+
+    def _too_often(self, members: int) -> bool:
+        """Whether this session averages more than twice as often as pays."""
+        return self._pays.every(members) > 2 * self._every
 
     def _announce(self, drafter: OnlineDrafter) -> None:
         """Offers a drafter that became better at once: other workers may still decode long completions."""
@@ -206,7 +212,7 @@ class Sessions:
         rank, size = opened.members.index(self._status.worker), len(opened.members)
         try:
             group = self._network.join_session(opened.rendezvous, rank, size)
-            self._averaging.enter(group, size, lambda: self._wants_to_end(drafter, opened.leader))
+            self.averaging.enter(group, size, lambda: self._wants_to_end(drafter, opened.leader), opened.every)
             if opened.drafter is not None:
                 root = opened.members.index(opened.leader)
                 if rank == root:
@@ -226,7 +232,8 @@ class Sessions:
         if opened is None:
             self._lineage = None
             return drafter.train(lambda: self._must_end(drafter))
-        result = drafter.train(lambda: self._averaging.over)
-        ended_together = self._averaging.over and result.ended == "stopped"
+        result = drafter.train(lambda: self.averaging.over)
+        # of averaged weights, Adam's moments are each member's own
+        ended_together = self.averaging.over and result.ended == "stopped" and opened.every == 1
         self._lineage = (opened.rendezvous, drafter.steps_taken) if ended_together else None
         return result

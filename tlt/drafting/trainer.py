@@ -31,7 +31,7 @@ from tlt.model.device import DeviceTimer
 from tlt.model.transformer import Output, Transformer
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, draft_vocabulary
-from tlt.train.drafter import Average, DrafterBatch, DrafterDiverged, DrafterTrainer, drafter_loss
+from tlt.train.drafter import Averaging, DrafterBatch, DrafterDiverged, DrafterTrainer, drafter_loss
 from tlt.train.drafter_measure import Expected, expected
 from tlt.train.packing import PackedRow, plan_rows
 from tlt.train.supervised import StepResult
@@ -70,7 +70,7 @@ class OnlineDrafter:
         seed: int = 0,
         cold: bool = False,
         keeper: StateKeeper | None = None,
-        average: Average | None = None,
+        average: Averaging | None = None,
     ) -> None:
         self.policy = policy
         self._draft = draft
@@ -107,7 +107,7 @@ class OnlineDrafter:
         config: RunConfig,
         *,
         keeper: StateKeeper | None = None,
-        average: Average | None = None,
+        average: Averaging | None = None,
     ) -> "OnlineDrafter":
         """By a configuration. A keeper (`states.keeper_of`) must be the engine's receiver of hidden states."""
         cold, seed = config.spec.path == NEW, config.run.seed
@@ -368,7 +368,7 @@ class OnlineDrafter:
             return found
         sums = torch.tensor([found.loss, found.accept_length, 1.0], dtype=torch.float64) * found.tokens
         sums = sums.to(self.policy.embed.device)
-        self._average([sums])  # all workers must decide alike
+        self._average.mean([sums])  # all workers must decide alike
         loss, accept_length, tokens = sums.tolist()
         return Expected(loss / max(tokens, 1e-9), accept_length / max(tokens, 1e-9), found.tokens)
 

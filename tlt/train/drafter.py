@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,9 +89,17 @@ class DrafterDiverged(TltError):
     """A micro-step gave numbers that are not finite: the drafter's weights are lost."""
 
 
-Average = Callable[
-    [Sequence[Tensor]], None
-]  # replaces each tensor, in place, by its mean over the workers of the training session
+class Averaging(Protocol):
+    """Averages over the workers of a training session, which all make the same calls. Tensors change in place."""
+
+    def mean(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor becomes its mean."""
+
+    def gradients(self, tensors: Sequence[Tensor]) -> None:
+        """As `mean`, of a micro-step's gradients; or nothing, where weights are averaged every few micro-steps."""
+
+    def weights(self, tensors: Sequence[Tensor]) -> bool:
+        """After the micro-step: whether it averaged its weights."""
 
 
 class DrafterTrainer:
@@ -111,7 +119,7 @@ class DrafterTrainer:
         settings: DraftSettings,
         *,
         endless: bool = False,
-        average: Average | None = None,
+        average: Averaging | None = None,
         progress: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._model = model
@@ -164,6 +172,8 @@ class DrafterTrainer:
         # warm-up counts steps only, as the optimizer's moments do
         rate = min(learning_rate(at, self._schedule) for at in (place, self.steps_taken - self._warm_from))
         grad_norm = self._optimizer.update(rate, CLIP)
+        if self._average:
+            self._optimizer.change(self._average.weights)
         self.steps_taken += 1
         self.unrolled_steps += unrolled > 1
         numbers = Reading(torch.stack((loss.detach().float(), grad_norm.float())))
@@ -183,12 +193,12 @@ class DrafterTrainer:
         return max(self.steps_taken, self._progress() * self._settings.steps)
 
     @torch.no_grad()
-    def _share(self, average: Average, weight: float) -> None:
+    def _share(self, average: Averaging, weight: float) -> None:
         """Averages gradients weighted by batch: the result is the gradient of all batches as one."""
         gradients = self._optimizer.gradients()
         weight_1 = gradients[0].new_full((1,), weight)
         torch._foreach_mul_(gradients, weight_1[0])
-        average([*gradients, weight_1])
+        average.gradients([*gradients, weight_1])
         torch._foreach_div_(gradients, weight_1[0])
 
     def _read(self, numbers: Reading, step: int, aligned: Aligned, named: int, rate: float) -> StepResult:

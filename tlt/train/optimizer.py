@@ -7,7 +7,7 @@ sums use its local part. Does not know losses, rows or models.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,12 @@ class MasterAdamW:
         norm = self.norm()
         self.step(rate, clip, norm)
         return norm
+
+    @torch.no_grad()
+    def change(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
+        """Lets `change` write into the masters; if it did, the weights follow."""
+        if change([master.detach() for master in self._masters]):
+            self._write_back()
 
     def state(self) -> dict[str, Any]:
         """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
