@@ -38,12 +38,14 @@ clean:
 	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Other people's packages against ours, each in an environment of its own. INTEGRATIONS="openai trl" takes some of them.
-INTEGRATIONS ?= openai lm_eval verifiers trl
+INTEGRATIONS ?= openai lm_eval verifiers trl verl
 PACKAGES_openai := openai
 PACKAGES_lm_eval := 'lm-eval[api]' accelerate
 PACKAGES_verifiers := verifiers renderers
 PACKAGES_trl := trl accelerate datasets peft
+PACKAGES_verl := verl ray
 TESTS_trl := tests/test_trl.py
+TESTS_verl := tests/test_verl.py
 
 integrations: $(INTEGRATIONS:%=integration-%)
 
@@ -51,4 +53,5 @@ integration-%: pyproject.toml
 	test -d .venv-$* || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(TORCH)
 	.venv-$*/bin/python -m pip install --quiet -e '.[serve]' pytest hypothesis httpx $(PACKAGES_$*)
+	rm -rf .venv-$*/lib/python*/site-packages/tests # verl's wheel brings a package of that name
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q $(or $(TESTS_$*),tests/test_client_$*.py)

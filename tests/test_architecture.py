@@ -237,7 +237,7 @@ def plain_modules_that_need_more(modules: list[Module]) -> Iterator[str]:
 
 def ray_outside_the_cluster(modules: list[Module]) -> Iterator[str]:
     for module in modules:
-        inside = (module.name + ".").startswith("tlt.cluster.")
+        inside = (module.name + ".").startswith("tlt.cluster.") or module.name == "tlt.integrations.verl"
         if not inside and any(name.partition(".")[0] == "ray" for name in imported(module, set())):
             yield f"{module} imports ray"
 

@@ -149,6 +149,18 @@ def load_tensors(model: Transformer, tensors: Iterator[tuple[str, Tensor]], *, o
 
 
 @torch.no_grad()
+def copy_some(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
+    """Copies tensors into the model, which may be some of those it has. None is copied where one does not fit."""
+    wanted, ours = places(model.config), dict(model.named_parameters())
+    problems = [_misfit(name, tuple(tensor.shape), model.config, wanted) for name, tensor in tensors.items()]
+    problems = [problem for problem in problems if problem]
+    if problems:
+        raise ModelError(_complaint("the tensors", problems))
+    for name in tensors.keys() & wanted.keys():  # else the head of a policy whose embedding it is
+        wanted[name].of(ours).copy_(tensors[name])
+
+
+@torch.no_grad()
 def load_some(model: Transformer, file: Path) -> None:
     """Copies a safetensors file's tensors into the model, which may be some of those it has. None is copied where one
     does not fit."""
