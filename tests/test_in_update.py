@@ -135,7 +135,7 @@ def test_what_it_may_take_bounds_its_micro_steps() -> None:
     drafter = learner(policy)
     drafter.learn_from(found, 0)
     drafter.sort_arrived()
-    drafter._in_updates.append(1.0)
+    drafter._in_updates.append((1.0, 1))
     training = drafter.in_update(3.5)
     policy_trainer(policy).update(experiences(found), training)
     assert training.finish().micro_steps == 3
@@ -168,7 +168,7 @@ def test_short_sessions_are_measured_together_and_then_give_a_drafter_out() -> N
     for _ in range(3):
         drafter.learn_from(found, 0)
         drafter.sort_arrived()
-        drafter._in_updates.extend([1.0] * 5)
+        drafter._in_updates.extend([(1.0, 1)] * 3)
         training = drafter.in_update(2.0)
         policy_trainer(policy).update(experiences(found), training)
         results.append(training.finish())

@@ -154,7 +154,7 @@ def rollout_report(spent: SpeculationReport | None) -> RolloutReport:
     return RolloutReport(
         verifies=spent.verifies,
         accepted=spent.accepted,
-        saved_s=spent.tuner.saved_s if spent.tuner else 0.0,
+        saved_s=spent.tuner.saved_s - spent.one_off_s if spent.tuner else 0.0,
         chosen=by_batch(spent.ticks.items()),
         by_depth=tuple((drafter, shares) for drafter, shares in known.items() if shares and drafter in asked),
         switches=spent.switches,

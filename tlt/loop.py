@@ -39,7 +39,7 @@ class RolloutReport:
 
     verifies: int = 0  # of single requests
     accepted: int = 0  # draft tokens
-    saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs
+    saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs; one_off_s is taken off
     chosen: TicksByBatch = ()  # in which shapes
     by_depth: ByDepth = ()  # as the tuners knew it afterwards, of those that were asked
     switches: int = 0  # ticks in another shape than the tick before

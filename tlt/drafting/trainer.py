@@ -41,6 +41,7 @@ _PATIENCE = 2  # checks without a better drafter after which the learner is rese
 _RECENT = 5  # micro-steps and measurements whose median predicts the next one
 _WARM_UP_TOKENS = 256  # of a sequence
 _TIMED_TOKENS = 512  # most tokens of a timed pass on a CPU
+_SESSIONS = 3  # inside updates, from which it is known how long a micro-step takes
 _FIRST_STEPS = 2  # micro-steps in an update while their duration is unknown
 
 
@@ -93,10 +94,9 @@ class OnlineDrafter:
         self._since_good = self._cuts = 0  # micro-steps since the last good drafter; long answers cut so far
         self._micro_steps: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # seconds and tokens of the last ones
         self._looks_s: deque[float] = deque(maxlen=_RECENT)  # of the last measurements
-        self._in_updates: deque[float] = deque(maxlen=_RECENT)  # seconds of the last micro-steps inside updates
-        self._unchecked = self._unchecked_tokens = (
-            0  # inside updates, micro-steps and tokens since the last measurement
-        )
+        self._in_updates: deque[tuple[float, int]] = deque(maxlen=_SESSIONS)  # seconds and micro-steps inside updates
+        # inside updates, since the last measurement
+        self._unchecked = self._unchecked_tokens = 0  # micro-steps, tokens
         self.version = 0  # of the published drafter; grows by one with each better one
 
     @classmethod
@@ -187,7 +187,9 @@ class OnlineDrafter:
 
     @property
     def _update_s(self) -> float:
-        return median(self._in_updates) if self._in_updates else 0.0
+        """Mean, for some micro-steps wait for the host and take several times as long as most."""
+        micro_steps = sum(count for _, count in self._in_updates)
+        return sum(seconds for seconds, _ in self._in_updates) / micro_steps if micro_steps else 0.0
 
     @property
     def _micro_s(self) -> float:
@@ -317,7 +319,7 @@ class OnlineDrafter:
             _, look_s = self._timed_pass(min(held, most), 1)
         micro_s *= wanted / min(wanted, most)
         self._micro_steps.append((micro_s, wanted))
-        self._in_updates.append(micro_s)
+        self._in_updates.append((micro_s, 1))
         self._looks_s.append(look_s * held / min(held, most))
 
     def _timed_pass(self, tokens: int, unrolled: int) -> tuple[float, float]:
@@ -495,7 +497,8 @@ class UpdateTraining:
             self._ended, self._alarm = drafter._guarded(self._take_stock)
         looks_s, steps_s = ([timer.seconds for timer in timers] for timers in (self._looks, self._steps))
         drafter._looks_s.extend(looks_s)
-        drafter._in_updates.extend(steps_s)
+        if steps_s:
+            drafter._in_updates.append((sum(steps_s), len(steps_s)))
         session.measuring_s = sum(looks_s)
         seconds = session.measuring_s + sum(steps_s)
         return session.result(drafter.version, self._ended, self._alarm, seconds, seconds)
