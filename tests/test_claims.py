@@ -161,6 +161,12 @@ def ratios(found: Record) -> list[float]:
     return [run["plain s"] / run["tuner, warm s"] for run in found["rollouts"]["runs"]]
 
 
+def with_tlt(found: Record) -> Record:
+    """Totals of the training bench."""
+    rows: list[Record] = found["sections"]["totals"]["records"]
+    return next(row for row in rows if row["variant"] == "tlt")
+
+
 def simulated(found: Record) -> list[float]:
     return [one["compared"]["speedup"]["measured"] for one in (found, *found["earlier_runs"])]
 
@@ -174,15 +180,16 @@ def printed(found: Record, *ways: str) -> list[float]:
 
 
 C, A, B = (f"speculation_{name}_h200" for name in ("c_7b_c269349", "a_7b_c269349", "b_7b_4ff056a"))
-VLLM, QWEN = "beside_vllm_c_7b_f6c738e_h200", "reinforcement_qwen_0.5b_f6c738e_h200"
+VLLM, QWEN = "beside_vllm_c_7b_f6c738e_h200", "train_gsm8k_qwen_1.5b_1b67285_h200"
 USELESS, TINY = "speculation_b_never_useless_7b_222edd7_h200", "simulated_tiny_cpu"
-WARM, OVER = "tuner, warm", ("rollout", "step")
+WARM, OVER = "tuner, warm", ("rollout_speedup", "speedup")
 
 # Words of the README, and the figures that its record has for them.
 FIGURES: list[tuple[str, str, Callable[[Record], list[Any]]]] = [
-    (QWEN, "rollout **{:.2f} ×**, whole step about **{:.2f} ×**", lambda r: [r["over_plain"][of] for of in OVER]),
-    (QWEN, "took {} s of each step's {} s", lambda r: [r["drafting_s"], r["step_s"]]),
-    (QWEN, "was only {}", lambda r: [r["accept_length"]]),
+    (QWEN, "first {} steps", lambda r: [with_tlt(r)["steps"]]),
+    (QWEN, "rollout **{:.2f} ×**, whole step **{:.2f} ×**", lambda r: [with_tlt(r)[of] for of in OVER]),
+    (QWEN, "drafter training ({:.1f} % of the time)", lambda r: [100 * with_tlt(r)["drafting_share"]]),
+    (QWEN, "(tokens per verification) of {:.2f}", lambda r: [with_tlt(r)["accept_last"]]),
     (C, "median {} tokens, longest {:,}", lambda r: [r["answers"][of] for of in ("median", "max")]),
     (C, "| {:.1f} s | {:.1f} s, **{:.2f} ×**", lambda r: [seconds(r, "plain"), *warm(r)]),
     (C, "plain decoding ends after {:.1f} s, TLT after {:.1f} s", lambda r: [seconds(r, "plain"), warm(r)[0]]),

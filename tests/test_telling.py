@@ -86,7 +86,13 @@ def report(verifies: int, by_depth: dict[str, tuple[float, ...]]) -> Speculation
 def test_a_worker_tells_what_its_books_say() -> None:
     told = rollout_report(report(12, {"eagle": (0.5, 0.25), "suffix": ()}))
     assert told.by_depth == (("eagle", (0.5, 0.25)),), "nobody looked at what the other one named"
-    assert (told.verifies, told.accepted, told.saved_s, told.switches, told.one_off_s) == (12, 6, 0.25 - 0.125, 2, 0.125), "captures are no savings"
+    assert (told.verifies, told.accepted, told.saved_s, told.switches, told.one_off_s) == (
+        12,
+        6,
+        0.25 - 0.125,
+        2,
+        0.125,
+    ), "captures are no savings"
     assert told.chosen == ((4, str(BOTH), 5), (4, "off", 1))
     assert rollout_report(report(0, {"eagle": (0.5,)})).by_depth == (), "what was recalled is no news of this rollout"
     alone = replace(report(12, {"eagle": (0.0,), "suffix": (0.9,)}), ticks={(3, Shape(("suffix",), 3, 1, 4)): 5})
