@@ -28,7 +28,7 @@ from tlt.watch.site import runs_json
 from tlt.watch.tail import LiveRun, LiveRuns
 from tlt.watch.views import live_view, step_view
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK, _EVERYWHERE = ("127.0.0.1", "localhost", "::1"), ("0.0.0.0", "::")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -47,7 +47,8 @@ def watch(directory: Path, host: str, port: int, told: Callable[[str], None]) ->
     secret = "" if host in LOOPBACK else secrets.token_urlsafe(18)
     listening = _listen(host, port)
     number = listening.getsockname()[1]
-    name = f"[{host}]" if ":" in host else host
+    named = socket.gethostname() if host in _EVERYWHERE else host
+    name = f"[{named}]" if ":" in named else named
     told(f"http://{name}:{number}/{f'{secret}/' if secret else ''}")
     app = build_app(directory, secret=secret)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))

@@ -1,7 +1,7 @@
 // `tlt watch`: runs, a run, a step, its completions, the drafter. Reads JSON (tlt.watch.views) that is served beside it,
 // live or from an export, and draws with draw.js. What always holds: a view is a function of the address; data is read
 // again only while the page is visible; columns of steps are sent once.
-import { FigureView, TOKEN_COLOURS, completionView, el, number, tokenLegend } from "./draw.js";
+import { FigureView, TOKEN_COLOURS, completionView, el, number, tickWords, ticks, tokenLegend } from "./draw.js";
 
 const LIVE = document.querySelector('meta[name="tlt-live"]').content === "yes";
 const POLL_MS = 1000, MOST_COMPARED = 8, MOST_CARDS = 200;
@@ -383,7 +383,8 @@ function timeline(name, file) {
     pen.fillStyle = colour("soft");
     pen.font = "11.5px system-ui, sans-serif";
     pen.textAlign = "center";
-    for (let n = 0; n <= 6; n++) pen.fillText(`${number(Number(((end * n) / 6).toPrecision(3)))} s`, Math.min(width - 18, x((end * n) / 6)), height - 12);
+    const times = ticks(0, end, 8).filter((time) => time <= end), say = tickWords(times);
+    times.forEach((time) => pen.fillText(`${say(time)} s`, Math.min(width - 18, x(time)), height - 12));
     pen.textAlign = "right";
     const workers = [...new Set(rows.map((one) => one.worker))];
     workers.forEach((worker) => {

@@ -47,6 +47,7 @@ function logTicks(low, high) {
 export function tickWords(values, percent = false) {
   const shown = percent ? values.map((value) => value * 100) : values;
   const largest = Math.max(0, ...shown.map(Math.abs));
+  if (largest > 0 && largest < 1e-3) return (value) => (value ? value.toExponential(1).replace("e-", "e−") : "0");
   const [scale, unit] = largest >= 1e6 ? [1e6, "M"] : largest >= 1e4 ? [1e3, "k"] : [1, percent ? "%" : ""];
   let decimals = 0;
   while (decimals < 6 && shown.some((v) => Math.abs(Number((v / scale).toFixed(decimals)) - v / scale) > 1e-9)) decimals++;
@@ -501,12 +502,17 @@ export function tokenLegend(mode) {
   return el("p", { class: "tokens legend-line" }, ...entries.map(([name, words]) => el("span", { class: name }, ` ${words} `)));
 }
 
+function preview(completion) {
+  const text = completion.texts.slice(0, 60).join("").replace(/\s+/g, " ").trim();
+  return text.length > 110 ? `${text.slice(0, 110)} …` : text;
+}
+
 export function completionView(completion, mode, open = false) {
   // heading, and the tokens once it is opened
   const drafted = [...completion.drafted].filter((flag) => flag === "1").length;
   const title = `group ${completion.group}, answer ${completion.index}: reward ${number(completion.reward)}, ${number(completion.tokens)} tokens, ended by ${completion.finish}`;
   const share = completion.drafted.length ? `, ${number(drafted / completion.drafted.length, true)} from drafts` : "";
-  const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share)));
+  const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share), el("q", {}, preview(completion))));
   let view = null;
   const fill = () => {
     if (view || !node.open) return;

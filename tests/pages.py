@@ -1,0 +1,212 @@
+"""Runs made up for the page, a server for them, and a browser that looks at it and notes what goes wrong."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from tests.watching import MACHINE, config_of, events_of_steps, rollout, step
+from tlt.watch.events import (
+    AccountUpdated,
+    AnswerShown,
+    DrafterSwapped,
+    DrafterTrained,
+    Event,
+    ReplayCompared,
+    RewardsFailed,
+    RunFinished,
+    ShapesChosen,
+    TrainingForecast,
+)
+from tlt.watch.log import start_run
+from tlt.watch.sampling import step_file
+from tlt.watch.server import build_app
+from tlt.watch.workers import WorkerSpans
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+MARKUP = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>\n\"&amp;"
+
+
+@contextmanager
+def served(directory: Path, secret: str = "") -> Iterator[str]:
+    """The address of a server for these runs."""
+    config = uvicorn.Config(build_app(directory, secret=secret), port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join()
+
+
+class Looking:
+    """A page of the browser. `problems`: errors of scripts, of the console and of requests, and calls elsewhere."""
+
+    def __init__(self, page: Any, home: str) -> None:
+        self.page, self.home = page, home
+        self.problems: list[str] = []
+        self.visits = 0
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("console", lambda said: self.problems.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("requestfailed", lambda request: self._failed(request))
+        page.on("request", lambda request: self._asked(request.url))
+
+    def _failed(self, request: Any) -> None:
+        if "ERR_ABORTED" not in str(request.failure):  # by leaving the page
+            self.problems.append(f"{request.url}: {request.failure}")
+
+    def _asked(self, url: str) -> None:
+        if not url.startswith((self.home, "data:", "file:")):
+            self.problems.append(f"asked for {url}")
+
+    def go(self, address: str) -> None:
+        """Until the view is drawn, or says that it cannot be."""
+        self.visits += 1
+        self.page.goto(f"{self.home}?{self.visits}#/{address}")  # a change behind # alone would not load the page again
+        self.page.wait_for_selector("body[data-ready]")
+
+    def ask(self, path: str) -> Any:
+        """What the server answers."""
+        return self.page.request.get(self.home + path).json()
+
+    def text(self, selector: str = "main") -> str:
+        return str(self.page.inner_text(selector))
+
+    def nodes(self) -> int:
+        return int(self.page.evaluate("document.querySelectorAll('*').length"))
+
+
+# ---- runs
+
+
+def write_events(directory: Path, name: str, events: list[Event], *flags: str) -> Path:
+    config = config_of(directory, f"--run.name={name}", *flags)
+    with start_run(config, "train", "0.1") as log:
+        for event in events:
+            log.emit(event)
+    return directory / name
+
+
+def told_step(number: int, **changes: float) -> list[Event]:
+    """A step with everything that a run with a drafter tells."""
+    ticks = ((8, "eagle 7x1/8", 30), (64, "off", 40), (64, "suffix 3x1/4", 4))
+    chosen = ShapesChosen(number, ticks, (("eagle", (0.8, 0.6, 0.4)), ("suffix", (0.5,))), 5, 0.1)
+    spent = {"training": 0.2 * number, "measuring": 0.05 * number, "swapping": 0.01 * number}
+    memory = {"host_bytes": 2 * 2**30, "device_bytes": 0, "entropy": 0.9 / number, "kl": 0.01, "verifies": 100}
+    account = AccountUpdated(number, 7.0 * number, 1.5 * number, spent, 0.5 * number)
+    return [rollout(number), chosen, account, step(number, **{**memory, **changes})]
+
+
+def whole_story(steps: int = 6) -> list[Event]:
+    events: list[Event] = [MACHINE, TrainingForecast(1, True, 0.12, steps - 1, 40, 2.0, 9.0)]
+    for number in range(1, steps + 1):
+        events += told_step(number)
+        events.append(AnswerShown(number, "p", MARKUP, MARKUP, 1.0, 3))
+    events += [
+        DrafterTrained(2, 1, 40, 9000, 3.2, 2.1, 1.5, "it pays, then time was up", 1.2, 2.4),
+        DrafterSwapped(2, 1, 0.01),
+        ReplayCompared(3, 1000, tlt_s=4.0, plain_s=7.0, identical=True),
+        RewardsFailed(4, "raised", 2, "p", MARKUP),
+        RunFinished(90.0),
+    ]
+    return events
+
+
+def completion(group: int, index: int, text: str = "one two three", **changes: Any) -> dict[str, Any]:
+    texts = [part + " " for part in text.split(" ")]
+    count = len(texts)
+    found = {
+        "group": group,
+        "index": index,
+        "reward": float(index % 2),
+        "finish": "eos" if index % 2 else "length",
+        "tokens": count,
+        "version": 3,
+        "head": count,
+        "texts": texts,
+        "logprobs": [-0.4 * place for place in range(count)],
+        "drafted": "".join("01"[place % 2] for place in range(count)),
+        "entropy": [0.3 * place for place in range(count)],
+    }
+    return {**found, **changes}
+
+
+def write_step_file(directory: Path, number: int, *, workers: int = 1, groups: int = 3, answers: int = 4) -> None:
+    """Group 1 has the same reward everywhere; group 0 is kept token by token."""
+    requests = [
+        [g, a, (g * answers + a) % workers, 0, 0.2, 1.0 + 0.1 * g + 0.5 * a]
+        for g in range(groups)
+        for a in range(answers)
+    ]
+    kept = [completion(0, index, f"answer {index} with words") for index in range(answers)]
+    kept[0] = {**completion(0, 0, "unused"), "texts": ["plain ", MARKUP, " end"], "tokens": 9, "head": 2}
+    kept[0] |= {"logprobs": [-0.1, -2.0, -0.5], "entropy": [0.1, 2.0, 0.5], "drafted": "010"}
+    kept[0] |= {"question": f"What is {MARKUP}?", "reference": MARKUP}
+    file = {
+        "format": 1,
+        "step": number,
+        "began": 1000.0,
+        "groups_in_all": groups,
+        "groups": [
+            {
+                "group": g,
+                "prompt": f"{MARKUP}{g}",
+                "rewards": [1.0 if g == 1 else float(a % 2) for a in range(answers)],
+                "lengths": [3 + a for a in range(answers)],
+                "finish": ["eos"] * answers,
+            }
+            for g in range(groups)
+        ],
+        "completions_in_all": answers,
+        "completions": kept,
+        "requests_in_all": len(requests),
+        "requests": requests,
+        "shapes": [[w, [[0, 9, "off"], [0.9, 4, "eagle 7x1/8"], [1.6, 2, "suffix 3x1/4"]]] for w in range(workers)],
+        "costs": [[w, 8, "eagle 7x1/8", 30, 0.011, 0.012] for w in range(workers)] + [[0, 64, "off", 40, 0.02, 0.0]],
+        "memory": [[w, 2**30, 0] for w in range(workers)],
+    }
+    path = step_file(directory, number)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(file), encoding="utf-8")
+
+
+def two_workers(number: int, at: float = 1e9) -> list[Event]:
+    return [
+        WorkerSpans(number, 0, "here", (("rolling", at, 4.0),)),
+        WorkerSpans(number, 1, "here", (("rolling", at, 2.0), ("drafting", at + 2.0, 1.5), ("idle", at + 3.5, 0.5))),
+    ]
+
+
+def write_long_run(directory: Path, steps: int, groups: int, answers: int) -> Path:
+    """So many steps of so many groups, written as lines at once."""
+    home = write_events(directory, "long", [MACHINE], f"--run.steps={steps + 1}")
+    lengths = [40 + (37 * place) % 900 for place in range(groups * answers)]
+    told: Callable[[Event], dict[str, Any]] = lambda event: {
+        name: getattr(event, name) for name in type(event).__dataclass_fields__
+    }
+    lines = []
+    for number in range(1, steps + 1):
+        reward = 0.5 + 0.4 * number / steps + 0.05 * ((number * 7919) % 13 - 6) / 6
+        for event in told_step(number, mean_reward=reward):
+            fields = told(event)
+            if "lengths" in fields:
+                fields["lengths"] = lengths
+            line = {"time": 1e9 + number, "format": 2, "kind": type(event).__name__, "fields": fields}
+            lines.append(json.dumps(line))
+    with (home / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    write_step_file(home, steps, workers=4, groups=groups, answers=answers)
+    return home
+
+
+def some_steps(count: int) -> list[Event]:
+    return [MACHINE, *events_of_steps(0, count)]
