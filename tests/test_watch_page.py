@@ -34,6 +34,7 @@ from tests.pages import (
 from tests.watching import step
 from tlt.cli import main
 from tlt.errors import TltError
+from tlt.watch.columns import columns_of
 from tlt.watch.events import EVENTS_FILE, RunFinished, RunResumed, StepFinished, read_run
 from tlt.watch.figures import figures_of
 from tlt.watch.history import counted
@@ -53,8 +54,8 @@ def browser() -> Iterator[Any]:
         pytest.skip("needs Chromium: apt install chromium")
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
 
@@ -417,15 +418,17 @@ def test_mistakes_with_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_is_read_on_is_what_is_read_at_once(tmp_path: Path) -> None:
     """A run that is resumed, line by line: the numbers are those of the whole file."""
-    home = write_events(tmp_path, "shown", some_steps(5))
+    home = write_events(tmp_path, "shown", [*some_steps(2), *whole_story(5)[:-1]])
     write_events(tmp_path, "shown", [RunResumed(3, "there"), step(4, mean_reward=0.75), RunFinished(1.0)])
     text = (home / EVENTS_FILE).read_bytes()
     (home / EVENTS_FILE).write_bytes(b"")
     live = LiveRun(home)
+    assert live.columns.steps == []
     for place in range(0, len(text), 997):
         with (home / EVENTS_FILE).open("ab") as file:
             file.write(text[place : place + 997])
         live.refresh()
+        assert live.columns == columns_of(live.run), "columns are carried on from one look to the next"
     whole = [record.event for record in counted(read_run(home).events) if isinstance(record.event, StepFinished)]
     found = [record.event for record in counted(live.run.events) if isinstance(record.event, StepFinished)]
     assert found == whole

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from tlt.watch.chart import STEPS, Axis, Bar, Figure, Lane, LaneSpan, Mark, Series, lines, points
-from tlt.watch.columns import PLAIN_SUM, REPLAY_RATIO, ROLLOUT_SUM, WHOLE_RATIO, columns_of
+from tlt.watch.columns import PLAIN_SUM, REPLAY_RATIO, ROLLOUT_SUM, WHOLE_RATIO, Columns, columns_of
 from tlt.watch.events import DrafterSwapped, Evaluated, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
 from tlt.watch.history import drafted, events_of, steps_of
 from tlt.watch.summary import PHASES, duration, evaluation_in_words, is_estimated, when_evaluated
@@ -36,12 +36,12 @@ _UNDRAWN = {  # columns that other figures or numbers of the page tell
 _TOLD_GROUPS = ("acceptance", "account", "eval", "sum", "time", "rewards", "metrics")  # likewise, of columns
 
 
-def figures_of(run: Run) -> list[Figure]:
-    """Those that the run has numbers for."""
+def figures_of(run: Run, known: Columns | None = None) -> list[Figure]:
+    """Those that the run has numbers for. `known`: its columns, where they have been computed."""
     steps = steps_of(run)
     if not steps:
         return []
-    columns = columns_of(run).values
+    columns = (known or columns_of(run)).values
     rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
     evaluations = events_of(run, Evaluated)
     drawn = [_reward(steps), *_told_by_rewards(columns)]

@@ -133,7 +133,7 @@ class _Pages:
             live = self._runs.one(request.path_params["run"])
             if not isinstance(live, LiveRun):
                 return _missing(request, live)
-            view = step_view(live.run, live.directory, step, live.lanes_of(step))
+            view = step_view(live, step)
         return _json(view) if view else _json({"error": f"step {step} is not over, or was never taken"}, 404)
 
 

@@ -4,6 +4,7 @@ The paths are those that the live server answers, so that the page is the same b
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def runs_json(runs: dict[str, LiveRun | TltError]) -> dict[str, Any]:
     rows = [
         {"name": name, "error": str(live), "state": "broken", "knobs": {}}
         if isinstance(live, TltError)
-        else run_row(name, live)
+        else live.once(partial(run_row, name))
         for name, live in runs.items()
     ]
     return {"runs": rows}
@@ -48,7 +49,7 @@ def _export_run(live: LiveRun, target: Path) -> None:
     view = live_view(live)
     _write_json(target / "run.json", view)
     for step in {*steps_kept(live.directory), *view["steps"][-1:]}:
-        if told := step_view(live.run, live.directory, step, live.lanes_of(step)):
+        if told := step_view(live, step):
             _write_json(target / f"step_{step}.json", told)
 
 

@@ -5,11 +5,14 @@ step that is over, the lengths of answers of all but a few steps, and lanes of w
 grows with the number of steps, not of events. Never writes; a file that was replaced or cut is read again.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tlt.errors import TltError
 from tlt.recipe import load_config
+from tlt.watch.columns import Columns, columns_of
 from tlt.watch.events import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -46,6 +49,8 @@ class LiveRun:
         self._lanes: list[Recorded] = []  # of workers, in the last step that has any
         self._lines: dict[int, list[int]] = {}  # step → places in the file of lines about its workers
         self._made: tuple[int, Run] | None = None
+        self._columns: tuple[int, int, Columns] | None = None  # lives and offset that they are of
+        self._row: tuple[int, dict[str, Any]] | None = None
 
     def refresh(self) -> bool:
         """Whether there was anything new."""
@@ -93,6 +98,21 @@ class LiveRun:
             config = load_config(self.directory / CONFIG_FILE)
             self._made = (self.offset, Run(config, (*self._records, *self._lanes)))
         return self._made[1]
+
+    @property
+    def columns(self) -> Columns:
+        """Of the run: steps that were known are not computed again."""
+        known = self._columns
+        if known is None or known[:2] != (self.lives, self.offset):
+            same = known[2] if known and known[0] == self.lives else None
+            self._columns = known = (self.lives, self.offset, columns_of(self.run, same))
+        return known[2]
+
+    def once(self, make: Callable[["LiveRun"], dict[str, Any]]) -> dict[str, Any]:
+        """What was made of the run as it is now, if nothing was told since."""
+        if self._row is None or self._row[0] != self.offset:
+            self._row = (self.offset, make(self))
+        return self._row[1]
 
     def lanes_of(self, step: int) -> list[WorkerSpans]:
         """What the workers did in a step, as it was computed last."""

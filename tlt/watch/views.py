@@ -83,9 +83,17 @@ def differences(config: RunConfig) -> dict[str, str]:
 # ---- one run
 
 
-def run_view(run: Run, *, now: Recorded | None = None, kept: Sequence[int] = (), rows: int = 0, lives: int = 1) -> Json:
-    """Everything about a run but its single steps. `rows`: steps that the page has already."""
-    summary, columns = summarise(run), columns_of(run)
+def run_view(
+    run: Run,
+    *,
+    known: Columns | None = None,
+    now: Recorded | None = None,
+    kept: Sequence[int] = (),
+    rows: int = 0,
+    lives: int = 1,
+) -> Json:
+    """Everything about a run but its single steps. `known`: its columns; `rows`: steps that the page has already."""
+    summary, columns = summarise(run), known or columns_of(run)
     first = max(0, min(rows, len(columns.steps)) - _AGAIN)
     return {
         "name": summary.name,
@@ -99,7 +107,7 @@ def run_view(run: Run, *, now: Recorded | None = None, kept: Sequence[int] = (),
         "now": _doing(now, summary),
         "from": first,
         **_columns(columns, first),
-        "figures": [to_json(figure) for figure in figures_of(run)],
+        "figures": [to_json(figure) for figure in figures_of(run, columns)],
         "kept": list(kept),
         "drafter": drafter_view(run),
         "notices": _notices(run),
@@ -112,7 +120,8 @@ def run_view(run: Run, *, now: Recorded | None = None, kept: Sequence[int] = (),
 def live_view(live: LiveRun, *, rows: int = 0, lives: int = 0) -> Json:
     """Of a run that may go on. `rows`, `lives`: what the page has."""
     kept = sorted(steps_kept(live.directory))
-    view = run_view(live.run, now=live.now, kept=kept, rows=rows if lives == live.lives else 0, lives=live.lives)
+    had = rows if lives == live.lives else 0
+    view = run_view(live.run, known=live.columns, now=live.now, kept=kept, rows=had, lives=live.lives)
     return {**view, "at": live.offset}
 
 
@@ -231,17 +240,18 @@ def drafter_view(run: Run) -> Json:
 # ---- one step
 
 
-def step_view(run: Run, directory: Path, step: int, lanes: Sequence[WorkerSpans]) -> Json | None:
+def step_view(live: LiveRun, step: int) -> Json | None:
     """A step's numbers, figures and file; None for one that is not over."""
+    run = live.run
     finished = next((one for one in steps_of(run) if one.step == step), None)
     if finished is None:
         return None
-    file = read_step(step_file(directory, step))
+    file = read_step(step_file(live.directory, step))
     chosen = [one for one in events_of(run, ShapesChosen) if one.step == step]
     account = [one for one in events_of(run, AccountUpdated) if one.step == step]
-    figures = [_lanes(finished, lanes), *([shapes_figure(chosen)] if chosen and chosen[0].ticks else [])]
+    figures = [_lanes(finished, live.lanes_of(step)), *([shapes_figure(chosen)] if chosen and chosen[0].ticks else [])]
     figures += [_costs(file["costs"])] if file and file.get("costs") else []
-    numbers = columns_of(run)
+    numbers = live.columns
     place = numbers.steps.index(step)
     return {
         "step": step,
