@@ -224,6 +224,16 @@ def test_an_evaluation_is_answered_by_all_and_learned_from_by_nobody(crowd: Crow
     assert sum(ray.get([actor.micro_steps.remote() for actor in actors])) == before
 
 
+def test_a_report_is_of_all_rollouts_of_a_step(crowd: Crowd) -> None:
+    """As with dynamic sampling, which takes several."""
+    requests = [request for one in ask(0, crowd.config, Letters(), letters()) for request in one.requests]
+    verified = []
+    for step, some in ((101, requests[:12]), (101, requests[12:]), (102, requests[12:])):
+        assert len(list(crowd.fleet.rollout(step, some))) == 12
+        verified.append([len(trace.requests) for trace in crowd.fleet.report().traces])
+    assert [sum(counts) for counts in verified] == [12, 24, 12]
+
+
 def test_after_the_rollout_all_draft_while_nobody_waits(crowd: Crowd) -> None:
     story = crowd.run(1)
     before = len(story.of(DrafterTrained))

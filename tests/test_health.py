@@ -121,6 +121,12 @@ def test_a_light_says_what_is_wrong_and_what_to_do(events: list[Event], name: st
     assert worst_of(lights.values()) is lights[name]
 
 
+@pytest.mark.parametrize(("objective", "level"), [("ppo", "warn"), ("gspo", "good"), ("cispo", "good")])
+def test_only_tokens_that_lose_their_gradient_one_by_one_are_clipped_too_much(objective: str, level: str) -> None:
+    config = load_config(None, overrides={"grpo.objective": objective})
+    assert lights_after(*steps(5, clipped=0.4), config=config)["learning"].level == level
+
+
 @pytest.mark.parametrize(
     "events",
     [

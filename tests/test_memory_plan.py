@@ -80,7 +80,9 @@ def test_what_seven_billion_weights_keep() -> None:
     adapters = adapter_weights(SEVEN, 16)
     found = kept(on(141, lora))
     assert found["adapters"] + found["Adam's moments"] == 12 * adapters
-    assert found["reference policy (grpo.kl)"] == 2 * WEIGHTS
+    assert "reference policy (grpo.kl)" not in found, "it is the policy without its adapters"
+    whole = kept(on(141, replace(lora, train=replace(lora.train, lora_rank=0))))
+    assert whole["reference policy (grpo.kl)"] == 2 * WEIGHTS
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -132,7 +132,7 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield "--train.checkpoint_activations true", changed
     if config.engine.kv_gib:
         yield "--engine.kv_gib 0", replace(config, engine=replace(config.engine, kv_gib=0.0))
-    if config.grpo.kl:
+    if config.grpo.kl and not config.train.lora_rank:
         yield "--grpo.kl 0", replace(config, grpo=replace(config.grpo, kl=0.0))
     if train.lora_rank:
         return
@@ -191,7 +191,7 @@ def _shards(config: RunConfig) -> int:
 def _policy_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
     weights, size, wide, shards = _weights(sizes.policy), sizes.itemsize, _wide(sizes.itemsize), _shards(config)
     yield MemoryPart("policy", weights * size)
-    if config.grpo.kl:
+    if config.grpo.kl and not config.train.lora_rank:  # with adapters it is the policy without them
         yield MemoryPart("reference policy (grpo.kl)", weights * size)
     if config.train.lora_rank:
         adapters = adapter_weights(sizes.policy, config.train.lora_rank)

@@ -183,8 +183,9 @@ class Health:
         return HealthLight("learning", "warn", says, "raise grpo.clip_high or grpo.kl, or lower train.learning_rate")
 
     def _clipped(self) -> HealthLight | None:
+        """Of tokens that are clipped one by one: GSPO clips whole answers, and CISPO's lose no gradient."""
         share = self._mean("clipped")
-        if share < _CLIPPED:
+        if share < _CLIPPED or self._config.grpo.objective != "ppo":
             return None
         says = f"{share:.0%} of the tokens are clipped: updates go too far"
         return HealthLight("learning", "warn", says, "lower train.learning_rate, train.minibatches or train.epochs")
