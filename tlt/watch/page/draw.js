@@ -511,7 +511,7 @@ export function completionView(completion, mode, open = false) {
   // heading, and the tokens once it is opened
   const drafted = [...completion.drafted].filter((flag) => flag === "1").length;
   const title = `group ${completion.group}, answer ${completion.index}: reward ${number(completion.reward)}, ${number(completion.tokens)} tokens, ended by ${completion.finish}`;
-  const share = completion.drafted.length ? `, ${number(drafted / completion.drafted.length, true)} from drafts` : "";
+  const share = completion.drafted.length ? `, ${Math.round((100 * drafted) / completion.drafted.length)}% from drafts` : "";
   const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share), el("q", {}, preview(completion))));
   let view = null;
   const fill = () => {
