@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BytesTokenizer
 from workloads import Workload
 
+from tlt.bench.drafter_widen import widen_drafter
 from tlt.config import RunConfig
 from tlt.draft import Trained, draft_train
 from tlt.errors import ConfigError
@@ -32,7 +33,6 @@ from tlt.model.widen import wide_config, widen
 from tlt.policy import Policy, open_policy
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
-from tlt.spec.eagle_widen import widen_drafter
 from tlt.spec.record import DraftRecord, read_record
 from tlt.train.drafter_measure import DEPTH, WIDTHS
 from tlt.train.packing import pack

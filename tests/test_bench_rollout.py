@@ -259,7 +259,7 @@ def test_the_whole_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert {"device", "torch", "commit", "command", "date"} <= set(content["machine"])
     assert content["scale"] == sizes
     kinds = {
-        "costs": bench.Cost,
+        "costs": bench.ForwardCost,
         "runs": bench.RolloutRun,
         "answers": bench.AnswerStats,
         "time": bench.Time,

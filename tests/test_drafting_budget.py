@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt.drafting.budget import SHARE, Cost, RunBudget
+from tlt.drafting.budget import SHARE, CostKind, RunBudget
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Turn:
 
     plain_s: float
     faster: float  # share of it that speculation saves; negative if it loses
-    wishes: Sequence[tuple[Cost, float, float]]  # kind, worst case in seconds, share of it that is needed
+    wishes: Sequence[tuple[CostKind, float, float]]  # kind, worst case in seconds, share of it that is needed
 
 
-WISHES = st.lists(st.tuples(st.sampled_from(Cost), st.floats(0.0, 5.0), st.floats(0.0, 1.0)), max_size=8)
+WISHES = st.lists(st.tuples(st.sampled_from(CostKind), st.floats(0.0, 5.0), st.floats(0.0, 1.0)), max_size=8)
 TURNS = st.lists(st.builds(Turn, st.floats(0.1, 20.0), st.floats(-SHARE, 0.7), WISHES), min_size=1, max_size=30)
 
 
-def overrun(turns: Sequence[Turn], left_out: Cost | None = None) -> float:
+def overrun(turns: Sequence[Turn], left_out: CostKind | None = None) -> float:
     """Seconds by which everything that fits makes a run take longer than it may, at its worst moment."""
     account = RunBudget()
     plain_s = total_s = worst_s = 0.0
@@ -46,8 +46,8 @@ def test_a_run_takes_at_most_a_hundredth_longer_at_any_moment(turns: Sequence[Tu
     assert overrun(turns) <= 1e-9
 
 
-@pytest.mark.parametrize("kind", list(Cost))
-def test_no_kind_of_cost_may_be_left_out_of_the_account(kind: Cost) -> None:
+@pytest.mark.parametrize("kind", list(CostKind))
+def test_no_kind_of_cost_may_be_left_out_of_the_account(kind: CostKind) -> None:
     turns = [Turn(10.0, 0.0, [(kind, 0.1, 1.0)] * 20)] * 100
     assert overrun(turns) <= 1e-9
     assert overrun(turns, left_out=kind) > 100.0
@@ -57,7 +57,7 @@ def test_what_nothing_waits_for_is_free_and_nothing_is_lent() -> None:
     account = RunBudget()
     assert not account.affords(1e-6), "nothing is known of a run that has not begun"
     account.finished(2.0, 0.0)
-    account.charge(Cost.TRAINING, -3.0)
+    account.charge(CostKind.TRAINING, -3.0)
     assert account.balance_s == pytest.approx(0.02)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import tuning
 from tlt.config import DraftingSettings
-from tlt.drafting.budget import SHARE, Cost
+from tlt.drafting.budget import SHARE, CostKind
 from tlt.drafting.forecast import (
     Choices,
     Costs,
@@ -158,8 +158,8 @@ class SimulatedRun:
             spent_s = 0.6 + micro_steps * self.micro_s
             self.tokens += 8192 * micro_steps
             self.total_s, self.trained_s = self.total_s + spent_s, self.trained_s + spent_s
-            self.planner.account.charge(Cost.MEASURING, 0.6)
-            self.planner.account.charge(Cost.TRAINING, micro_steps * self.micro_s)
+            self.planner.account.charge(CostKind.MEASURING, 0.6)
+            self.planner.account.charge(CostKind.TRAINING, micro_steps * self.micro_s)
             self.planner.trained(length, 8192 * micro_steps, sum(self.chance**depth for depth in range(6)))
             self.micro_steps += micro_steps
 
@@ -218,7 +218,7 @@ def test_a_share_is_spent_whether_it_pays_or_not() -> None:
         one.rolled_out([100] * 8, 1.0, 10.0, 0.0)
     assert not usual.decide(1, COLD).trains
     assert forced.decide(1, COLD).seconds == pytest.approx(1.0)
-    forced.account.charge(Cost.TRAINING, 0.7)
+    forced.account.charge(CostKind.TRAINING, 0.7)
     assert forced.decide(1, COLD).seconds == pytest.approx(0.1 * 10.7 - 0.7)
 
 

@@ -16,8 +16,8 @@ from tlt.drafting import deadline, states, trainer
 from tlt.drafting.buffer import Sample, hold_out
 from tlt.drafting.states import (
     Kept,
-    Piece,
     Recompute,
+    SamplePiece,
     StateCosts,
     StateKeeper,
     aligned_pieces,
@@ -104,7 +104,12 @@ def test_pieces_are_lined_up_as_in_offline_training() -> None:
         Sample(torch.randint(40, (length,), generator=generator, dtype=torch.int32), start, "", 0)
         for length, start in ((20, 7), (9, 1), (30, 28), (14, 5))
     ]
-    pieces = [Piece.whole(samples[0]), Piece.whole(samples[1]), Piece.whole(samples[2]), Piece(samples[3], 8, 12)]
+    pieces = [
+        SamplePiece.whole(samples[0]),
+        SamplePiece.whole(samples[1]),
+        SamplePiece.whole(samples[2]),
+        SamplePiece(samples[3], 8, 12),
+    ]
     batch = Recompute(policy, taps).batch(pieces)
     at = 0
     for piece in pieces:
@@ -126,7 +131,7 @@ def test_a_whole_piece_teaches_every_token_that_offline_training_does() -> None:
     (row,) = pack([Example(tuple(sample.tokens_T.tolist()), 6)], 100)
     policy = tiny.policy()
     offline = policy_states(policy, row, (0, 1, 2)).aligned.targets(3)
-    here = aligned_pieces([Piece.whole(sample)]).targets(3)
+    here = aligned_pieces([SamplePiece.whole(sample)]).targets(3)
     assert torch.equal(here.state_N, offline.state_N)
     assert torch.equal(here.reached_SN, offline.reached_SN)
 
@@ -143,7 +148,7 @@ def test_states_kept_in_rollout_are_those_computed_again() -> None:
     assert keeper.bytes == 0
     again = Recompute(policy, taps)
     bare = replace(samples[0], states=None)
-    pieces = [Piece.whole(bare), *(Piece.whole(sample) for sample in samples[1:])]
+    pieces = [SamplePiece.whole(bare), *(SamplePiece.whole(sample) for sample in samples[1:])]
     mixed, computed = Kept(again, policy.embed.device).batch(pieces), again.batch(pieces)
     torch.testing.assert_close(mixed.features_TF, computed.features_TF)
     torch.testing.assert_close(mixed.hidden_TD, computed.hidden_TD)
@@ -209,7 +214,7 @@ def test_what_is_measured_is_the_overlap_of_the_distributions() -> None:
     policy = tiny.policy()
     model = eagle(policy, draft_vocab=20)
     done = answers(policy, prompts=3, group=1, length=12)
-    pieces = [Piece.whole(Sample.of(one.prompt_tokens, one.tokens, "", 0)) for one in done]
+    pieces = [SamplePiece.whole(Sample.of(one.prompt_tokens, one.tokens, "", 0)) for one in done]
     batch = Recompute(policy, model.config.taps).batch(pieces)
     found = expected(model, [batch], policy.head_weight, policy.embed, DRAFT)
     unrolled = model.unroll(batch.aligned, batch.features_TF, policy.embed, 3)
@@ -294,7 +299,7 @@ def test_numbers_that_are_none_are_reported_and_the_last_good_drafter_stays(monk
     batch_of = Recompute.batch
     calls = 0
 
-    def poisoned(self: Recompute, pieces: Sequence[Piece]) -> DrafterBatch:
+    def poisoned(self: Recompute, pieces: Sequence[SamplePiece]) -> DrafterBatch:
         nonlocal calls
         calls += 1
         batch = batch_of(self, pieces)
@@ -369,8 +374,8 @@ def test_two_who_train_together_take_the_step_of_both_batches_as_one() -> None:
     policy = tiny.policy()
     samples = [Sample.of(range(3), torch.arange(length).remainder(40).tolist(), "", 0) for length in (5, 60, 11, 30)]
     source = Recompute(policy, EagleConfig.of_policy(policy.config, window=16).taps)
-    parts = [source.batch([Piece.whole(sample) for sample in part]) for part in (samples[:2], samples[2:])]
-    together = source.batch([Piece.whole(sample) for sample in samples])
+    parts = [source.batch([SamplePiece.whole(sample) for sample in part]) for part in (samples[:2], samples[2:])]
+    together = source.batch([SamplePiece.whole(sample) for sample in samples])
     settings = replace(DRAFT, single_steps=0)
 
     def trainer(average: Callable[[Sequence[Tensor]], None] | None = None) -> tuple[Eagle, DrafterTrainer]:

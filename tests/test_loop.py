@@ -14,7 +14,7 @@ import tlt
 from tests.clocks import Clock
 from tests.training import LEARNED, numbers, small
 from tlt.drafting import deadline, planner, trainer
-from tlt.drafting.budget import Cost
+from tlt.drafting.budget import CostKind
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.states import Recompute
 from tlt.drafting.trainer import OnlineDrafter
@@ -367,7 +367,7 @@ def test_what_training_takes_is_charged_and_what_is_left_is_all_that_the_next_on
         assert clock.now - started <= max(0.0, balance_s) + 0.05 + 1e-6, "handing it over comes on top"
     trained = [event for event in events if isinstance(event, DrafterTrained)]
     assert trained
-    assert all(account.spent[kind] > 0 for kind in (Cost.TRAINING, Cost.MEASURING, Cost.SWAPPING))
+    assert all(account.spent[kind] > 0 for kind in (CostKind.TRAINING, CostKind.MEASURING, CostKind.SWAPPING))
     plain_s = account.plain_s - account.saved_s
     assert plain_s == pytest.approx(clock.now - begun - sum(account.spent.values())), "all other time is the steps' own"
 

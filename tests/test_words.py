@@ -98,16 +98,7 @@ REPLACED = {
 }
 
 # Class names that several modules of the package still define. Remove a name here when it is unique.
-REPEATED = frozenset(
-    {
-        "Cost",
-        "Entry",
-        "Launch",
-        "Piece",
-        "Place",
-        "_Books",
-    }
-)
+REPEATED = frozenset({"Piece"})
 
 
 def identifiers(source: str) -> dict[str, int]:

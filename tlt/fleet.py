@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tlt.config import NEW, RunConfig
-from tlt.drafting.budget import Cost, RunBudget
+from tlt.drafting.budget import CostKind, RunBudget
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.session import DraftingResult
@@ -372,7 +372,7 @@ class LocalFleet:
             return
         drafter.sort_arrived()  # also if it does not train now: arrived samples are not bounded
         status = drafter.status(self._survival())
-        decision = self._charge(Cost.MEASURING, partial(planner.decide, step, status))
+        decision = self._charge(CostKind.MEASURING, partial(planner.decide, step, status))
         self._tell(step, decision)
         self._update_s = decision.seconds if drafter.learns_in_updates else 0.0
         extra_s = 0.0 if drafter.learns_in_updates else decision.seconds
@@ -381,8 +381,8 @@ class LocalFleet:
 
     def _trained(self, step: int, result: DraftingResult) -> None:
         measuring_s = min(result.measuring_s, result.waited_s)
-        self._spent(Cost.MEASURING, measuring_s)
-        self._spent(Cost.TRAINING, result.waited_s - measuring_s)
+        self._spent(CostKind.MEASURING, measuring_s)
+        self._spent(CostKind.TRAINING, result.waited_s - measuring_s)
         if result.micro_steps:
             if self._planner and result.after.tokens:
                 self._planner.trained(result.before.accept_length, result.tokens, result.after.accept_length)
@@ -401,14 +401,14 @@ class LocalFleet:
             self._emit(training_forecast(step, found))
         self.worker.keep_states(found is None or found.pays or decision.trains)
 
-    def _charge(self, kind: Cost, work: Callable[[], T]) -> T:
+    def _charge(self, kind: CostKind, work: Callable[[], T]) -> T:
         """Does something that everything else waits for."""
         started = time.perf_counter()
         result = work()
         self._spent(kind, time.perf_counter() - started)
         return result
 
-    def _spent(self, kind: Cost, seconds: float) -> None:
+    def _spent(self, kind: CostKind, seconds: float) -> None:
         if self._planner:
             self._planner.account.charge(kind, seconds)
             self._apart_s += seconds
@@ -426,7 +426,7 @@ class LocalFleet:
     def publish(self, step: int, version: int) -> None:
         self.worker.publish(version)
         started = time.perf_counter()
-        swapped = self._charge(Cost.SWAPPING, self.worker.swap_drafter)
+        swapped = self._charge(CostKind.SWAPPING, self.worker.swap_drafter)
         if swapped is not None:
             self._emit(DrafterSwapped(step, swapped, time.perf_counter() - started))
         if self._planner:

@@ -27,7 +27,7 @@ _LAST = 32  # requests below which the paper speculates
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ForwardCost:
     """A measured cost with which tuners start."""
 
     tokens: int  # of one forward, each of another request, with an empty KV cache
@@ -155,7 +155,7 @@ def bench_rollout(config: RunConfig, options: RolloutOptions) -> None:
     report = BenchReport(machine, subject, policy.model.config, scale, options.json)
     stage = VariantRunner(policy, config, prompts, scale)
     clock.lap()
-    report.section("costs", [Cost(size, 1e3 * seconds) for size, seconds in stage.decode_s.items()], clock)
+    report.section("costs", [ForwardCost(size, 1e3 * seconds) for size, seconds in stage.decode_s.items()], clock)
     written: list[VariantRollout] = []
     wanted = variants(config.spec, exact=config.engine.exact)
     if report.section("runs", runs(stage, wanted, scale.repeats, written), clock):

@@ -41,7 +41,7 @@ from tlt.bench.training import (
 from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.draft import draft_train
 from tlt.drafting.buffer import Sample
-from tlt.drafting.states import Piece, Recompute
+from tlt.drafting.states import Recompute, SamplePiece
 from tlt.fleet import Worker
 from tlt.loop import Step
 from tlt.machine import describe, free_memory
@@ -173,7 +173,7 @@ class _Reach:
         if now is None or self._as_it_was is None or not completions:
             return None, None
         samples = [Sample.of(c.prompt_tokens, c.tokens[:_MOVED_TOKENS], "", c.policy_version) for c in completions]
-        batch = Recompute(policy, now.config.taps).batch([Piece.whole(sample) for sample in samples])
+        batch = Recompute(policy, now.config.taps).batch([SamplePiece.whole(sample) for sample in samples])
         settings = self._worker.config.draft
         found = [expected(one, [batch], policy.head_weight, policy.embed, settings) for one in (now, self._as_it_was)]
         return found[0].accept_length, found[1].accept_length

@@ -13,7 +13,7 @@ SHARE = 0.01  # of the plain time so far that may be spent without any return
 _MOST_SAVED = 10 * SHARE  # fraction of the plain time so far: savings above it are never spent
 
 
-class Cost(StrEnum):
+class CostKind(StrEnum):
     """Kinds of work that exist only because of speculation."""
 
     TRAINING = "training"  # micro-steps of the drafter that the step waited for
@@ -27,7 +27,7 @@ class RunBudget:
 
     plain_s: float = 0.0  # of the steps so far, without speculation
     saved_s: float = 0.0  # by speculation in their rollouts; negative if it lost
-    spent: dict[Cost, float] = field(default_factory=lambda: dict.fromkeys(Cost, 0.0))
+    spent: dict[CostKind, float] = field(default_factory=lambda: dict.fromkeys(CostKind, 0.0))
 
     def finished(self, step_s: float, saved_s: float) -> None:
         """Books a step. `step_s`: seconds without charged work; `saved_s`: what speculation saved in its rollout."""
@@ -35,7 +35,7 @@ class RunBudget:
         self.plain_s += plain_s
         self.saved_s += saved_s
 
-    def charge(self, kind: Cost, seconds: float) -> None:
+    def charge(self, kind: CostKind, seconds: float) -> None:
         """Books seconds in which the step waited for work of this kind."""
         self.spent[kind] += max(0.0, seconds)
 

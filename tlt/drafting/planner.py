@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tlt.config import DraftingSettings
-from tlt.drafting.budget import Cost, RunBudget
+from tlt.drafting.budget import CostKind, RunBudget
 from tlt.drafting.forecast import (
     Choices,
     Costs,
@@ -147,7 +147,7 @@ class TrainingPlanner:
         """Seconds spent whether they pay or not, by `drafting.forced_share`."""
         spent = self.account.spent
         whole_s = self._settings.forced_share * (self._seconds + sum(spent.values()))
-        return max(0.0, whole_s - sum(spent[kind] for kind in (Cost.TRAINING, Cost.MEASURING)))
+        return max(0.0, whole_s - sum(spent[kind] for kind in (CostKind.TRAINING, CostKind.MEASURING)))
 
     def _forecast(self, step: int, status: DrafterStatus, costs: Costs) -> Forecast | None:
         ticks = ticks_by_size(self._lengths, self._rows, self._pad)

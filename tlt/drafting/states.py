@@ -34,7 +34,7 @@ from tlt.types import Completion, Key
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SamplePiece:
     """Positions first … end − 1 of a sample, which also has the token at `end`."""
 
     sample: Sample
@@ -42,7 +42,7 @@ class Piece:
     end: int
 
     @classmethod
-    def whole(cls, sample: Sample, most: int | None = None) -> "Piece":
+    def whole(cls, sample: Sample, most: int | None = None) -> "SamplePiece":
         """The answer of a sample, or its first `most` positions, with the prompt before it.
 
         Kept states do not include the prompt's: there the piece starts at the prompt's last position.
@@ -67,7 +67,7 @@ def longest_piece(lengths: Sequence[int], total: int) -> int:
     return max(lengths)
 
 
-def aligned_pieces(pieces: Sequence[Piece]) -> Aligned:
+def aligned_pieces(pieces: Sequence[SamplePiece]) -> Aligned:
     """Aligns concatenated pieces. Only tokens of answers are learned."""
     tokens_T = torch.cat([piece.sample.tokens_T[piece.first : piece.end] for piece in pieces]).long()
     learn_T = torch.cat([torch.arange(piece.first, piece.end) >= piece.sample.answer_start for piece in pieces])
@@ -76,7 +76,7 @@ def aligned_pieces(pieces: Sequence[Piece]) -> Aligned:
 
 
 class StateSource(Protocol):
-    def batch(self, pieces: Sequence[Piece]) -> DrafterBatch:
+    def batch(self, pieces: Sequence[SamplePiece]) -> DrafterBatch:
         """The pieces, in any order, with the policy's hidden states, on the policy's device."""
 
 
@@ -88,7 +88,7 @@ class Recompute:
         self._taps = tuple(taps)
 
     @torch.no_grad()
-    def batch(self, pieces: Sequence[Piece]) -> DrafterBatch:
+    def batch(self, pieces: Sequence[SamplePiece]) -> DrafterBatch:
         device, lengths = self._policy.embed.device, [piece.end for piece in pieces]
         tokens_T = upload(torch.cat([piece.sample.tokens_T[: piece.end] for piece in pieces]).long(), device)
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -106,7 +106,7 @@ class Kept:
         self._otherwise = otherwise
         self._device = device
 
-    def batch(self, pieces: Sequence[Piece]) -> DrafterBatch:
+    def batch(self, pieces: Sequence[SamplePiece]) -> DrafterBatch:
         kept = [(piece, piece.sample.states) for piece in pieces if piece.sample.states is not None]
         bare = [piece for piece in pieces if piece.sample.states is None]
         if not kept:
@@ -120,7 +120,7 @@ class Kept:
         return DrafterBatch(aligned_pieces([*bare, *(piece for piece, _ in kept)]), features_TF, hidden_TD)
 
 
-def _rows(piece: Piece, states_PX: Tensor) -> Tensor:
+def _rows(piece: SamplePiece, states_PX: Tensor) -> Tensor:
     start = piece.sample.answer_start - 1
     return states_PX[piece.first - start : piece.end - start]
 
@@ -243,11 +243,11 @@ def measure_states(policy: Transformer, taps: Sequence[int], *, running: int, to
             keeper.keep(keys, [position] * running, states)
         kept = [replace(sample, states=keeper.take(key, 0, tokens - 1)) for key in keys]
         for one in kept:
-            Kept(recompute, policy.embed.device).batch([Piece.whole(one)])
+            Kept(recompute, policy.embed.device).batch([SamplePiece.whole(one)])
 
     device = policy.embed.device
     return StateCosts(
-        recompute_s=_seconds(lambda: recompute.batch([Piece.whole(sample)]), device) / tokens,
+        recompute_s=_seconds(lambda: recompute.batch([SamplePiece.whole(sample)]), device) / tokens,
         keep_s=_seconds(keep, device) / (tokens * running),
     )
 

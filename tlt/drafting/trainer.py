@@ -26,7 +26,7 @@ from tlt.drafting.deadline import Deadline
 from tlt.drafting.in_update import MicroBatch, batch_of, plan_update, steps_within
 from tlt.drafting.planner import DrafterStatus
 from tlt.drafting.session import NOTHING, DraftingResult, Session
-from tlt.drafting.states import Kept, Piece, Recompute, StateKeeper, StateSource, longest_piece
+from tlt.drafting.states import Kept, Recompute, SamplePiece, StateKeeper, StateSource, longest_piece
 from tlt.model.device import DeviceTimer
 from tlt.model.transformer import Output, Transformer
 from tlt.policy import Policy
@@ -49,7 +49,7 @@ _FIRST_STEPS = 2  # micro-steps in an update while their duration is unknown
 class _Upcoming:
     """The data of the next micro-step."""
 
-    pieces: list[Piece]
+    pieces: list[SamplePiece]
     batch: DrafterBatch | None  # None: hidden states not computed yet
 
 
@@ -326,7 +326,7 @@ class OnlineDrafter:
         """Seconds of a micro-step of `tokens` tokens, without its optimizer step, and of a measurement on them."""
         shared = (self.policy.head_weight, self.policy.embed, self._draft)
         tokens_T = torch.arange(_WARM_UP_TOKENS, dtype=torch.int32) % self.policy.config.vocab
-        pieces = [Piece.whole(Sample(tokens_T, 1, "", 0))] * max(1, tokens // _WARM_UP_TOKENS)
+        pieces = [SamplePiece.whole(Sample(tokens_T, 1, "", 0))] * max(1, tokens // _WARM_UP_TOKENS)
         states, micro, look = (DeviceTimer(self.policy.embed.device) for _ in range(3))
         with states:
             batch = self._source.batch(pieces)
@@ -345,21 +345,21 @@ class OnlineDrafter:
         pieces = self._draw()
         return _Upcoming(pieces, self._source.batch(pieces) if self.policy.embed.is_cuda else None)
 
-    def _draw(self) -> list[Piece]:
+    def _draw(self) -> list[SamplePiece]:
         """The samples of the next micro-step, the longest first."""
         budget = self._pace.tokens
-        pieces = [Piece.whole(sample) for sample in self._buffer.draw(budget)]
+        pieces = [SamplePiece.whole(sample) for sample in self._buffer.draw(budget)]
         if len(pieces) == 1 and pieces[0].positions > budget:
             self._cuts += 1
             whole = pieces[0]
             first = random.Random(f"cut/{self._seed}/{self._cuts}").randint(whole.first, whole.end - budget)
-            return [Piece(whole.sample, first, first + budget)]
+            return [SamplePiece(whole.sample, first, first + budget)]
         return sorted(pieces, key=lambda piece: -piece.positions)
 
     def _held_batches(self) -> list[DrafterBatch]:
         """`held_out` tokens of the held-out answers, in batches no longer than a micro-step's if possible."""
         most = longest_piece([sample.answer_tokens for sample in self._held], self._drafting.held_out)
-        pieces = sorted((Piece.whole(sample, most) for sample in self._held), key=lambda piece: -piece.positions)
+        pieces = sorted((SamplePiece.whole(sample, most) for sample in self._held), key=lambda piece: -piece.positions)
         room = max(self._pace.most, *(piece.end for piece in pieces))
         rows = plan_rows([piece.end for piece in pieces], room)
         return [self._source.batch([pieces[index] for index in row]) for row in rows]

@@ -8,6 +8,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from tlt.bench.drafter_widen import widen_drafter
 from tlt.config import EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import build_engine
 from tlt.engine.request import Request
@@ -18,7 +19,6 @@ from tlt.model.widen import widen
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
-from tlt.spec.eagle_widen import widen_drafter
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
 from tlt.train.drafter import policy_states
