@@ -156,7 +156,7 @@ def test_turns_add_up(tmp_path: Path) -> None:
 
 # ---- whole runs
 
-DYNAMIC = ["--grpo.dynamic_sampling=2", "--run.steps=4", "--checkpoint.every=2", "--sampling.max_tokens=16"]
+DYNAMIC = ["--grpo.dynamic_sampling=2", "--run.steps=2", "--checkpoint.every=1", "--sampling.max_tokens=16"]
 
 
 def test_a_run_tells_what_it_asked_and_learned(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_run_tells_what_it_asked_and_learned(tmp_path: Path) -> None:
 
 def test_speculation_and_its_drafter_change_nothing(tmp_path: Path) -> None:
     flags = [*LEARNED, "--drafting.forced_share=0.5", "--run.name=both"]
-    runs = [tlt.train(small(tmp_path, *DYNAMIC, "--run.steps=2", *more)) for more in (["--run.name=plain"], flags)]
+    runs = [tlt.train(small(tmp_path, *DYNAMIC, *more)) for more in (["--run.name=plain"], flags)]
     assert numbers(runs[0]) == numbers(runs[1])
 
 
@@ -180,13 +180,13 @@ class Stopped(BaseException):
 
 
 def stopping(config: RunConfig, emit: Emit) -> LocalFleet:
-    """Ends in the last turn of step 4, if it has more than one, else with its update."""
+    """Ends in the second turn of step 2, if it has more than one, else with its update."""
     fleet = LocalFleet(config, emit)
     rollout, update, turns = fleet.rollout, fleet.update, 0
 
     def stopped_rollout(step: int, requests: Sequence[Any]) -> Iterator[Completion]:
         nonlocal turns
-        turns += step == 4
+        turns += step == 2
         if turns == 2:
             raise Stopped
         return rollout(step, requests)

@@ -52,8 +52,7 @@ def _of_file(path: str, config: RunConfig) -> HeldOut:
     settings = replace(config.task, name="files", path=path)
     if config.eval.reward:
         settings = replace(settings, reward=config.eval.reward, rewards=(), reward_weights=())
-    max_tokens = config.eval.max_tokens or config.sampling.max_tokens
-    task = FileTask(settings, seed=config.run.seed, max_tokens=max_tokens)
+    task = FileTask(settings, seed=config.run.seed, max_tokens=_limit(config))
     return HeldOut(evaluation_name(path), tuple(task.prompts[: config.eval.prompts or None]), task.judge)
 
 
@@ -67,4 +66,10 @@ def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
     prompts = {prompt.id: prompt for prompt in drawn}
     if not prompts:
         raise TaskError("the task returned no prompts to evaluate; expected at least one")
-    return HeldOut(name, tuple(prompts.values()), judge_of(task, config))
+    limited = replace(config, sampling=replace(config.sampling, max_tokens=_limit(config)))
+    return HeldOut(name, tuple(prompts.values()), judge_of(task, limited))
+
+
+def _limit(config: RunConfig) -> int:
+    """Of an answer, in tokens."""
+    return config.eval.max_tokens or config.sampling.max_tokens
