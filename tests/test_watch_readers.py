@@ -1,9 +1,12 @@
 """Those who show a run: they tell what the events say, fail in the open, and cannot take the run with them."""
 
 import io
+import json
 import os
+import sqlite3
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -383,3 +386,56 @@ def test_wandb_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"watch.wandb is 'mine'.*pip install 'tlt-rl\[wandb\]'"):
         readers_of(config_of(tmp_path, "--watch.wandb=mine"), console_of())
+
+
+# ---- trackio, likewise
+
+
+class FakeTrackio(ModuleType):
+    """Keeps what it is told as the real one does: a run has `log(metrics, step)` and `finish()`."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.opened: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **arguments: Any) -> "FakeTrackio":
+        self.opened.append(arguments)
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_trackio_is_told_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    watch(
+        config_of(tmp_path, "--watch.trackio=mine"), console_of(), [MACHINE, *events_of_steps(0, 2), RunFinished(1.0)]
+    )
+    assert [(one["project"], one["name"], one["resume"]) for one in fake.opened] == [("mine", "shown", "never")]
+    assert [number for number, _ in fake.logged] == [1, 2]
+    assert fake.logged[1][1]["reward/mean"] == step(2).mean_reward
+    assert fake.finished == 1
+
+
+def test_trackio_itself_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="needs trackio: install tlt-rl[trackio]")
+    watch(
+        config_of(tmp_path, "--watch.trackio=mine"), console_of(), [MACHINE, *events_of_steps(0, 2), RunFinished(1.0)]
+    )
+    with closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as kept:
+        rows = kept.execute("select step, metrics from metrics order by step").fetchall()
+    assert [number for number, _ in rows] == [1, 2]
+    assert json.loads(rows[1][1])["reward/mean"] == step(2).mean_reward
+
+
+def test_trackio_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tlt-rl\[trackio\]'"):
+        readers_of(config_of(tmp_path, "--watch.trackio=mine"), console_of())

@@ -411,6 +411,7 @@ class WatchSettings:
     # live: lines, and below them the current activity; lines: one for each step; off: nothing
     tensorboard: bool = False  # write TensorBoard files into tensorboard/ in the run's directory
     wandb: str = ""  # Weights & Biases project to write to; "" writes to none
+    trackio: str = ""  # trackio project to write to; "" writes to none
     report: bool = True  # write report.html into the run's directory when the run ends
     groups: int = 2  # groups of each step whose completions are kept token by token in steps/; 0 writes no step files
     step_kib: int = 512  # KiB of a step's file at most

@@ -1,6 +1,7 @@
-"""What a step's numbers are called in TensorBoard and W&B: one name each, the same in both.
+"""What a step's numbers are called in TensorBoard, W&B, trackio and on our page: one name each, the same in all.
 
-`group/name`, so that both tools draw them in groups. The names are part of the interface: people's dashboards use them.
+`group/name`, so that these tools draw them in groups. The names are part of the interface: people's dashboards use
+them.
 """
 
 from dataclasses import dataclass

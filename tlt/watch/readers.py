@@ -17,6 +17,7 @@ from tlt.watch.directory import TRAIN, directory_of
 from tlt.watch.events import Recorded
 from tlt.watch.log import Reader
 from tlt.watch.tensorboard import TensorBoard
+from tlt.watch.trackio import Trackio
 from tlt.watch.wandb import Wandb
 
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -59,6 +60,8 @@ def readers_of(config: RunConfig, console: Console, resumed: bool = False) -> li
         readers.append(TensorBoard(directory / TENSORBOARD_DIRECTORY))
     if config.watch.wandb:
         readers.append(Wandb(config, directory, resumed))
+    if config.watch.trackio:
+        readers.append(Trackio(config, resumed))
     if config.watch.console != "off":
         readers.append((LiveLines if _live(config, console) else Lines)(config, console))
     return [Guarded(reader) for reader in readers]
