@@ -137,8 +137,11 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     if train.lora_rank:
         return
     if cluster.workers > 1 and not cluster.shard:
-        yield "--cluster.shard true", replace(config, cluster=replace(cluster, shard=True))
-    lora = replace(train, lora_rank=16)
+        changed = replace(config, cluster=replace(cluster, shard=True), train=replace(train, offload=False))
+        yield "--cluster.shard true", changed
+    if not train.offload and not cluster.shard:
+        yield "--train.offload true", replace(config, train=replace(train, offload=True))
+    lora = replace(train, lora_rank=16, offload=False)
     yield "--train.lora_rank 16", replace(config, train=lora, cluster=replace(cluster, shard=False))
     if not train.checkpoint_activations:
         both = replace(lora, checkpoint_activations=True)
@@ -198,6 +201,8 @@ def _policy_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
         yield MemoryPart("copy of the adapted matrices", _adapted_weights(sizes.policy) * size)
         yield MemoryPart("adapters", adapters * wide)
         yield MemoryPart("Adam's moments", adapters * 2 * wide, later=True)
+        return
+    if config.train.offload:
         return
     own = ceil(weights / shards)
     if shards > 1:

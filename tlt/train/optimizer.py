@@ -52,20 +52,29 @@ class MasterAdamW:
     def __init__(self, model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)) -> None:
         named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._names, self._weights = list(named), list(named.values())
-        self._masters = [_master_of(weight) for weight in self._weights]
+        self._masters = [self._master_of(weight) for weight in self._weights]
+        # tensors whose gradient is the sum over passes
+        self._sums = [self._sum_of(weight, m) for weight, m in zip(self._weights, self._masters, strict=True)]
         matrices = [master for master in self._masters if master.dim() > 1]
         vectors = [master for master in self._masters if master.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
 
+    def _master_of(self, weight: Tensor) -> Tensor:
+        wide = wide_dtype(weight)
+        return weight if weight.dtype == wide else weight.detach().to(wide).clone().requires_grad_()
+
+    def _sum_of(self, weight: Tensor, master: Tensor) -> Tensor:
+        return master
+
     @torch.no_grad()
     def gather(self) -> None:
-        """Adds the weights' gradients to the masters', as sums in half precision would lose digits."""
+        """Adds the weights' gradients to the sums, as sums in half precision would lose digits."""
         first, later = _Sums(), _Sums()
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if master is weight or weight.grad is None:
+        for weight, held in zip(self._weights, self._sums, strict=True):
+            if held is weight or weight.grad is None:
                 continue
-            (later if master.grad is not None else first).add(weight, master)
+            (later if held.grad is not None else first).add(weight, held)
             weight.grad = None
         if first.grads:
             torch._foreach_copy_(first.sums, first.grads)
@@ -73,14 +82,14 @@ class MasterAdamW:
 
     def gradients(self) -> list[Tensor]:
         """The gathered gradients, zeros where there is none. May be changed in place before `norm`."""
-        for master in self._masters:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        return [master.grad for master in self._masters if master.grad is not None]
+        for held in self._sums:
+            if held.grad is None:
+                held.grad = torch.zeros_like(held)
+        return [held.grad for held in self._sums if held.grad is not None]
 
     def norm(self) -> Tensor:
         """The norm of the gathered gradients, on the device."""
-        norm = torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+        norm = torch.nn.utils.get_total_norm([held.grad for held in self._sums if held.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all shards
 
     def step(self, rate: float, clip: float, norm: Tensor, unless: Tensor | None = None) -> None:
@@ -88,19 +97,21 @@ class MasterAdamW:
 
         `unless`: a number on the device. If it is 1, the device skips the update; the host does not wait for it.
         """
-        torch.nn.utils.clip_grads_with_norm_(self._masters, clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._sums, clip, norm)
         for group in self._adam.param_groups:
             group["lr"] = rate
+        self._advance(unless)
+        self.forget()
+
+    def _advance(self, unless: Tensor | None) -> None:
         self._adam.found_inf = unless  # type: ignore[attr-defined]  # torch's attribute for loss scaling
         self._adam.step()
-        self.forget()
         self._write_back()
 
     def forget(self) -> None:
         """Drops the gathered gradients."""
-        self._adam.zero_grad(set_to_none=True)
-        for weight in self._weights:
-            weight.grad = None
+        for tensor in (*self._sums, *self._weights):
+            tensor.grad = None
 
     def update(self, rate: float, clip: float) -> Tensor:
         """`norm` and `step` in one call. Returns the norm."""
@@ -116,16 +127,19 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Any]:
         """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
-        masters = [m.detach() for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
+        masters = [m.detach() for w, m in zip(self._weights, self._masters, strict=True) if m.dtype != w.dtype]
         return {"masters": masters, "adam": self._adam.state_dict()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; weight decay stays as configured. Half-precision weights are written from their masters."""
         self._expect(state)
-        ours = [m for w, m in zip(self._weights, self._masters, strict=True) if m is not w]
-        for master, saved in zip(ours, state["masters"], strict=True):
+        pairs = list(zip(self._weights, self._masters, strict=True))
+        for master, saved in zip([m for w, m in pairs if m.dtype != w.dtype], state["masters"], strict=True):
             master.copy_(saved)
+        for weight, master in pairs:
+            if master is not weight and master.dtype == weight.dtype:
+                master.copy_(weight)
         decays = [group["weight_decay"] for group in self._adam.param_groups]
         self._adam.load_state_dict(dict(state["adam"]))
         for group, decay in zip(self._adam.param_groups, decays, strict=True):
@@ -144,7 +158,9 @@ class MasterAdamW:
         if saved != ours:
             raise CheckpointError(f"Adam's state is of {saved} matrices and vectors, expected {ours}")
         named = list(zip(self._names, self._weights, self._masters, strict=True))
-        expect_list(state["masters"], {n: m for n, w, m in named if m is not w}, "float32 copies of the weights")
+        expect_list(
+            state["masters"], {n: m for n, w, m in named if m.dtype != w.dtype}, "float32 copies of the weights"
+        )
         names = {id(master): name for name, _, master in named}
         moments = state["adam"]["state"]
         if not moments:
@@ -195,7 +211,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _master_of(weight: Tensor) -> Tensor:
-    if torch.promote_types(weight.dtype, torch.float32) == weight.dtype:
-        return weight
-    return weight.detach().to(torch.float32).clone().requires_grad_()
+def wide_dtype(weight: Tensor) -> torch.dtype:
+    """Of a weight's master: float32 or wider."""
+    return torch.promote_types(weight.dtype, torch.float32)

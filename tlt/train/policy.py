@@ -45,6 +45,7 @@ from tlt.model.weights import hf_tensors, weights_count
 from tlt.train import grpo
 from tlt.train.logprobs import token_logprobs, token_loss
 from tlt.train.lora import Lora
+from tlt.train.offload import OffloadedAdamW
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.rates import usual_rate
@@ -124,7 +125,8 @@ class PolicyTrainer:
         self._schedule = Schedule(peak, train.warmup_steps, train.decay_steps)
         model.checkpoint_activations = train.checkpoint_activations
         self._lora = Lora(model, train.lora_rank, train.lora_alpha) if train.lora_rank else None
-        self._optimizer = MasterAdamW(self._lora or model, weight_decay=train.weight_decay)
+        adamw = OffloadedAdamW if train.offload else MasterAdamW
+        self._optimizer = adamw(self._lora or model, weight_decay=train.weight_decay)
         self.steps_taken = 0
         self.passes = 0  # forward passes so far, a sign of progress for hang detection
 

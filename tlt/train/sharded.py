@@ -39,6 +39,10 @@ class ShardedTrainer(PolicyTrainer):
                 f"train.lora_rank is {config.train.lora_rank} and cluster.shard is on; adapters are small: learn them "
                 "with cluster.shard = false"
             )
+        if config.train.offload:
+            raise ConfigError(
+                "train.offload and cluster.shard are on; expected one of them: shards take less memory too"
+            )
         self._whole, self._mesh, self._add_up = whole, mesh, add_up
         super().__init__(
             sharded(whole, mesh),
