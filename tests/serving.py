@@ -81,7 +81,9 @@ def serving(config: RunConfig, **options: Any) -> Iterator[Serving]:
     listening = listen(chosen)
     url = "http://{}:{}".format(*listening.getsockname()[:2])
     app = build_app(served, chosen, died.append)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=120)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     headers = {"Authorization": f"Bearer {chosen.api_key}"} if chosen.api_key else {}

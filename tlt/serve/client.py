@@ -4,8 +4,11 @@ What always holds: whoever leaves a `Generation`, by its end or by an exception,
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -92,7 +95,8 @@ class Generation:
 
     def __init__(self, client: Client, loop: "EngineLoop[Generation]", asks: Sequence[Ask]) -> None:
         self._client, self._loop, self._asks = client, loop, asks
-        self._parts: asyncio.Queue[Delta] = asyncio.Queue()
+        self._parts: deque[Delta] = deque()
+        self._arrived = asyncio.Event()
         self._keys: dict[int, Key] = {}  # of those under way, by their place in the call
 
     async def __aenter__(self) -> Self:
@@ -113,12 +117,11 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.under_way -= len(self._asks)
-        if self._keys and self._loop.alive:
-            self._loop.drop(self._keys.values())
+        self._drop(self._keys.values())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while self._keys:
-            part = await self._parts.get()
+            part = await self._next()
             if part.failure:
                 self._keys.pop(part.index, None)
                 raise ApiError(500, part.failure)
@@ -127,13 +130,38 @@ class Generation:
                 self._client.counters.completed(part.completion)
             yield part
 
+    async def _next(self) -> Delta:
+        """The next part, with what waits behind it of the same completion: a busy loop sends fewer, longer ones."""
+        while not self._parts:
+            self._arrived.clear()
+            await self._arrived.wait()
+        part = self._parts.popleft()
+        while self._parts and self._parts[0].index == part.index and not (part.failure or self._parts[0].failure):
+            part = _joined(part, self._parts.popleft())
+        return part
+
     def take(self, part: Delta) -> None:
-        self._parts.put_nowait(part)
+        self._parts.append(part)
+        self._arrived.set()
 
     def _drop_submitted(self, submitted: "Future[list[Key]]") -> None:
         """The client left before the engine had taken its asks."""
-        if not submitted.cancelled() and submitted.exception() is None and self._loop.alive:
-            self._loop.drop(submitted.result())
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._drop(submitted.result())
+
+    def _drop(self, keys: Collection[Key]) -> None:
+        with suppress(ApiError):  # the engine's thread has ended, and everything with it
+            if keys:
+                self._loop.drop(keys)
+
+
+def _joined(part: Delta, following: Delta) -> Delta:
+    return replace(
+        following,
+        tokens=part.tokens + following.tokens,
+        logprobs=part.logprobs + following.logprobs,
+        policy_logprobs=part.policy_logprobs + following.policy_logprobs,
+    )
 
 
 def _hand_out(parts: list[tuple[Generation, Delta]]) -> None:

@@ -15,6 +15,8 @@ from tlt.serve.options import ServeOptions
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _GRACE_S = 3  # for calls under way when the server is told to stop, …
 _ENDING_S = 5  # … and for their clients to read the last of it
+_KEEP_ALIVE_S = 120  # of an idle connection: a busy client may read its last answer much later than it was sent
+_SWITCH_S = 0.0005  # Python's usual 5 ms between threads are as long as a tick
 
 
 def serve(config: RunConfig, options: ServeOptions) -> None:
@@ -44,8 +46,16 @@ def serve(config: RunConfig, options: ServeOptions) -> None:
             await super().shutdown(sockets)
 
     app = build_app(served, options, ended)
-    seconds = _GRACE_S + _ENDING_S
-    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds, access_log=False))
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACE_S + _ENDING_S,
+        )
+    )
+    sys.setswitchinterval(_SWITCH_S)
     host, port = listening.getsockname()[:2]
     print(f"tlt serve: {config.model.path} on http://{host}:{port}", file=sys.stderr, flush=True)
     server.run(sockets=[listening])
