@@ -108,12 +108,16 @@ class Evaluation:
         tokenizer: Tokenizer,
         emit: Emit,
         told: Iterable[Evaluated] = (),
+        *,
+        keep: bool = False,
     ) -> None:
+        """`keep`: the answers of the last evaluation stay in `judged`."""
         self._config, self._emit = config, emit
         self._asked = {one.name: _requests(index, one, config, tokenizer) for index, one in enumerate(sets)}
         self._sets = sets
         self._told = [one for one in told if one.name in self._asked]
-        self.judged: dict[str, list[Judged]] = {}  # the last one
+        self.judged: dict[str, list[Judged]] = {}
+        self._keep = keep
 
     def due(self, step: int) -> bool:
         """Whether there is one after `step` steps, that was not made yet."""
@@ -160,7 +164,8 @@ class Evaluation:
             judged = judging.judged()
         for failure in rewards_failed(step, (verdict for group in judged for verdict in group.verdicts)):
             self._emit(failure)
-        self.judged[one.name] = judged
+        if self._keep:
+            self.judged[one.name] = judged
         return evaluated(step, one.name, judged, self._config.eval, time.perf_counter() - started)
 
     def _shown(self, step: int, requests: Sequence[Request], answer: Answer) -> Iterator[Completion]:
@@ -241,7 +246,7 @@ def evaluate(config: RunConfig) -> None:
         engine = build_engine(policy, config, on_phase=lambda phase: log.emit(StartupPhase(phase)))
         log.emit(StartupFinished(seconds=time.perf_counter() - started))
         config = replace(config, eval=replace(config.eval, best=""))
-        evaluation = Evaluation(config, sets, tokenizer, emit)
+        evaluation = Evaluation(config, sets, tokenizer, emit, keep=True)
         evaluation.run(0, partial(_answers, engine, console))
         write_new(directory / ROLLOUTS, partial(_write, evaluation.judged))
         log.emit(RunFinished(seconds=time.perf_counter() - started))
