@@ -1,15 +1,15 @@
 """`tlt bench train`: the same steps of reinforcement learning plainly and with speculation, everything included.
 
-Four ways to take N steps from the same policy with the same seeds: plain decoding; a learned drafter that was trained
-for the first policy and is kept sharp while the policy learns; the same one left alone; and the model-free drafter.
-Where no drafter is given, one is trained beforehand on the first policy's answers to other prompts. What each step
-waited for is measured; answers are compared with plain decoding's, token for token. In half precision two policies that
-learned from differently rounded numbers drift apart: how far the answers agree is told step by step, and so are the
-rewards. How far each policy has moved from the first, and what its drafter would reach were it left as it was at the
-beginning, is measured between the steps, at nobody's cost.
+Four variants take N steps from the same policy with the same seeds: plain decoding; a learned drafter that was trained
+for the first policy and is trained on while the policy learns; the same drafter frozen; and the suffix drafter. Without
+a given drafter, one is trained beforehand on the first policy's completions of other prompts. The parts of each step
+are timed, and completions compared with plain decoding's, token for token. In half precision, policies that learned
+from differently rounded numbers drift apart, so agreement and rewards are recorded step by step. The divergence of each
+policy from the first, and the accept length of its drafter if it were frozen, are measured between the steps, outside
+all times.
 
 What always holds: every step is on disk when it is done, and the totals after every variant; totals compare the same
-steps. With a budget no step is begun once it is spent, and plain decoding leaves half of it to the others.
+steps. With a budget, no step begins once it is spent, and plain decoding uses at most half of it.
 """
 # T tokens of a row, N answer tokens in it
 
@@ -116,7 +116,7 @@ class _TrainBench:
         self._plain: list[Answers] = []  # step by step
 
     def steps(self, name: str) -> Iterator[StepRecord]:
-        """No more of them than plain decoding took: there would be nothing to compare with."""
+        """Takes at most as many steps as plain decoding did: others could not be compared."""
         free_memory()
         now = time.perf_counter()
         until = self._ends_s if name != PLAIN else now + _PLAIN_SHARE * (self._ends_s - now)
@@ -135,7 +135,7 @@ class _TrainBench:
                     break
 
     def _with_more(self, record: StepRecord, step: Step, reach: "_Reach") -> StepRecord:
-        """What is measured between the steps."""
+        """Adds the measurements that are taken between the steps."""
         if record.variant == PLAIN:
             self._plain.append(answers_of(step))
         elif step.number <= len(self._plain):
@@ -161,7 +161,7 @@ def _line(record: StepRecord) -> str:
 
 
 class _Reach:
-    """What a worker's drafter reaches now, and what it would have reached as it was when this was made."""
+    """Accept lengths of a worker's drafter now, and of a copy of it as it was when this object was made."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -181,7 +181,7 @@ class _Reach:
 
 @torch.no_grad()
 def moved(first: Transformer, completions: Sequence[Completion]) -> float:
-    """By how many nats per token the policy that wrote these has left the first one: KL, by the answers' beginnings."""
+    """KL divergence from the first policy in nats per token, estimated on the beginnings of these completions."""
     cut = [(c.prompt_tokens, c.tokens[:_MOVED_TOKENS], c.policy_logprobs[:_MOVED_TOKENS]) for c in completions]
     examples = [Example((*prompt, *completion), len(prompt)) for prompt, completion, _ in cut]
     device, total = first.embed.device, 0.0

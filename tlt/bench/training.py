@@ -1,6 +1,6 @@
-"""A variant of a training run, taken step by step: what each step waited for, and what all of them add up to.
+"""A variant of a training run, taken step by step: the times of each step, and their totals.
 
-Both ways to take steps use it: `tlt.bench.train`, one variant after the other, and `tlt.bench.turns`, two in turns.
+Used by `tlt.bench.train`, one variant after the other, and by `tlt.bench.turns`, two variants in turns.
 What always holds: the seconds of a step include everything it made the device compute. The time between two steps of a
 variant is part of neither, and of no forecast or account of its drafter training. A ratio divides the seconds of plain
 decoding by those of a variant, over the same steps.
@@ -40,7 +40,7 @@ Answers = Mapping[Key, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one variant. Fields that only one of the two benches fills are None in the other."""
+    """One step of one variant. Fields of one of the two benchmarks are None in the other."""
 
     variant: str
     step: int
@@ -113,7 +113,7 @@ class Total:
 
 @dataclass(slots=True)
 class VariantSteps:
-    """What a variant has done so far. Outlives its fleet."""
+    """The steps of a variant so far. Outlives its fleet."""
 
     variant: str
     config: RunConfig
@@ -225,7 +225,7 @@ class VariantRun:
 
 
 def in_shape(config: RunConfig, shape: str | None, scratch: Path) -> RunConfig:
-    """With the policy widened to a shape, on disk: every variant opens it."""
+    """The configuration with the policy widened to a shape and saved, so that every variant can open it."""
     if shape is None:
         return config
     policy = open_policy(config.model)
@@ -236,7 +236,7 @@ def in_shape(config: RunConfig, shape: str | None, scratch: Path) -> RunConfig:
 
 
 def subject_of(config: RunConfig, model: str, options: TrainOptions, scale: TrainScale) -> Subject:
-    """What is measured. Prompts that cannot be read, or are too long, are an error here, before anything is opened."""
+    """The subject of the record. Raises for unreadable or too long prompts, before anything is opened."""
     source, task = source_of(config.model), task_of(config)
     tokenizer = fit_task(task, Tokenizer.load(source), config, read_config(source).max_positions).tokenizer
     lengths = [len(tokenizer.encode_prompt(prompt.content)) for prompt in task.sample(0, scale.prompts)]
@@ -258,14 +258,14 @@ def answers_of(step: Step) -> Answers:
 
 
 def agreement(found: Answers, plain: Answers) -> tuple[float, float]:
-    """Share of the answers that are the same, and of plain decoding's tokens before the first that differs."""
+    """Fraction of equal completions, and of plain decoding's tokens before the first difference."""
     identical = fmean(found[key] == tokens for key, tokens in plain.items())
     common = sum(common_start(found[key], tokens) for key, tokens in plain.items())
     return identical, common / sum(map(len, plain.values()))
 
 
 def total_of(own: VariantSteps, plain: VariantSteps | None) -> Total:
-    """`plain` has taken the same steps at least; None: there is nothing to compare with."""
+    """The totals of a variant. `plain`: at least the same steps by plain decoding; None: no comparison."""
     steps, base = own.records, plain.records[: len(own.records)] if plain else []
     third = -(-len(steps) // 3)
     lengths = Lengths.of(own.lengths)
@@ -318,7 +318,7 @@ def _speedup(plain: Sequence[StepRecord], own: Sequence[StepRecord], name: str =
 
 
 def _token_speedup(plain: Sequence[StepRecord], own: Sequence[StepRecord]) -> float | None:
-    """Of seconds per token."""
+    """Ratio of seconds per token."""
     return ratio(_sum(plain, "step_s") * _sum(own, "tokens"), _sum(own, "step_s") * _sum(plain, "tokens"))
 
 

@@ -1,13 +1,13 @@
-"""`tlt bench train --recipe`: the steps of a recipe plainly and as it is, in turns, everything included.
+"""`tlt bench train --recipe`: the steps of a recipe with plain decoding and with TLT, in turns, everything included.
 
-Both variants live in one process: step n of one, then step n of the other, and the other way round for step n + 1, so
-that what drifts (clocks, temperature, neighbours) meets both. Each has its own copy of the policy; on a GPU they share
-its memory evenly. A learned drafter is what the recipe says; nothing is trained beforehand. Before both are opened, a
-run of a few tokens compiles what both need: otherwise the first in turn would pay for it alone.
+Both variants run in one process: step n of one, then step n of the other, in reverse order for step n + 1, so that
+drifts (clocks, temperature, other load) affect both. Each has its own copy of the policy; on a GPU they share its
+memory evenly. The drafter is the recipe's; nothing is trained beforehand. Before both are opened, a run of a few tokens
+compiles the kernels of both, which otherwise only the first variant would pay for.
 
-What always holds: steps, ratios and totals are on disk after every pair of steps; a bench that is cut short keeps them.
-The budget ends the bench after a complete pair, and not before the first. `run.steps` stays the horizon for which both
-plan, however few of the steps are taken.
+What always holds: steps, ratios and totals are on disk after every pair of steps; an interrupted benchmark keeps them.
+The budget ends the benchmark after a complete pair, and not before the first. Both variants plan for `run.steps` steps,
+however few are taken.
 """
 
 import time
@@ -54,7 +54,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """What came before the first step."""
+    """The start-up before the first step."""
 
     phase: str  # "warm-up", whose seconds are no variant's, or the variant
     seconds: float
@@ -63,7 +63,7 @@ class StartRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    """One step of both variants, and the ratios so far: plain seconds over TLT's."""
+    """One step of both variants, and the ratios so far: seconds of plain decoding over those of TLT."""
 
     step: int
     first: str  # variant in turn
@@ -127,7 +127,7 @@ def _asked(config: RunConfig, scale: TrainScale) -> RunConfig:
 
 
 def kv_gib_of_each(free: int, held: int) -> float:
-    """Half of what the KV cache of one run would take, or less where the two that train need the room.
+    """Half of the KV cache of one run, or less if training of both variants needs the memory.
 
     In bytes: `free` before either is opened, `held` by the policy and the training of one.
     """
@@ -204,7 +204,7 @@ class _TurnsBench:
         )
 
     def totals(self) -> Iterator[Total]:
-        """Plain decoding's, then TLT's."""
+        """The totals of plain decoding, then of TLT."""
         for name in (PLAIN, TLT):
             yield total_of(self._runs[name].taken, self._runs[PLAIN].taken)
 
@@ -232,7 +232,7 @@ def _warm_up(config: RunConfig) -> None:
 
 
 def table_of(plain: Total, tlt: Total) -> Table:
-    """What both took, and plain over TLT."""
+    """The times of both variants, and their ratio."""
     table = Table(title=f"{tlt.steps} steps of each, in turns", title_justify="left")
     table.add_column("")
     for heading in (PLAIN, TLT, "plain / tlt"):
