@@ -19,7 +19,7 @@ from tlt.model.attention import PackedLayout
 from tlt.policy import source_of
 from tlt.text import TextStream, Tokenizer, TokenTexts
 from tlt.train.policy import PolicyTrainer
-from tlt.watch.events import AccountUpdated
+from tlt.watch.events import AccountUpdated, ReaderFailed
 from tlt.watch.history import events_of, steps_of
 from tlt.watch.sampling import StepFiles, sampled_groups, step_file, steps_kept, superfluous
 
@@ -84,6 +84,17 @@ def test_accepted_drafts_are_marked_and_all_are_counted(tmp_path: Path, monkeypa
 def test_no_step_files_where_none_are_wanted(tmp_path: Path) -> None:
     run = tlt.train(small(tmp_path, "--run.steps=1", "--watch.groups=0"))
     assert not (Path(run.config.run.out) / run.config.run.name / "steps").exists()
+
+
+def test_a_run_goes_on_where_they_cannot_be_written(tmp_path: Path) -> None:
+    config = small(tmp_path, "--run.steps=2")
+    directory = Path(config.run.out) / config.run.name
+    directory.mkdir(parents=True)
+    (directory / "steps").write_text("in the way")
+    run = tlt.train(config)
+    (failed,) = events_of(run, ReaderFailed)
+    assert failed.reader == "steps/"
+    assert [step.step for step in steps_of(run)] == [1, 2]
 
 
 def test_a_file_is_no_larger_than_its_limit(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ from tlt.watch.events import (
     PhaseStarted,
     PromptsFitted,
     PromptsPlanned,
+    ReaderFailed,
     Run,
     RunFinished,
     StartupFinished,
@@ -189,7 +190,8 @@ class _Run:
         self._log.emit(answer_shown(step.number, step.rollouts[0]))
         if step.report.chosen:
             self._log.emit(shapes_chosen(step.number, step.report))
-        self._keeper.keep(step)
+        if failed := self._keeper.keep(step):
+            self._log.emit(failed)
 
     def _fit(self, task: Task, tokenizer: Tokenizer, context: int) -> Tokenizer:
         """Prompts that are too long are refused, left out of the task, or cut by the tokenizer that comes back."""
@@ -260,17 +262,25 @@ class _Run:
 
 
 class StepKeeper:
-    """Writes the step files, if any are wanted."""
+    """Writes the step files, if any are wanted. Where they cannot be written, the run goes on without them."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, after: int) -> None:
         self._watch = config.watch
+        self._wanted = self._watch.groups > 0
         self._files = StepFiles(directory_of(config, TRAIN), self._watch.disk_mib * 2**20, after=after)
         self._texts = TokenTexts(tokenizer)
 
-    def keep(self, step: Step) -> None:
-        if self._watch.groups:
-            sampled = sampled_of(step.number, step.judged, self._watch.groups)
-            self._files.write(step.number, encode_step(step, sampled, self._texts, self._watch.step_kib * 2**10))
+    def keep(self, step: Step) -> ReaderFailed | None:
+        if not self._wanted:
+            return None
+        sampled = sampled_of(step.number, step.judged, self._watch.groups)
+        content = encode_step(step, sampled, self._texts, self._watch.step_kib * 2**10)
+        try:
+            self._files.write(step.number, content)
+        except OSError as error:
+            self._wanted = False
+            return ReaderFailed("steps/", f"{error.strerror}: {error.filename}")
+        return None
 
 
 class _Saver:
