@@ -24,7 +24,7 @@ from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings, SpecSettings
 from tlt.engine.build import shape_policy_of, shapes_of
 from tlt.spec.acceptance import AcceptResult, RankHits
-from tlt.spec.costs import CAPTURE, DRAFT, EXTEND, LOOKUP, POLICY, Measured
+from tlt.spec.costs import CAPTURE, DECODE, DRAFT, EXTEND, INGEST, LOOKUP, POLICY, PRUNE, VERIFY, Measured, TickTimes
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import looked_into
@@ -54,6 +54,16 @@ def tick_s(shape: Shape, batch: int) -> float:
     return policy_s(shape.tokens(batch)) + learned + ("suffix" in shape.drafters) * (20e-6 + 2e-6 * batch)
 
 
+def times_of(shape: Shape, seconds: float, ingest_s: float) -> TickTimes:
+    """A tick that speculated, part by part."""
+    parts = {VERIFY: 0.8 * seconds, LOOKUP: 50e-6} if "suffix" in shape.drafters else {VERIFY: 0.8 * seconds}
+    if LEARNED in shape.drafters:
+        parts |= {EXTEND: 0.05 * seconds, PRUNE: 0.01 * seconds}
+        parts |= {DRAFT: 0.1 * seconds} if shape.depth > 1 else {}
+        parts |= {INGEST: ingest_s} if ingest_s else {}
+    return TickTimes(parts, seconds + ingest_s)
+
+
 def measured() -> list[Measured]:
     """What an engine measures when it is built."""
     found = [Measured(CAPTURE, 1, 0.03)]
@@ -61,7 +71,6 @@ def measured() -> list[Measured]:
         found.append(Measured(POLICY, size, policy_s(size)))
         found.append(Measured(EXTEND, size, 0.35e-3 + 0.3e-6 * size))
         found.append(Measured(DRAFT, size, 0.15e-3 + 0.3e-6 * size))
-        found.append(Measured(LOOKUP, size, 20e-6 + 2e-6 * size))
     return found
 
 
@@ -89,15 +98,14 @@ class ChoosingWorld:
         if shape.off:
             self.alone += 1
             self._write([1] * batch)
-            return Outcome(OFF, batch, (), seconds, to_come=self.to_come)
+            return Outcome(OFF, batch, (), TickTimes({DECODE: seconds}, seconds), to_come=self.to_come)
         results = self._walks(shape)
         self.verifies += batch
         self._write([walked.accepted + 1 for walked in results])
         lag = self.alone if LEARNED in shape.drafters and self.alone > 1 else 0
-        caught_up_s = 0.4e-3 + 1e-6 * lag * batch if lag else 0.0
+        times = times_of(shape, seconds, 0.4e-3 + 1e-6 * lag * batch if lag else 0.0)
         self.alone = 0 if LEARNED in shape.drafters else self.alone + 1
-        drafts_s = [50e-6] * len(shape.drafters)
-        return Outcome(*(shape, batch, results, seconds, caught_up_s, drafts_s, caught_up_s, lag), to_come=self.to_come)
+        return Outcome(shape, batch, results, times, lag, to_come=self.to_come)
 
     @property
     def lag(self) -> int:

@@ -35,6 +35,7 @@ from tlt.kernels.linear.reference import pre_norm
 from tlt.kernels.linear.triton import exact_linear, room_for
 from tlt.policy import Policy, open_policy
 from tlt.replay import common_start
+from tlt.spec.costs import TickTimes
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.speculation import Speculation
 from tlt.tasks.token_prompts import token_prompts
@@ -73,9 +74,7 @@ class Recall(Speculation):
         tokens = tuple(token if self._dice.random() >= MISSES else self._dice.randrange(100, 200) for token in known)
         return Draft(tokens, tuple(range(-1, len(tokens) - 1)), (0.5,) * len(tokens))
 
-    def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
-    ) -> None:
+    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], times: TickTimes, context: float = 0.0) -> None:
         self.verifies += len(emitted)
         self.emitted += sum(map(len, emitted))
 

@@ -49,7 +49,9 @@ class Recording(VariantRunner):
         def observe(outcome: Outcome) -> tuple[Alarm, ...]:
             results = tuple((walked.request, walked.accepted + 1) for walked in outcome.results)
             emitted = outcome.batch if outcome.shape.off else sum(tokens for _, tokens in results)
-            self._ticks.append(Tick(outcome.batch, outcome.shape, emitted, outcome.seconds, outcome.one_off_s, results))
+            self._ticks.append(
+                Tick(outcome.batch, outcome.shape, emitted, outcome.times.seconds, outcome.one_off_s, results)
+            )
             return told(outcome)
 
         choosers["observe"] = observe  # the engine calls it on this very object

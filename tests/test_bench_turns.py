@@ -16,11 +16,12 @@ from tlt.bench.training import PLAIN
 from tlt.bench.turns import TLT, bench_turns, kv_gib_of_each
 from tlt.cli import main
 from tlt.config import RunConfig
-from tlt.drafting.budget import RunBudget
+from tlt.drafting.planner import TrainingPlanner
 from tlt.engine.memory import GIB, LEAST_GIB, SHARE_OF_FREE
 from tlt.errors import ConfigError, TltError
 from tlt.fleet import Worker
 from tlt.loop import Loop, Step
+from tlt.spec.budget import CostKind
 
 SCALE = {"groups": 2, "group_size": 2, "cap": 12}
 
@@ -51,7 +52,7 @@ def test_two_pairs_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert all(one[name] == other[name] for name in ("mean_reward", "loss", "tokens", "truncated", "length_p90"))
         assert (one["identical"], other["identical"], other["common"]) == (None, 1.0, 1.0)
         assert one["spent"] is None
-        assert other["spent"].keys() == {"training", "measuring", "swapping"}
+        assert other["spent"].keys() == {kind.value for kind in CostKind}
         assert one["step_s"] >= one["rollout_s"] + one["update_s"] > 0.0
     told = capsys.readouterr().out
     plain_s, tlt_s = (sum(record["step_s"] for record in records) for records in (plain, tlt))
@@ -105,9 +106,11 @@ def test_the_turns_of_others_are_no_part_of_a_step(tmp_path: Path, monkeypatch: 
     clock, told = Clock(), list[float]()
     clock.used_by(monkeypatch, training, turns, tlt.fleet)
     clock.passes_in(monkeypatch, Worker, "update", 10.0)
-    finished = RunBudget.finished
+    rolled_out = TrainingPlanner.rolled_out
     monkeypatch.setattr(
-        RunBudget, "finished", lambda self, step_s, saved_s: (told.append(step_s), finished(self, step_s, saved_s))
+        TrainingPlanner,
+        "rolled_out",
+        lambda self, *given, **named: (told.append(given[2]), rolled_out(self, *given, **named)),
     )
     bench_turns(tiny(tmp_path), TrainOptions(steps=3, **SCALE))
     assert told == pytest.approx([0.0, 10.0, 10.0], abs=1.0)  # waiting for a verdict passes a moment by this clock, too

@@ -82,13 +82,13 @@ def test_all_shapes_at_once_are_what_each_is_alone() -> None:
                 check_all(tuner, batch)
     assert looked > 40
     assert tuner._acceptance._real
-    assert tuner._costs._own._known
+    assert tuner._costs._recent
 
 
 def check_all(tuner: Tuner, batch: int) -> None:
     shapes, size = tuner._shapes, tuner._costs.pad(batch)
     assert tuner._acceptance.lengths() == [tuner._acceptance.length(shape) for shape in shapes]
-    found = tuner._costs.seconds_of(shapes, tuner._index, size)
+    found = tuner._costs.seconds_of(shapes, size)
     assert found == pytest.approx([tuner._costs.seconds(shape, size) for shape in shapes], rel=1e-12)
-    known = [place for place, shape in enumerate(shapes) if shape.off or tuner._known(shape) >= 1.0]
+    known = [place for place, shape in enumerate(shapes) if shape.off or tuner._acceptance.known(shape.drafters) >= 1.0]
     assert tuner._known_places() == known

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests import tuning
 from tlt.config import DraftingSettings
-from tlt.drafting.budget import SHARE, CostKind
 from tlt.drafting.forecast import (
     Choices,
     Costs,
@@ -22,6 +21,7 @@ from tlt.drafting.forecast import (
 )
 from tlt.drafting.planner import DrafterStatus, DraftShapes, TrainingPlanner
 from tlt.event_builders import training_forecast
+from tlt.spec.budget import SHARE, CostKind
 from tlt.spec.shape import OFF, Shape
 from tlt.watch.summary import forecast_in_words
 

@@ -1,5 +1,6 @@
 """On a GPU: graphs change no token, tokens follow the policy, and a tick waits for the device once."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -10,15 +11,20 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
+from tlt.engine.timer import TickMarks, TickTimer
 from tlt.kernels.linear import plan as linear_table
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
+from tlt.spec.costs import DECODE, DRAFT, EXTEND, KEEP, PRUNE, VERIFY, TickTimes
 from tlt.spec.eagle import Eagle, EagleConfig
+from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
-from tlt.spec.shape import Shape
+from tlt.spec.shape import OFF, Shape
+from tlt.spec.speculation import Speculating
 from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.swappable import SwappableShapePolicy
 from tlt.types import Completion, Key, SamplingParams
 
 pytestmark = [
@@ -235,11 +241,8 @@ def learned_engine(
     model: Transformer, shapes: Callable[[], Shape], graphs: bool, quantized: bool = False
 ) -> tuple[EngineCore, LearnedDrafting]:
     from tests.test_learned import Always
-    from tlt.spec.speculation import Speculating
 
-    drafter = Eagle(EagleConfig.of_policy(model.config, window=64), dtype=torch.bfloat16, device="cuda")
-    drafter.init_weights(3)
-    learned = LearnedDrafting(drafter, model, rows=24, quantized=quantized)
+    learned = LearnedDrafting(drafter_of(model), model, rows=24, quantized=quantized)
     always = Always(lambda running: shapes() if running else Shape())
     speculation = Speculating([learned, SuffixDrafting(10_000)], always, deepest=8)
     return EngineCore(model, letters(), EngineSettings(rows=24, graphs=graphs), speculation=speculation), learned
@@ -355,3 +358,71 @@ def states_of(owner: object) -> list[torch.Tensor]:
     """Every tensor it has."""
     names = getattr(owner, "__slots__", None) or vars(owner)
     return [value for name in names if isinstance(value := getattr(owner, name), torch.Tensor)]
+
+
+def drafter_of(model: Transformer) -> Eagle:
+    drafter = Eagle(EagleConfig.of_policy(model.config, window=64), dtype=torch.bfloat16, device="cuda")
+    drafter.init_weights(3)
+    return drafter
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_parts_of_ticks_are_timed_on_the_device(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plainly, then in one shape: every part has a time, and all of them fit into the tick."""
+    model, shape, told = gpu_policy(), Shape(("eagle",), 3, 2, 6), list[TickTimes]()
+    learned, read = LearnedDrafting(drafter_of(model), model, rows=16), TickTimer.read
+
+    def reading(timer: TickTimer, tick: TickMarks) -> TickTimes:
+        told.append(read(timer, tick))
+        return told[-1]
+
+    monkeypatch.setattr(TickTimer, "read", reading)
+    policy = SwappableShapePolicy()
+    engine = EngineCore(
+        model, letters(), EngineSettings(rows=16, graphs=graphs), speculation=Speculating([learned], policy, deepest=8)
+    )
+    usual = {DECODE: {DECODE}, VERIFY: {VERIFY, EXTEND, DRAFT, PRUNE}}
+    for kind, chosen in ((DECODE, OFF), (VERIFY, shape)):
+        policy.now = Fixed(chosen)
+        for seed in range(3):  # graphs are captured in the first two
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            engine.submit([Request(Key(seed, row), (3, 4, 5 + row), params, f"{row}") for row in range(16)])
+            told.clear()
+            engine.drain()
+        settled = [times for times in told if times.seconds is not None and not times.one_off_s]
+        settled = [times for times in settled if times.parts.keys() == usual[kind]]
+        assert len(settled) > 10
+        beside = sorted(1.0 - sum(times.parts.values()) / times.seconds for times in settled if times.seconds)
+        middle = settled[len(settled) // 2]
+        print(f"graphs {graphs}, {kind}: {middle}, beside {beside[len(beside) // 2]:.1%}")
+        assert all(seconds > 0.0 for times in settled for seconds in times.parts.values())
+        assert beside[0] > -0.02, "parts overlap nowhere"
+
+
+def test_what_timing_a_part_costs_the_host() -> None:
+    """Printed, with `-s`: a plain tick has one part, one that speculates four."""
+    timer = TickTimer(torch.device("cuda"), lambda: 0.0)
+    end = torch.cuda.Event(enable_timing=True)
+    for name, work in (("first", 200), ("then", 2000)):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(work):
+            for part in (EXTEND, DRAFT, PRUNE, VERIFY):
+                timer.time(part, int)
+            end.record()
+            marks = timer.launched(end)
+            end.synchronize()
+            times = timer.read(marks)
+        each_s = (time.perf_counter() - started) / work / 4
+        print(f"{name}: {1e6 * each_s:.1f} µs for each part")
+    assert times.parts.keys() == {EXTEND, DRAFT, PRUNE, VERIFY}
+
+
+def test_keeping_states_is_timed_before_anybody_comes() -> None:
+    model = gpu_policy()
+    learned = LearnedDrafting(drafter_of(model), model, rows=16)
+    engine = EngineCore(model, letters(), EngineSettings(rows=16), speculation=Speculating([learned], Fixed(OFF)))
+    found = [measured for measured in engine.measure() if measured.role == KEEP]
+    print(found)
+    assert len(found) == 2
+    assert all(measured.seconds > 0.0 for measured in found)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.test_engine import EXPECTED, MODEL, kv_gib, one_by_one, one_by_one_fr
 from tests.test_speculation import Scripted, at_random, changing, fixed, oracle, tokens_of
 from tests.tiny import EOS, VOCAB, letters, policy
 from tlt.config import EngineSettings, RunConfig, RunSettings, TaskSettings
-from tlt.engine import clock as clock_module
 from tlt.engine.admission import FirstComeFirst
 from tlt.engine.engine import EngineCore
 from tlt.engine.pages import PageAllocator
@@ -30,6 +28,7 @@ from tlt.model.config import ModelConfig
 from tlt.model.rope import BEYOND
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
+from tlt.spec.costs import TickTimes
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
@@ -286,8 +285,8 @@ def test_time_between_two_rollouts_is_no_ticks_time() -> None:
     class Told(Scripted):
         ticks = 0
 
-        def decoded(self, running: int, seconds: float) -> None:
-            self.ticks += 1
+        def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
+            self.ticks += times.seconds is not None
 
     speculation = Told(oracle({}), fixed(OFF))
     engine = engine_of(ahead=False, speculation=speculation)
@@ -363,30 +362,3 @@ def test_what_the_others_were_answered_rides_on_the_error() -> None:
     with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were answered") as caught:
         engine.drain()
     assert [completion.key.request for completion in caught.value.completions] == [0]
-
-
-def test_a_ticks_time_runs_from_read_to_read_without_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, captures = [0.0], [0.0]
-    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    clock = clock_module.TickClock(lambda: captures[0])
-
-    def passes(seconds: float, captured: float = 0.0) -> None:
-        now[0], captures[0] = now[0] + seconds + captured, captures[0] + captured
-
-    passes(3.0)
-    assert clock.read() is None, "nothing was read before"
-    passes(2.0, captured=5.0)
-    assert clock.read() == 2.0
-    clock.restart()
-    passes(1.0)
-    assert clock.read() is None
-    clock.restart()
-    clock.begin()
-    passes(4.0, captured=1.0)
-    assert clock.launched(late=True, prefill=False) == (False, 1.0), "a capture waits for the device"
-    assert clock.read(clock.begun_s) == 4.0
-    clock.begin()
-    assert clock.launched(late=True, prefill=False) == (False, 0.0), "the tick after it had a start"
-    assert clock.launched(late=True, prefill=False) == (True, 0.0)
-    assert clock.launched(late=True, prefill=True) == (False, 0.0)
-    assert clock.launched(late=False, prefill=True) == (True, 0.0)

@@ -15,10 +15,10 @@ from tests.test_engine import requests
 from tests.test_learned import AHEAD, drafting, engine_with, plain, shape_of
 from tests.test_speculation import tokens_of
 from tlt.config import EngineSettings, RunConfig, SpecSettings
-from tlt.engine import clock as clock_module
 from tlt.engine import engine as engine_module
 from tlt.engine import graphs
 from tlt.engine import runner as runner_module
+from tlt.engine import timer as timer_module
 from tlt.engine.build import build_engine, make_ready, shape_policy_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import CapturePolicy, GraphPool, Key, Waste, buckets
@@ -281,7 +281,7 @@ def test_an_engine_is_built_made_ready_and_writes_what_plain_decoding_writes(
     """As on a GPU, from the record on: rollouts in waves, in shapes that a tuner chooses, shared ones among them. A
     pass of the policy takes 5 ms there, one of the drafter half of it."""
     clock = Clock()
-    clock.used_by(monkeypatch, engine_module, clock_module, graphs, runner_module, speculation_module)
+    clock.used_by(monkeypatch, engine_module, timer_module, graphs, runner_module, speculation_module)
     for owner, name, seconds in ((Transformer, "forward", 5e-3), (Eagle, "extend", 2.5e-3), (Eagle, "step", 2.5e-3)):
         clock.passes_in(monkeypatch, owner, name, seconds)
     start = Runner.__init__

@@ -36,6 +36,7 @@ from tlt.spec import learned as learned_module
 from tlt.spec import speculation as speculation_module
 from tlt.spec.align import align
 from tlt.spec.candidates import BetaCalibrator, Roots, beta_hits, candidates
+from tlt.spec.costs import VERIFY, TickTimes
 from tlt.spec.drafter import Segment, StartedTrees
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
@@ -307,17 +308,16 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
     their own prompts are to be taken in: less room for it, and the same drafts."""
     hot = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=100.0) for n in (20, 50)]  # then drafts come true
     batch = requests(12, group=3, seed=4, params=hot)
-    found = []
+    found, taking_in = [], LearnedDrafting._taking_in
     for room in (True, False):
         if not room:
             monkeypatch.setattr(backlog, "ROOM", ())
             monkeypatch.setattr(backlog, "MUCH_ROOM", ())
         sizes: set[float] = set()
-        taking_in = LearnedDrafting._taking_in
 
-        def seen(learned: LearnedDrafting, rows: int, most: int, room: float, sizes=sizes, work=taking_in) -> Any:  # type: ignore[no-untyped-def]
+        def seen(learned: LearnedDrafting, rows: int, most: int, room: float, *rest: str, sizes=sizes) -> Any:  # type: ignore[no-untyped-def]
             sizes.add(room - most)
-            return work(learned, rows, most, room)
+            return taking_in(learned, rows, most, room, *rest)
 
         with monkeypatch.context() as patch:
             patch.setattr(LearnedDrafting, "_taking_in", seen)
@@ -376,8 +376,7 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
         late = learned.late(count)
         take_in(learned, count)
         taken = learned.ingested()
-        assert taken is not None
-        assert learned.ingested() is None
+        assert learned.ingested() == 0.0
         told.append((taken * count, late))
 
     monkeypatch.setattr(LearnedDrafting, "_take_in", look)
@@ -394,10 +393,8 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
     assert brought == pytest.approx([89.0]), "all but the newest token"
     learned = drafting()
     learned._ingested = learned._ticks, 3.0
-    assert learned.ingested_early
     learned._ticks += 1  # a tick went by in which nobody asked: all for whom it was taken in had ended
-    assert not learned.ingested_early
-    assert learned.ingested() is None
+    assert learned.ingested() == 0.0
 
 
 def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +402,8 @@ def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.Monke
     batch = requests(10, group=2, seed=3, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
     taking_in, grow, left = LearnedDrafting._taking_in, LearnedDrafting._grow, 0
 
-    def half(learned: LearnedDrafting, rows: int, most: int, room: float) -> Any:
-        return taking_in(learned, rows, most, room / 4)
+    def half(learned: LearnedDrafting, rows: int, most: int, room: float, *rest: str) -> Any:
+        return taking_in(learned, rows, most, room / 4, *rest)
 
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal left
@@ -630,9 +627,7 @@ def told_engine(learned: LearnedDrafting) -> tuple[EngineCore, Told]:
     return engine, told
 
 
-def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture or a prefill between two ticks: neither the tick read behind it nor the one launched knows its time;
-    nor does the one after a capture, which the device begins before anybody looks at the clock."""
+def test_a_capture_is_told_once_and_a_prefill_is_no_ticks_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, told = told_engine(drafting())
     captured, tick, prepare = 0.0, 0, engine._speculation.prepare
     monkeypatch.setattr(Runner, "capture_s", property(lambda runner: captured))
@@ -649,10 +644,10 @@ def test_a_tick_read_behind_something_else_tells_no_time(monkeypatch: pytest.Mon
         if tick == 10:
             engine.submit(requests(1, params=[params], seed=2))
         engine.tick()
-    timed = [outcome.seconds is not None for outcome in told.outcomes if not outcome.shape.off]
-    # ticks 1 to 12; the first takes in the prompts, 6 to 8 stand around the capture, 9 to 11 around the prefill, of
-    # which there is so much for so few rows that it is caught up with
-    assert timed == [False, True, True, True, True, False, False, False, False, False, False, True]
+    drafted = [outcome for outcome in told.outcomes if not outcome.shape.off]
+    assert [place for place, outcome in enumerate(drafted) if outcome.times.seconds is None] == [9]
+    assert [outcome.times.one_off_s for outcome in drafted] == [float(place == 7) for place in range(len(drafted))]
+    assert all(VERIFY in outcome.times.parts for outcome in drafted)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -790,8 +785,8 @@ def compiled_parts(learned: LearnedDrafting, shapes: list[Shape]) -> set[tuple[A
     """Role and rows of all that `compile` ran."""
     ran: set[tuple[Any, ...]] = set()
 
-    def noted(role: Any, rows: int, work: Any, exactly: bool = False) -> Segment:
-        return Segment(role, rows, lambda rows: (ran.add((*role, rows)), work(rows))[1], exactly)
+    def noted(role: Any, rows: int, work: Any, exactly: bool = False, timed_as: str = "") -> Segment:
+        return Segment(role, rows, lambda rows: (ran.add((*role, rows)), work(rows))[1], exactly, timed_as)
 
     def looked(logits_Nv: Tensor, *given: Any, **more: Any) -> Tensor:
         ran.add(("look", len(logits_Nv)))
@@ -815,9 +810,9 @@ def test_what_a_shape_needs_once_is_not_charged_to_the_one_it_follows(monkeypatc
         captured[0] += shape == other
         return launch(one, plan, drafts, shape, *rest)
 
-    def verified(one: Speculating, shape: Shape, emitted: Any, seconds: float | None, one_off_s: float = 0.0) -> None:
-        told.append((shape, one_off_s))
-        verifying(one, shape, emitted, seconds, one_off_s)
+    def verified(one: Speculating, shape: Shape, emitted: Any, times: TickTimes, context: float = 0.0) -> None:
+        told.append((shape, times.one_off_s))
+        verifying(one, shape, emitted, times, context)
 
     verifying = Speculating.verified
     monkeypatch.setattr(Runner, "launch", launching)

@@ -14,7 +14,6 @@ import tlt
 from tests.clocks import Clock
 from tests.training import LEARNED, numbers, small
 from tlt.drafting import deadline, planner, trainer
-from tlt.drafting.budget import CostKind
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.states import Recompute
 from tlt.drafting.trainer import OnlineDrafter
@@ -23,6 +22,7 @@ from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet, Worker
 from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences, is_replayed
 from tlt.policy import TINY_POLICY
+from tlt.spec.budget import CostKind
 from tlt.spec.learned import LearnedDrafting
 from tlt.tasks.judge import Answer, DirectJudge, Verdict
 from tlt.tasks.judging import Judging

@@ -13,6 +13,7 @@ from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
+from tlt.spec.costs import TickTimes
 from tlt.spec.shape import OFF, Draft, Shape, merge
 from tlt.spec.speculation import Speculating, Speculation
 from tlt.spec.suffix_drafting import SuffixDrafting
@@ -38,9 +39,7 @@ class Scripted(Speculation):
             for key, completion in zip(keys, completions, strict=True)
         ]
 
-    def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
-    ) -> None:
+    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], times: TickTimes, context: float = 0.0) -> None:
         self.verifies += len(emitted)
         self.emitted += sum(map(len, emitted))
 

@@ -20,7 +20,7 @@ from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.spec.acceptance import AcceptResult, RankHits, rank_hits_of
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.costs import LOOKUP, POLICY, CostTable, TickCosts
+from tlt.spec.costs import DECODE, INDEX, INGEST, LOOKUP, UNTIMED, VERIFY, CostModel, TickTimes
 from tlt.spec.drafter import Drafter, LifecycleQueue
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Draft, Shape
@@ -76,19 +76,19 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     return drafter
 
 
-def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
+def test_drafters_on_the_host_are_parts_of_the_tick(slow: Slow) -> None:
     tuner = Recording(CHAIN)
     speculating = Speculating([slow], tuner)
     speculating.propose([Key(0, 0), Key(0, 1)], [[1], [2]], CHAIN)
-    speculating.verified(CHAIN, [[7, 8, 9], [4]], seconds=10.0, one_off_s=3.0)  # a capture took 3 seconds more
+    speculating.verified(CHAIN, [[7, 8, 9], [4]], TickTimes({VERIFY: 3.0}, 10.0, one_off_s=3.0))  # a capture took 3
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
-    speculating.verified(CHAIN, [[7, 5]], seconds=None)
+    speculating.verified(CHAIN, [[7, 5]], TickTimes())
     assert len(tuner.outcomes) == 1  # the newest is looked into when somebody asks
     assert speculating.choose_next(1) == CHAIN
     first, second = tuner.outcomes
-    assert (first.seconds, first.one_off_s, list(first.drafts_s)) == (5.0, 8.0, [2.0])
-    assert (first.caught_up_s, first.indexed_s) == (5.0, 5.0), "nobody took part but on the host"
-    assert second.seconds is None
+    assert first.times == TickTimes({VERIFY: 3.0, INDEX: 5.0, LOOKUP: 2.0}, 10.0, 3.0)
+    assert (first.caught_up_s, first.one_off_s) == (5.0, 8.0)
+    assert second.times.seconds is None
     report = speculating.report()
     assert (report.drafting_s, report.one_off_s) == (4.0, 13.0)
     assert (report.verifies, report.accepted, report.accept_length) == (3, 3, 2.0)
@@ -96,83 +96,38 @@ def test_one_off_work_is_not_the_cost_of_the_shape(slow: Slow) -> None:
     assert report.tuner is None
 
 
-def test_a_capture_on_the_way_is_not_what_catching_up_costs(slow: Slow) -> None:
-    """And whoever must catch up is not asked to draft behind a verification, where nobody would time it."""
-
-    class Learned(Slow):
-        left_out, capture_s, version, planted, arrived, waited = True, 0.0, 0, 0, 0, False
-        on_device = True
-
-        def lag(self, rows: int) -> int:
-            return 64 * self.left_out
-
-        def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
-            slow.now += 5.0
-            self.capture_s += 4.0
-            self.left_out = False
-
-        def start_trees(self, keys: Sequence[Key], shape: Shape) -> None:
-            self.planted += 1
-
-        def ingested(self) -> float | None:
-            return None
-
-        def synchronize(self) -> None:
-            slow.now += 7.0  # of whatever came before
-            self.waited = True
-
-    tuner, learned = Recording(CHAIN), Learned()
-    speculating = Speculating([learned], tuner)
-    speculating.prepare([Key(0, 0)], CHAIN)
-    assert learned.planted == 0
-    speculating.propose([Key(0, 0)], [[1]], CHAIN)
-    assert learned.waited, "the device may still be at something else"
-    speculating.verified(CHAIN, [[7, 8, 9]], seconds=6.0, one_off_s=4.0)
-    speculating.report()
-    (outcome,) = tuner.outcomes
-    assert (outcome.seconds, outcome.one_off_s, outcome.caught_up_s) == (5.0, 5.0, 1.0)
-    planted = learned.planted
-    speculating.prepare([Key(0, 0)], CHAIN)
-    assert learned.planted == planted + 1
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_newcomers_brought_is_in_the_time_of_the_tick_that_took_it_in(asynchronous: bool) -> None:
-    """Unless it was done before the tick before was read: then that one, read behind it, says nothing, as this one."""
+def test_what_is_ingested_first_is_told_beside_its_part() -> None:
+    """Who must catch up is not asked to draft behind a verification; what was ingested says what it was."""
 
     class Learned(Drafter):
-        name, on_device, asynchronous = "x", True, True
-        capture_s, version, arrived, left_out, ingested_early = 0.0, 0, 0, 0, False
-        taken: float | None = None
+        name, on_device, left_out, brought, asked = "x", True, 64, 6.25, 0
+        version = arrived = 0
 
         def lag(self, rows: int) -> int:
             return self.left_out
 
-        def ingested(self) -> float | None:
-            return self.taken
+        def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
+            self.left_out = 0
 
-    learned, tuner = Learned(), Recording(CHAIN)
-    learned.asynchronous = asynchronous  # type: ignore[attr-defined]
-    speculating = Speculating([learned], tuner)
-    for taken in (None, 6.25, None):
-        learned.taken = taken
+        def ingested(self) -> float:
+            return self.brought
+
+        def start_trees(self, keys: Sequence[Key], shape: Shape) -> None:
+            self.asked += 1
+
+    tuner, learned = Recording(CHAIN), Learned()
+    speculating, times = Speculating([learned], tuner), TickTimes({VERIFY: 3.0, INGEST: 2.0}, 6.0)
+    speculating.prepare([Key(0, 0)], CHAIN)
+    assert learned.asked == 0
+    for _ in range(2):
         speculating.propose([Key(0, 0)], [[1]], CHAIN)
-    for seconds in (6.0, 9.0, 5.0):
-        speculating.verified(CHAIN, [[7]], seconds=seconds)
+        speculating.verified(CHAIN, [[7]], times, 90.0)
     speculating.report()
-    told = [(round(outcome.seconds or 0.0, 2), outcome.taken_in) for outcome in tuner.outcomes]
-    assert told == [(6.0 if asynchronous else 0.0, 0.0), (9.0 if asynchronous else 0.0, 6.25), (5.0, 0.0)]
-
-    def last(seconds: float) -> tuple[float | None, float]:
-        speculating.propose([Key(0, 0)], [[1]], CHAIN)
-        speculating.verified(CHAIN, [[7]], seconds=seconds)
-        speculating.report()
-        return tuner.outcomes[-1].seconds and round(tuner.outcomes[-1].seconds, 2), tuner.outcomes[-1].taken_in
-
-    learned.ingested_early = True  # for the tick to come, before this one was read
-    assert last(7.0) == ((7.0 if asynchronous else None), 0.0)
-    learned.ingested_early, learned.left_out, learned.taken = False, 64, 6.25
-    assert last(8.0) == (None, 0.0), "whoever caught up was timed apart, newcomers among the others or not"
+    told = [(outcome.lag, outcome.ingested, outcome.caught_up_s) for outcome in tuner.outcomes]
+    assert told == [(64, 0.0, 2.0), (0, 6.25, 0.0)]
+    assert [outcome.context for outcome in tuner.outcomes] == [90.0, 90.0]
+    speculating.prepare([Key(0, 0)], CHAIN)
+    assert learned.asked > 0
 
 
 def test_ticks_are_counted_by_batch_and_shape() -> None:
@@ -194,13 +149,13 @@ def test_ticks_are_counted_by_batch_and_shape() -> None:
 
 
 def test_a_tuners_books_can_be_read_from_any_point() -> None:
-    tuner = Tuner([CHAIN], costs(CostTable()))
+    tuner = Tuner([CHAIN], CostModel(lambda size: size))
     speculating = Speculating([Drafter()], tuner)
     walked = [AcceptResult(1, (RankHits((1,), 1),)), AcceptResult(2, (RankHits((1, 1)),))]
-    tuner.observe(Outcome(CHAIN, 2, walked, 2.0))
+    tuner.observe(Outcome(CHAIN, 2, walked, TickTimes({VERIFY: 2.0}, 2.0)))
     before = speculating.report()
-    tuner.observe(Outcome(OFF, 4, (), 1.0))
-    tuner.observe(Outcome(CHAIN, 2, walked[:1], 3.0))
+    tuner.observe(Outcome(OFF, 4, (), TickTimes({DECODE: 1.0}, 1.0)))
+    tuner.observe(Outcome(CHAIN, 2, walked[:1], TickTimes({VERIFY: 3.0}, 3.0)))
     later = speculating.report().since(before).tuner
     assert later is not None
     assert (later.ticks, later.verifies, later.accepted, later.accept_length, later.seconds) == (2, 1, 1, 2.0, 4.0)
@@ -232,8 +187,9 @@ def test_a_tick_with_prefill_in_it_tells_no_time() -> None:
     engine.tick()
     engine.report()  # the last tick is looked into when somebody asks
     alone, with_prefill = tuner.outcomes[-2:]
-    assert alone.seconds is not None
-    assert with_prefill.seconds is None
+    assert alone.times.seconds is not None
+    assert with_prefill.times.seconds is None
+    assert alone.times.parts.keys() == with_prefill.times.parts.keys() == {VERIFY, LOOKUP, INDEX}
     assert with_prefill.batch == 3
 
 
@@ -256,46 +212,6 @@ def test_a_policy_run_of_every_size_is_timed_on_request() -> None:
     seconds = engine.warm_up([1, 4, 8])
     assert set(seconds) == {1, 4, 8}
     assert all(value > 0 for value in seconds.values())
-
-
-# ---- costs
-
-
-def costs(table: CostTable) -> TickCosts:
-    return TickCosts(table, lambda size: size, learned=["eagle"])
-
-
-def test_what_model_free_drafts_take_goes_into_the_table() -> None:
-    table = CostTable()
-    table.record(POLICY, 4, 1.0)
-    found = costs(table)
-    found.observe(Shape(("eagle", "suffix"), 1, 1, 2), 4, 3.0, [0.5, 0.25])
-    assert table.estimate(LOOKUP, 4) == 0.25
-    assert found.seconds(Shape(("suffix",), 1, 1, 2), 4) == pytest.approx(2.0 + 0.25, rel=0.01)
-
-
-def test_sizes_that_nobody_measured_are_learned_from_plain_ticks() -> None:
-    """Costs that rise by a half per doubling: seen at every batch, they are known for every verify."""
-    found = costs(CostTable())
-    for batch in (16, 8, 4, 2, 1):
-        for _ in range(20):
-            found.observe(OFF, batch, 1.0 + batch / 16)
-    for batch, verify in ((1, 16), (2, 4), (4, 2)):
-        assert found.seconds(Shape(("suffix",), 1, 1, verify), batch) == pytest.approx(
-            1 + batch * verify / 16, rel=0.02
-        )
-
-
-def test_a_measured_size_is_not_learned_again() -> None:
-    """What differs from capture is drift, and shared by all sizes."""
-    table = CostTable()
-    table.record(POLICY, 1, 1.0)
-    table.record(POLICY, 8, 1.5)
-    found = costs(table)
-    for _ in range(200):
-        found.observe(OFF, 1, 2.0)
-    assert table.estimate(POLICY, 1) == 1.0
-    assert found.seconds(OFF, 8) == pytest.approx(3.0, rel=0.01)
 
 
 class Told(Fixed):
@@ -369,9 +285,8 @@ def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> Non
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     engine.submit([Request(Key(0, number), (3, 4, 5), params, "one") for number in range(4)])
     engine.drain()
-    read = [round(seconds / 4e-6) - 3 for _, seconds in due]
-    assert read[0] in (0, 4, 8), "the first tick is not timed"
-    assert all(later - before == 4 for before, later in pairwise(read[:-1]))
+    read = [round(seconds / 4e-6) - 3 for batch, seconds in due if batch == 4]
+    assert all(later - before == 4 for before, later in pairwise(read[1:-1]))
     assert len(read) >= 18
 
 
@@ -470,7 +385,7 @@ def test_a_key_that_comes_again_is_heard_again(slow: Slow) -> None:
             speculating.begin(key, "p", (1,), PARAMS)
             for _ in range(9):
                 speculating.propose([key], [[1]], CHAIN)
-                speculating.verified(CHAIN, [emitted], seconds=1.0)
+                speculating.verified(CHAIN, [emitted], UNTIMED)
             speculating.end(key, emitted)
         assert bool(speculating.alarms) == collapsed
     speculating._lifecycle.flush()
@@ -507,7 +422,7 @@ def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
     assert drafter.heard[1:] == [(one, (5, 6)), one, other], "in the order it happened"
     speculating.end(other, [7])
     assert speculating._lifecycle.number(other) is not None
-    speculating.verified(CHAIN, [[5], []], seconds=1.0)
+    speculating.verified(CHAIN, [[5], []], UNTIMED)
     assert (speculating._lifecycle.number(one), speculating._lifecycle.number(other)) == (1, None)
     assert drafter.heard[4:] == [(other, (7,))]
 
@@ -544,7 +459,7 @@ class Alarming(Speculation):
 
 
 def test_alarms_become_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def build(policy: Any, config: RunConfig) -> EngineCore:
+    def build(policy: Any, config: RunConfig, **named: Any) -> EngineCore:
         return EngineCore(policy.model, policy.tokenizer, config.engine, speculation=Alarming())
 
     monkeypatch.setattr(tlt.rollout, "build_engine", build)

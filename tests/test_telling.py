@@ -16,7 +16,7 @@ from tlt.event_builders import rollout_report, shapes_chosen, together
 from tlt.fleet import LocalFleet
 from tlt.generate import _of_drafts
 from tlt.loop import Emit, RolloutReport
-from tlt.spec.costs import CostTable, TickCosts
+from tlt.spec.costs import CostModel
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.speculation import SpeculationReport
 from tlt.spec.tuner import Tuner
@@ -37,7 +37,7 @@ class Eager(Tuner):
 
 
 def eager(spec: SpecSettings, rows: int, **_: object) -> Eager:
-    return Eager(shapes_of(spec), TickCosts(CostTable(), padding(rows), learned=("eagle",)))
+    return Eager(shapes_of(spec), CostModel(padding(rows), learned=("eagle",)))
 
 
 def test_a_run_tells_acceptance_by_depth_and_what_switching_cost(

@@ -7,10 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.alarm import Alarm
-from tlt.spec.costs import DRAFT, EXTEND, LOOKUP, POLICY, CostTable, TickCosts
+from tlt.spec.costs import (
+    DECODE,
+    DRAFT,
+    EXTEND,
+    INDEX,
+    INGEST,
+    LOOKUP,
+    POLICY,
+    VERIFY,
+    CostModel,
+    Measured,
+    TickTimes,
+)
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Outcome, ShapePolicy
 
@@ -42,19 +55,71 @@ def tick_s(shape: Shape, batch: int, drafting: float = 1.0) -> float:
     return policy_s(shape.tokens(pad(batch))) + drafting * drafting_s(shape, pad(batch))
 
 
-def table() -> CostTable:
+def parts_s(shape: Shape, batch: int, drafting: float = 1.0) -> dict[str, float]:
+    """The parts that `tick_s` is the sum of."""
+    size = pad(batch)
+    if shape.off:
+        return {DECODE: policy_s(size)}
+    parts = {VERIFY: policy_s(shape.tokens(size))}
+    if LEARNED in shape.drafters:
+        parts[EXTEND] = drafting * (0.35e-3 + 0.4e-6 * size)
+        if shape.depth > 1:
+            parts[DRAFT] = drafting * (shape.depth - 1) * (0.3e-3 + 0.4e-6 * size * shape.width)
+    if MODEL_FREE in shape.drafters:
+        parts[LOOKUP] = drafting * (20e-6 + 2e-6 * size)
+    return parts
+
+
+def took(
+    shape: Shape,
+    batch: int,
+    seconds: float | None,
+    *,
+    one_off_s: float = 0.0,
+    ingest_s: float = 0.0,
+    index_s: float = 0.0,
+) -> TickTimes:
+    """A tick that took this long without ingesting, its parts in proportion; None: its parts alone are known."""
+    parts = parts_s(shape, batch)
+    if seconds is not None:
+        parts = {part: took_s * seconds / sum(parts.values()) for part, took_s in parts.items()}
+        seconds += ingest_s + index_s
+    more = {INGEST: ingest_s, INDEX: index_s}
+    return TickTimes(parts | {part: more_s for part, more_s in more.items() if more_s}, seconds, one_off_s)
+
+
+def outcome(
+    shape: Shape,
+    batch: int,
+    results: Sequence[AcceptResult] = (),
+    seconds: float | None = None,
+    *,
+    one_off_s: float = 0.0,
+    ingest_s: float = 0.0,
+    index_s: float = 0.0,
+    **known: Any,
+) -> Outcome:
+    """A tick that took so many seconds, captures and what was ingested or indexed first left out."""
+    times = took(shape, batch, seconds, one_off_s=one_off_s, ingest_s=ingest_s, index_s=index_s)
+    return Outcome(shape, batch, results, times, **known)
+
+
+def measured() -> list[Measured]:
     """What capture measured."""
-    found = CostTable()
+    found = []
     for size in SIZES[:17]:
-        found.record(POLICY, size, policy_s(size))
-        found.record(EXTEND, size, 0.35e-3 + 0.4e-6 * size)
-        found.record(DRAFT, size, 0.3e-3 + 0.4e-6 * size)
-        found.record(LOOKUP, size, 20e-6 + 2e-6 * size)
+        found.append(Measured(POLICY, size, policy_s(size)))
+        found.append(Measured(EXTEND, size, 0.35e-3 + 0.4e-6 * size))
+        found.append(Measured(DRAFT, size, 0.3e-3 + 0.4e-6 * size))
     return found
 
 
-def costs() -> TickCosts:
-    return TickCosts(table(), pad, learned=[LEARNED])
+def costs(read_once: bool = True, told: Sequence[Measured] | None = None) -> CostModel:
+    """Of a GPU; else of a CPU, which computes no padded rows and reads a context for every node."""
+    found = CostModel(pad, learned=[LEARNED], context_read_once=read_once)
+    for one in measured() if told is None else told:
+        found.load_costs(one)
+    return found
 
 
 @dataclass(frozen=True)
@@ -106,6 +171,7 @@ class World:
     drafting: float = 1.0  # how much dearer drafting is than the table says …
     trees: float = 1.0  # … and all of a tick that speculates
     slow: float = 1.0  # how many times as long as they take ticks seem to take
+    context: float = 0.0  # positions that a row looks back on
     seconds: float = 0.0  # true, without noise
     ticks: Counter[Shape] = field(default_factory=Counter)
     alarms: list[tuple[int, Alarm]] = field(default_factory=list)  # with the verifies before it
@@ -143,6 +209,19 @@ class World:
 
     def true_s(self, shape: Shape, batch: int) -> float:
         return tick_s(shape, batch, self.drafting) * (1.0 if shape.off else self.trees)
+
+    def told(self, shape: Shape, batch: int, true: float) -> TickTimes:
+        """What an engine would tell of a tick that takes so long."""
+        parts = parts_s(shape, batch, self.drafting)
+        known = {part: seconds * (1.0 if shape.off else self.trees) for part, seconds in parts.items()}
+        known[DECODE if shape.off else VERIFY] += self.context_s(shape, batch)
+        factor = (self.measured(shape, batch, true) or 0.0) / sum(known.values())
+        told = {part: seconds * factor for part, seconds in known.items()}
+        return TickTimes(told, sum(told.values()))
+
+    def context_s(self, shape: Shape, batch: int) -> float:
+        """Of the policy's run."""
+        return 0.0
 
     def measured(self, shape: Shape, batch: int, true: float) -> float | None:
         slow = 3.0 if self.random.random() < 0.01 else 1.0
@@ -184,7 +263,7 @@ class World:
         true = self.true_s(shape, batch)
         self.seconds += true
         self.ticks[shape] += 1
-        alarms = policy.observe(Outcome(shape, batch, results, self.measured(shape, batch, true)))
+        alarms = policy.observe(Outcome(shape, batch, results, self.told(shape, batch, true), context=self.context))
         self.verifies += len(results)
         self.alarms += [(self.verifies, alarm) for alarm in alarms]
         return results

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from tlt.config import TrainSettings
-from tlt.drafting.budget import RunBudget
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.session import DraftingResult
 from tlt.loop import ByDepth, RolloutReport, Step
 from tlt.memory_plan import MemoryPlan, table
 from tlt.spec.alarm import Alarm
+from tlt.spec.budget import Budget
 from tlt.spec.shape import Shape, by_batch
 from tlt.spec.speculation import SpeculationReport
 from tlt.tasks.judge import Verdict
@@ -196,7 +196,7 @@ def _tick_costs(
     )
 
 
-def account_updated(step: int, account: RunBudget) -> AccountUpdated:
+def account_updated(step: int, account: Budget) -> AccountUpdated:
     return AccountUpdated(
         step=step,
         plain_s=account.plain_s,

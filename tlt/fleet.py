@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tlt.config import NEW, RunConfig
-from tlt.drafting.budget import CostKind, RunBudget
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.session import DraftingResult
@@ -39,6 +38,7 @@ from tlt.model.device import free_bytes, most_reserved
 from tlt.model.transformer import Transformer
 from tlt.plan import kv_bytes_beside_training, plan_or_refuse
 from tlt.policy import base_name, device_of, open_policy
+from tlt.spec.budget import Budget, CostKind
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
 from tlt.spec.eagle_files import Origin
@@ -298,7 +298,8 @@ def _planner_of(worker: Worker) -> TrainingPlanner:
     shapes = shapes_of(config.spec, exact=config.engine.exact)
     known = DraftShapes(shapes, worker.learned_name, tuner.expected) if tuner else None
     rows = config.engine.rows
-    return TrainingPlanner(config.drafting, config.run.steps, config.draft.unroll, rows, padding(rows), known)
+    account = tuner.budget if tuner else None
+    return TrainingPlanner(config.drafting, config.run.steps, config.draft.unroll, rows, padding(rows), known, account)
 
 
 class LocalFleet:
@@ -319,7 +320,7 @@ class LocalFleet:
         self._update_s = 0.0  # that the next update may take longer, for drafter training inside it
 
     @property
-    def account(self) -> RunBudget | None:
+    def account(self) -> Budget | None:
         """Seconds that speculation cost and saved so far; None where no drafter is trained. To be read only."""
         return self._planner.account if self._planner else None
 

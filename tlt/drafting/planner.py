@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tlt.config import DraftingSettings
-from tlt.drafting.budget import CostKind, RunBudget
 from tlt.drafting.forecast import (
     Choices,
     Costs,
@@ -22,6 +21,7 @@ from tlt.drafting.forecast import (
     ticks_by_size,
 )
 from tlt.spec.acceptance import Acceptance
+from tlt.spec.budget import Budget, CostKind
 from tlt.spec.shape import OFF, Shape
 
 ExpectedTick = Callable[[Shape, int], tuple[float, float | None]]  # accept length, and seconds if known
@@ -95,11 +95,14 @@ class TrainingPlanner:
         rows: int,
         pad: Callable[[int], int],
         shapes: DraftShapes | None,
+        account: Budget | None = None,
     ) -> None:
-        """`shapes`: None if no cost model measures ticks; then there is no forecast."""
+        """`shapes`: None if no cost model measures ticks; then there is no forecast. `account`: the one in which ticks
+        are charged already; None: they are not."""
         self._settings, self._steps, self._unroll, self._shapes = settings, steps, unroll, shapes
         self._rows, self._pad = rows, pad
-        self.account = RunBudget()
+        self.account = account or Budget()
+        self._counted = self.account.took_s, self.account.saved_s  # by the end of the last rollout
         self._curve = LearningCurve()
         self._lengths: Sequence[int] = ()
         self._rollout_s = self._step_s = self._seconds = 0.0  # of the last rollout, of the last step; of all steps
@@ -120,7 +123,12 @@ class TrainingPlanner:
         self._step_s = step_s if first else self._step_s + step_s
         self._estimated_s = saved_s if first else self._estimated_s + saved_s
         self._seconds += step_s
-        self.account.finished(step_s, min(saved_s, self._trust * saved_s))
+        took_s, ticks_saved_s = (
+            now - before for now, before in zip((self.account.took_s, self.account.saved_s), self._counted, strict=True)
+        )
+        other_s = step_s - took_s
+        self.account.ran(other_s, other_s + min(saved_s, self._trust * saved_s) - ticks_saved_s)
+        self._counted = self.account.took_s, self.account.saved_s
 
     def replayed(self, plain_s: float) -> None:
         """Corrects estimated savings by a replay: plain decoding of the last rollout took `plain_s`."""

@@ -11,7 +11,7 @@ from tlt.engine.graphs import buckets, padding
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
-from tlt.spec.costs import CostTable, Measured, TickCosts
+from tlt.spec.costs import CostModel, Measured
 from tlt.spec.drafter import Drafter, build_drafters, drafter_class
 from tlt.spec.fixed import Fixed
 from tlt.spec.record import DraftRecord
@@ -145,4 +145,4 @@ def _shape_policy(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> S
             )
         return Bandit(shapes, [_LAST_BUCKET >> later for later in reversed(range(groups))])
     on_device = [name for name in spec.drafters if drafter_class(name).on_device]
-    return Tuner(shapes, TickCosts(CostTable(), padding(rows), learned=on_device, context_read_once=on_gpu))
+    return Tuner(shapes, CostModel(padding(rows), learned=on_device, context_read_once=on_gpu))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tlt.config import EngineSettings
 from tlt.engine.admission import ADMISSIONS
-from tlt.engine.clock import TickClock
 from tlt.engine.exact import check_policy
 from tlt.engine.features import Features
 from tlt.engine.graphs import PoolReport
@@ -39,6 +38,7 @@ from tlt.types import Completion, FinishReason, Key, Timing
 _NONE_DRAWN = -1  # what the sampler says where the logits were no distribution
 # of a tick's tokens, by their number: all but the last were accepted drafts
 _DRAFTED = tuple(b"\1" * (tokens - 1) + b"\0" for tokens in range(1, MOST_NODES + 2))
+_CONTEXT_TICKS = 16  # between two looks at how far requests look back
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class EngineCore:
         )
         self._speculation.state_sink.attach(self._runner)
         self._speculation.attach(lambda: self._scheduler.to_come, lambda: self._scheduler.written)
-        self._clock = TickClock(lambda: self._runner.capture_s)
+        self._timer = self._runner.timer
         self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
         self._hands_out = on_features is not None
         self._unread_tick: InFlightTick | None = None
@@ -106,6 +106,7 @@ class EngineCore:
         self._in_flight: dict[Key, RequestState] = {}
         self._failures: dict[Key, str] = {}
         self._torn = False  # a tick was begun and not ended
+        self._positions, self._context_due = 0.0, 0  # mean position of a row; the tick of the next look at it
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
 
     @property
@@ -189,7 +190,6 @@ class EngineCore:
         if shape.off:
             plan = self._scheduler.plan()
         else:
-            self._clock.begin()
             unread = self._unread_tick.steps if self._unread_tick else 0
             plan = self._scheduler.plan(nodes=shape.verify, unread=unread)
         if not plan.empty:
@@ -212,15 +212,14 @@ class EngineCore:
             return None
         self._ticks += 1
         if shape.off:
-            return InFlightTick(plan, self._runner.launch(plan))
+            pending = self._runner.launch(plan)
+            return InFlightTick(plan, pending, self._timer.launched(pending.ready))
         steps = self._walk(shape)
         pending = self._runner.launch(plan, drafts, shape, steps)
+        marks = self._timer.launched(pending.ready)
         self._following = self._speculation.choose_next(len(plan.reqs))
         self._speculation.prepare(_keys(plan), self._following)
-        timed, one_off_s = self._clock.launched(late=self._reads_late(shape), prefill=bool(plan.chunks))
-        if self._unread_tick:
-            self._unread_tick = replace(self._unread_tick, timed=self._unread_tick.timed and timed)
-        return InFlightTick(plan, pending, shape, steps, self._clock.begun_s, timed, one_off_s)
+        return InFlightTick(plan, pending, marks, shape, steps)
 
     def _reads_late(self, shape: Shape) -> bool:
         """Whether a tick in this shape is read behind the launch of the next. Features name the positions of a
@@ -231,36 +230,36 @@ class EngineCore:
         """Reads the tick, or the one before if this one is read late."""
         if self._reads_late(shape):
             launched, self._unread_tick = self._unread_tick, launched
-        if launched is None:
-            if shape.off:
-                self._clock.restart()
-            return []
-        if not launched.shape.off:
-            return self._read_trees(launched)
-        completions = self._read(launched.plan, launched.pending.drawn())
-        seconds = self._clock.read()
-        if seconds is not None and not launched.plan.chunks:  # the time of a tick with prefill says nothing
-            self._speculation.decoded(len(launched.plan.reqs), seconds)
-        return completions
+        return self._read_tick(launched)
 
-    def _read_trees(self, tick: InFlightTick) -> list[Completion]:
+    def _read_tick(self, tick: InFlightTick | None) -> list[Completion]:
+        if tick is None:
+            return []
         plan, drawn = tick.plan, tick.pending.drawn()
+        times = self._timer.read(tick.marks)
+        if plan.chunks:  # prefill is no part of what a tick costs
+            times = replace(times, seconds=None)
+        if tick.shape.off:
+            completions = self._read(plan, drawn)
+            if plan.reqs:
+                self._speculation.decoded(len(plan.reqs), times, self._context(plan))
+            return completions
         emitted = [() if req.over else tokens for req, tokens in zip(plan.reqs, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.reqs, map(len, emitted))
-        seconds = self._clock.read(tick.begun_s)
-        alone = tick.timed and not plan.chunks
-        self._speculation.verified(tick.shape, emitted, seconds if alone else None, tick.one_off_s)
+        self._speculation.verified(tick.shape, emitted, times, self._context(plan))
         return self._read(plan, drawn)
+
+    def _context(self, plan: Plan) -> float:
+        """Positions that a row of the plan looks back on, on average; looked up every few ticks."""
+        if self._ticks >= self._context_due or not plan.reqs:
+            self._context_due = self._ticks + _CONTEXT_TICKS
+            self._positions = sum(req.position for req in plan.reqs) / max(1, len(plan.reqs))
+        return self._positions
 
     def _land(self) -> list[Completion]:
         """Reads the tick in flight, if there is one."""
         tick, self._unread_tick = self._unread_tick, None
-        if tick is None:
-            return []
-        if not tick.shape.off:
-            return self._read_trees(tick)
-        self._clock.restart()  # the read waited at once: neither this tick's time nor the next one's is known
-        return self._read(tick.plan, tick.pending.drawn())
+        return self._read_tick(tick)
 
     def drain(self) -> list[Completion]:
         """Ticks until every request is answered. A request that failed raises then, after all others are done."""
@@ -467,7 +466,7 @@ class EngineCore:
     def _settle(self) -> None:
         """Idle: the tick in flight has no request left, and no page may be missing."""
         self._land()
-        self._clock.restart()  # the time until the next request is no tick's
+        self._timer.restart()  # the time until the next request is no tick's
         self._following = None
         self._scheduler.check_integrity()
 

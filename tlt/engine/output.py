@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt.engine.scheduler import Plan
+from tlt.engine.timer import TickMarks
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 
 _PLACES = 3  # two ticks may be under way, a third place keeps them apart
@@ -28,11 +29,11 @@ class PendingOutput:
     def __init__(self, packed: Tensor, ready: torch.cuda.Event | None) -> None:
         """int32 [R, 3·S]: token, bits of logprob and policy logprob of each step; then, of a walk, its steps."""
         self._packed = packed
-        self._ready = ready
+        self.ready = ready  # None on a CPU: it is ready already
 
     def drawn(self) -> TickOutput:
-        if self._ready is not None:
-            self._ready.synchronize()
+        if self.ready is not None:
+            self.ready.synchronize()
         steps = self._packed.shape[1] // 3
         tokens, logprobs, policy_logprobs = torch.split(self._packed[:, : 3 * steps], steps, dim=1)
         drawn = TickOutput(
@@ -50,11 +51,9 @@ class InFlightTick:
 
     plan: Plan
     pending: PendingOutput
+    marks: TickMarks
     shape: Shape = OFF
     steps: int = 1  # tokens of each request that may come out of it, at most
-    begun_s: float = 0.0
-    timed: bool = True  # nothing else was done while it was launched
-    one_off_s: float = 0.0  # of captures, and of runs without a graph, while it was
 
 
 class OutputBuffer:
@@ -72,6 +71,6 @@ class OutputBuffer:
         self._turn = (self._turn + 1) % len(self._places)
         landed = self._places[self._turn][: packed.numel()].view(packed.shape)
         landed.copy_(packed, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(self._device))
         return PendingOutput(landed, ready)

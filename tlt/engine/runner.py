@@ -6,10 +6,10 @@ each row's newest token, or of its draft tree; sample; advance. The only thing r
 # R rows, T tokens, D hidden, S steps of a walk
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from math import inf
 from typing import Any
 
@@ -24,6 +24,7 @@ from tlt.engine.output import OutputBuffer, PendingOutput
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample
 from tlt.engine.scheduler import Chunk, Copy, Plan
+from tlt.engine.timer import TickTimer
 from tlt.kernels import compiling
 from tlt.kernels.attention import reference as attention_kernels
 from tlt.kernels.batch_state.reference import StatePlaces
@@ -31,7 +32,7 @@ from tlt.kernels.dispatch import dispatch
 from tlt.model.attention import PagedLayout, kv_splits_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
-from tlt.spec.costs import POLICY, CostTable
+from tlt.spec.costs import DECODE, POLICY, VERIFY, CostTable
 from tlt.spec.drafter import Entered, HiddenStateSink, NoSink, Piece, RowView, Segment
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
@@ -81,6 +82,7 @@ class Runner:
         self._sizes = buckets(rows)
         self._pool: GraphPool[Any] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
         self._output_buffer = OutputBuffer(rows, self._device)
+        self.timer = TickTimer(self._device, lambda: self.capture_s)
         self._costs = CostTable()  # of forwards, as they were timed beforehand
 
     @torch.no_grad()
@@ -108,12 +110,13 @@ class Runner:
         if not count:
             return PendingOutput(torch.empty((0, 3), dtype=torch.int32), None)
         if plan.nodes == 1:
-            result = self._run(("decode", plan.filtered), count, lambda rows: self._forward(rows, plan.filtered))
+            decode = partial(self._forward, filtered=plan.filtered)
+            result = self.timer.time(DECODE, lambda: self._run(("decode", plan.filtered), count, decode))
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
             role, forward = self._verification(shape, min(steps, plan.nodes), plan.filtered)
-            result = self._run(role, count, forward, shape.tokens)
+            result = self.timer.time(VERIFY, lambda: self._run(role, count, forward, shape.tokens))
         self._state_sink.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
         return self._output_buffer.fetch(result.packed[:count])
@@ -136,17 +139,20 @@ class Runner:
         return self._trees[nodes]
 
     def run_segments(self, parts: Sequence[Segment]) -> None:
-        if self._pool is None:
-            for part in parts:
-                part.work(part.rows)
-            return
         served: dict[Hashable, Key | None] = {}
-        for part in parts:  # captures first: one may run the work, and leaves its traces to the next part
-            if part.role not in served:
+        for part in parts if self._pool is not None else ():  # captures first: one may run the work, and leaves its
+            if part.role not in served:  # traces to the next part
                 waste = None if part.exactly else partial(_little, part.rows)
                 served[part.role] = self._served((part.role, part.rows), part.work, waste)
+        for timed_as, alike in groupby(parts, lambda part: part.timed_as):
+            self.timer.time(timed_as, partial(self._run_each, list(alike), served))
+
+    def _run_each(self, parts: Sequence[Segment], served: Mapping[Hashable, Key | None]) -> None:
         for part in parts:
-            self._replay(served[part.role], (part.role, part.rows), part.work)
+            if self._pool is None:
+                part.work(part.rows)
+            else:
+                self._replay(served[part.role], (part.role, part.rows), part.work)
 
     def time(self, part: Segment) -> float:
         self.ready([part])

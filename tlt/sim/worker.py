@@ -17,6 +17,7 @@ from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
 from tlt.sim.world import World
 from tlt.spec.acceptance import AcceptResult
 from tlt.spec.backlog import Backlog
+from tlt.spec.costs import INGEST, TickTimes
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Outcome, ShapePolicy
 from tlt.types import Key
@@ -102,10 +103,10 @@ class SimWorker:
                 self._backlog.came(1, min(self._world.book.window, len(entry.prefix)))
 
     def _plain(self, plan: Plan) -> list[SimCompletion]:
-        seconds = self._tick_s(plan, OFF)
-        self.now += seconds
+        times = self._times(plan, OFF)
+        self.now += times.seconds or 0.0
         self._backlog.wrote(1, 1.0)
-        self._observe(Outcome(OFF, len(plan.reqs), seconds=None if plan.chunks else seconds))
+        self._observe(Outcome(OFF, len(plan.reqs), times=self._told(plan, times)), plan)
         return self._written(plan.reqs, [1] * len(plan.reqs))
 
     def _verify(self, plan: Plan, shape: Shape) -> list[SimCompletion]:
@@ -113,8 +114,9 @@ class SimWorker:
         lag = self._backlog.before(count)
         newly = self._backlog.newly(count) if not lag else 0.0
         caught_up_s = self._world.catch_up_s(shape, count, lag) if lag else 0.0
-        seconds = self._tick_s(plan, shape) + self._world.entering_s(shape, count, newly)
-        self.now += caught_up_s + seconds
+        ingest_s = caught_up_s + self._world.entering_s(shape, count, newly)
+        times = self._times(plan, shape, ingest_s)
+        self.now += times.seconds or 0.0
         self._backlog.clear()
         self._backlog.wrote(shape.depth + 1, shape.most_tokens)
         results = self._world.results(shape, (req.state.request.key.request for req in plan.reqs))
@@ -122,20 +124,26 @@ class SimWorker:
         self._scheduler.advance(plan.reqs, emitted)
         self.verifies += count
         self.accepted += sum(emitted) - count
-        told = None if plan.chunks else seconds
-        spent = (told, caught_up_s, (), caught_up_s, lag, newly)
-        self._observe(Outcome(shape, count, results, *spent))
+        self._observe(Outcome(shape, count, results, self._told(plan, times), lag, newly), plan)
         return self._written(plan.reqs, emitted)
 
-    def _tick_s(self, plan: Plan, shape: Shape) -> float:
+    def _times(self, plan: Plan, shape: Shape, ingest_s: float = 0.0) -> TickTimes:
         looked_back = [req.position for req in plan.reqs]
-        return self._world.tick_s(shape, looked_back, may_draft=self._shape_policy is not None)
+        times = self._world.times(shape, looked_back, may_draft=self._shape_policy is not None)
+        if not ingest_s:
+            return times
+        return replace(times, parts={**times.parts, INGEST: ingest_s}, seconds=(times.seconds or 0.0) + ingest_s)
 
-    def _observe(self, outcome: Outcome) -> None:
+    def _told(self, plan: Plan, times: TickTimes) -> TickTimes:
+        """As an engine tells it: prefill is no part of what a tick costs."""
+        return replace(times, seconds=None) if plan.chunks else times
+
+    def _observe(self, outcome: Outcome, plan: Plan) -> None:
         """With what the engine knows beside the tick."""
         if self._shape_policy is not None:
-            arrived = self._newly_arrived()
-            self._shape_policy.observe(replace(outcome, arrived=arrived, to_come=lambda: self._scheduler.to_come))
+            context = sum(req.position for req in plan.reqs) / len(plan.reqs)
+            known = replace(outcome, arrived=self._newly_arrived(), context=context)
+            self._shape_policy.observe(replace(known, to_come=lambda: self._scheduler.to_come))
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._backlog.arrived

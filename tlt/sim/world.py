@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from tlt.sim.book import CostBook
 from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
-from tlt.spec.costs import CostTable, TickCosts
+from tlt.spec.costs import DECODE, VERIFY, CostModel, TickTimes
 from tlt.spec.shape import OFF, Shape
 
 _CERTAIN = 1e9  # weight of the book's table, in verifies: no observation changes it
@@ -25,7 +25,7 @@ class World:
     def __init__(self, book: CostBook, shapes: Sequence[Shape], pad: Callable[[int], int], seed: int) -> None:
         self.book = book
         drafters = {drafter for shape in shapes for drafter in shape.drafters}  # of the book
-        self._costs = TickCosts(CostTable(), pad, learned=drafters, context_read_once=book.gpu)
+        self._costs = CostModel(pad, learned=drafters, context_read_once=book.gpu)
         for measured in book.measured:
             self._costs.load_costs(measured)
         self._luck = random.Random(seed)
@@ -39,13 +39,19 @@ class World:
 
     def tick_s(self, shape: Shape, looked_back: Sequence[int], *, may_draft: bool) -> float:
         """Of requests that look back on so many tokens each; of an engine that drafts at times, or never."""
+        seconds = self.times(shape, looked_back, may_draft=may_draft).seconds
+        assert seconds is not None
+        return seconds
+
+    def times(self, shape: Shape, looked_back: Sequence[int], *, may_draft: bool) -> TickTimes:
+        """The same, part by part."""
         book, batch = self.book, len(looked_back)
-        seconds = self._costs.seconds(shape, batch)
-        assert seconds is not None, "a book without runs of the policy"
         tokens = batch * max(looked_back) if book.padded else sum(looked_back)
         times = 1.0 if book.gpu else shape.tokens(batch) / batch
         plain_s = book.off_tick_s if may_draft else book.plain_tick_s
-        return seconds + (plain_s if shape.off else book.verify_tick_s) + book.context_s * tokens * times
+        parts = self._costs.parts(shape, batch)
+        parts[DECODE if shape.off else VERIFY] += book.context_s * tokens * times
+        return TickTimes(parts, sum(parts.values()) + (plain_s if shape.off else book.verify_tick_s))
 
     def prefill_s(self, tokens: int) -> float:
         return self.book.prefill_s * tokens

@@ -59,9 +59,9 @@ class Bandit:
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         """Never alarms: the paper's tuner has no notion of a collapse."""
-        if not outcome.shape.off and outcome.seconds:
+        if not outcome.shape.off and outcome.times.seconds:
             accepted = sum(walked.accepted for walked in outcome.results)
-            reward = (accepted / outcome.batch + 1.0) * outcome.batch / outcome.seconds
+            reward = (accepted / outcome.batch + 1.0) * outcome.batch / outcome.times.seconds
             self._rewards[outcome.shape].append(reward)
         return ()
 

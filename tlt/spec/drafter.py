@@ -17,7 +17,7 @@ from tlt.config import DRAFTERS, RunConfig, SpecSettings
 from tlt.errors import ConfigError
 from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.policy import Policy
-from tlt.spec.costs import Measured
+from tlt.spec.costs import DRAFT, Measured
 from tlt.spec.eagle import Eagle
 from tlt.spec.record import DraftRecord
 from tlt.spec.shape import EMPTY, Draft, Shape
@@ -46,6 +46,7 @@ class Segment:
     rows: int
     work: Callable[[int], object]  # takes the number of rows, which may be larger than `rows`: the others are idle
     exactly: bool = False  # the work must run over `rows` rows and no more
+    timed_as: str = DRAFT  # the part of a tick that its seconds count towards
 
 
 class GraphRunner(Protocol):
@@ -199,25 +200,12 @@ class Drafter:
         """Positions per row, on average over so many rows, that `extend` must ingest before it can draft."""
         return 0
 
-    def synchronize(self) -> None:
-        """Waits for the device, so that the work timed next is timed alone."""
+    def ingested(self) -> float:
+        """Prompt positions of new requests per row, on average, that this tick ingested in passes of their own.
 
-    @property
-    def asynchronous(self) -> bool:
-        """Work launched behind a verification runs while that is read, and counts towards the next tick's time."""
-        return True
-
-    def ingested(self) -> float | None:
-        """Prompt positions of new requests per row, on average, that this tick ingested; None for a normal tick.
-
-        Each such tick is returned once.
+        Each such tick is told once; 0 for a normal tick.
         """
-        return None
-
-    @property
-    def ingested_early(self) -> bool:
-        """Prompts were ingested for trees that no tick has asked for yet."""
-        return False
+        return 0.0
 
     @property
     def arrived(self) -> int:

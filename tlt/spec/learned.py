@@ -32,7 +32,7 @@ from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.backlog import ROOM, TAKEN_IN, Backlog
 from tlt.spec.candidates import MOST_ROWS, BetaProbe, DrawKeys, fetch
-from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, Measured
+from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, INGEST, KEEP, PRUNE, Measured
 from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, gather_taps
 from tlt.spec.eagle_files import open_drafter
@@ -175,23 +175,10 @@ class LearnedDrafting(Drafter):
         """Ingests what plain ticks wrote, as far back as the window reaches."""
         if self.late(len(keys)):
             self._take_in(len(keys))
-            self.synchronize()  # rare: its time must not count as this tick's
 
-    def synchronize(self) -> None:
-        if self._row.is_cuda:
-            torch.cuda.current_stream(self._row.device).synchronize()
-
-    def ingested(self) -> float | None:
+    def ingested(self) -> float:
         ingested, self._ingested = self._ingested, None
-        return ingested[1] if ingested is not None and ingested[0] == self._ticks else None
-
-    @property
-    def ingested_early(self) -> bool:
-        return self._ingested is not None and self._ingested[0] == self._ticks
-
-    @property
-    def asynchronous(self) -> bool:
-        return self._row.is_cuda
+        return ingested[1] if ingested is not None and ingested[0] == self._ticks else 0.0
 
     def draft(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         trees = self.start_trees(keys, shape)
@@ -300,7 +287,7 @@ class LearnedDrafting(Drafter):
 
         # where requests share, more rows would share more than there is room for when they are verified
         role = ("prune", builder.width, shape.depth, shape.verify, shape.share)
-        return Segment(role, rows, prune, exactly=shape.share > 0)
+        return Segment(role, rows, prune, exactly=shape.share > 0, timed_as=PRUNE)
 
     def _parts(self, count: int, builder: TreeBuilder, depth: int, backlog: Backlog) -> list[Segment]:
         parts, rows = list[Segment](), self._attached_runner().padded(count)
@@ -312,7 +299,12 @@ class LearnedDrafting(Drafter):
 
     def _levels(self, rows: int, builder: TreeBuilder) -> tuple[Segment, Segment]:
         """The first level, and any other."""
-        roots = Segment(("roots", builder.width), rows, lambda rows: builder.roots(rows, self._draws(rows), self._beta))
+        roots = Segment(
+            ("roots", builder.width),
+            rows,
+            lambda rows: builder.roots(rows, self._draws(rows), self._beta),
+            timed_as=EXTEND,
+        )
         level = Segment(
             ("expand", builder.width), rows, lambda rows: builder.expand(rows, self._draws(rows), self._beta)
         )
@@ -342,15 +334,15 @@ class LearnedDrafting(Drafter):
         """All rows, many positions at a time, as far back as the window reaches."""
         runner, rows, most = self._attached_runner(), self._attached_runner().padded(count), TAKEN_IN[-1]
         for room in self._backlog.rooms(count):
-            runner.run_segments([self._taking_in(rows, most, room)])
+            runner.run_segments([self._taking_in(rows, most, room, INGEST)])
         self._ingested = self._ticks, self._backlog.newly(count)
         self._backlog.clear()
 
-    def _taking_in(self, rows: int, most: int, room: float) -> Segment:
+    def _taking_in(self, rows: int, most: int, room: float, timed_as: str = EXTEND) -> Segment:
         """At most so many positions of a row, and `room` on average. Where these are many, no row must be idle."""
         many = room == TAKEN_IN[-1]
         return Segment(
-            ("extend", most, room), rows, lambda rows: self._extend(rows, most, math.ceil(room * rows)), many
+            ("extend", most, room), rows, lambda rows: self._extend(rows, most, math.ceil(room * rows)), many, timed_as
         )
 
     def _extend(self, rows: int, most: int, tokens: int) -> None:
@@ -378,7 +370,20 @@ class LearnedDrafting(Drafter):
             roots, level = self._levels(rows, builder)
             begun = runner.time(self._taking_in(rows, new, new)) + runner.time(roots)
             measured += [Measured(EXTEND, rows * new, begun), Measured(DRAFT, rows, runner.time(level))]
-        return measured + [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
+        found = [self._measure_catching_up(size) for size in {sizes[0], sizes[-1]}]
+        if self._row.is_cuda:  # elsewhere it counts as a part of plain ticks
+            found += [self._measure_keeping(size) for size in {sizes[0], sizes[-1]}]
+        return measured + found
+
+    def _measure_keeping(self, size: int) -> Measured:
+        """States of all rows, at a position of requests that are not there yet."""
+        rows, width = self._attached_runner().padded(size), self._memory.states_RWF.shape[2] // len(self.taps)
+        row_R = self._row[:rows]
+        taps = [torch.zeros((rows, width), dtype=self._policy.embed.dtype, device=row_R.device) for _ in self.taps]
+        kept = StatePlaces(torch.zeros_like(row_R), torch.zeros_like(row_R, dtype=torch.int32), row_R[:, None])
+        return Measured(
+            KEEP, rows, self._attached_runner().time(Segment("keep", rows, lambda _: self.keep(taps, kept)))
+        )
 
     def _measure_catching_up(self, size: int) -> Measured:
         """The cost of batches in between lies in between."""

@@ -4,6 +4,7 @@
 before the first request. Pure numbers: whether a shape pays is measured.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,8 +13,7 @@ from typing import Protocol
 
 from tlt.spec.acceptance import AcceptResult
 from tlt.spec.alarm import Alarm
-from tlt.spec.budget import TunerReport
-from tlt.spec.costs import Measured
+from tlt.spec.costs import INDEX, INGEST, UNTIMED, Measured, TickTimes
 from tlt.spec.shape import OFF, Shape
 
 
@@ -32,16 +32,58 @@ class Outcome:
     shape: Shape
     batch: int  # requests that decoded
     results: Sequence[AcceptResult] = ()  # one per request; none when off
-    seconds: float | None = None  # of the tick, one-off work left out; None if it cannot be told
-    one_off_s: float = 0.0  # one-off work because of the shape: a drafter catching up, a capture
-    drafts_s: Sequence[float] = ()  # of the seconds, what each drafter took on the host; none if it cannot be told
-    caught_up_s: float = 0.0  # of the one-off work, what comes again whenever a drafter was left out for a while …
-    lag: int = 0  # … and the positions that it took in
-    taken_in: float = 0.0  # positions of a request on average that newcomers brought and that were taken in meanwhile
+    times: TickTimes = UNTIMED
+    lag: float = 0.0  # positions per row that a learned drafter ingested first, because it had been left out
+    ingested: float = 0.0  # positions per row that it ingested first because new requests brought them
     arrived: int = 0  # positions that requests which have just come bring a learned drafter
+    context: float = 0.0  # positions that a row looks back on, on average
     to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked …
     due_s: Callable[[], float] = nothing  # … and seconds that drafters on the host need before they can be asked
-    indexed_s: float = 0.0  # of what catching up took, what those took
+
+    @property
+    def caught_up_s(self) -> float:
+        """What comes again whenever a drafter was left out for a while."""
+        parts = self.times.parts
+        return parts.get(INDEX, 0.0) + (parts.get(INGEST, 0.0) if self.lag else 0.0)
+
+    @property
+    def one_off_s(self) -> float:
+        """One-off work because of the shape: a drafter that catches up, a capture."""
+        return self.times.one_off_s + self.caught_up_s
+
+
+@dataclass(frozen=True, slots=True)
+class TunerReport:
+    ticks: int
+    verifies: int
+    accepted: int
+    accept_length: float  # pooled: 1 + accepted / verifies
+    by_depth: Mapping[str, tuple[float, ...]]  # drafter → share accepted at depth 1, 2, … of what got there
+    ticks_by_shape: Mapping[tuple[int, Shape], int]  # (padded batch, shape) → ticks
+    seconds: float
+    saved_s: float  # against plain ticks for the same tokens, by the measured costs; what learning lost is taken off
+    explored_ticks: int
+    explored_s: float  # lost by learning, as it went
+    switches: int  # changes of mind at one batch size
+    alarms: int
+
+    def since(self, before: "TunerReport") -> "TunerReport":
+        """What came after an earlier report of the same tuner."""
+        verifies, accepted = self.verifies - before.verifies, self.accepted - before.accepted
+        return TunerReport(
+            ticks=self.ticks - before.ticks,
+            verifies=verifies,
+            accepted=accepted,
+            accept_length=1.0 + accepted / max(1, verifies),
+            by_depth=self.by_depth,
+            ticks_by_shape=dict(Counter(self.ticks_by_shape) - Counter(before.ticks_by_shape)),
+            seconds=self.seconds - before.seconds,
+            saved_s=self.saved_s - before.saved_s,
+            explored_ticks=self.explored_ticks - before.explored_ticks,
+            explored_s=self.explored_s - before.explored_s,
+            switches=self.switches - before.switches,
+            alarms=self.alarms - before.alarms,
+        )
 
 
 class ShapePolicy(Protocol):

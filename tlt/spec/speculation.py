@@ -14,11 +14,10 @@ from torch import Tensor
 from tlt.errors import ConfigError
 from tlt.spec.acceptance import AcceptResult, rank_hits_of
 from tlt.spec.alarm import Alarm
-from tlt.spec.budget import TunerReport
-from tlt.spec.costs import Measured
+from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
 from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, Running, StartedTrees
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
-from tlt.spec.shape_policy import Outcome, ShapePolicy, forever
+from tlt.spec.shape_policy import Outcome, ShapePolicy, TunerReport, forever
 from tlt.types import Key, SamplingParams
 from tlt.watch.trace import MOST_SPANS
 
@@ -141,15 +140,13 @@ class Speculation:
         """Whether trees of this shape can be drafted before the newest tokens are read."""
         return False
 
-    def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
-    ) -> None:
+    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], times: TickTimes, context: float = 0.0) -> None:
         """The oldest unverified tick emitted these tokens, row by row; none: the row's request was over.
 
-        `seconds` includes drafting; None: the tick did other work too. `one_off_s` counts captures apart.
+        `context`: positions that a row looks back on, on average.
         """
 
-    def decoded(self, running: int, seconds: float) -> None:
+    def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
         """A plain tick took this long."""
 
     def report(self) -> SpeculationReport | None:
@@ -168,11 +165,10 @@ class Proposed:
     """The drafts of a tick, row by row, one per drafter, and what they took."""
 
     keys: Sequence[Key]
-    drafts_s: Sequence[float]  # host seconds of each drafter
-    extend_s: float  # of the draft-extend before, captures left out
-    extend_host_s: float  # part of `extend_s` that drafters on the host took
-    lag: int  # positions per row that the draft-extend ingested on the device
-    ingested: float | None  # prompt positions per row ingested within the tick; None for a normal tick
+    drafting_s: float  # host seconds of all drafters
+    host_parts: Mapping[str, float]  # seconds of drafters that run on the host: `INDEX` and `LOOKUP`
+    lag: int  # positions per row that the draft-extend before ingested on the device
+    ingested: float  # prompt positions per row that it ingested for new requests alone
     versions: tuple[int, ...]  # of the drafters' weights
     parts: Sequence[tuple[Draft, ...]] = ()
     started_trees: StartedTrees | None = None  # instead of `parts`: the trees of one drafter, on the device
@@ -189,8 +185,8 @@ class TickFeedback:
     proposed: Proposed
     emitted: Sequence[Sequence[int]]
     completions: Mapping[int, int | None]  # row to compare → number of its completion; None: it never began
-    seconds: float | None
-    one_off_s: float
+    times: TickTimes
+    context: float
 
     def results(self) -> list[AcceptResult]:
         """One per row that had a request."""
@@ -319,18 +315,17 @@ class Speculating(Speculation):
     ) -> Sequence[Draft] | None:
         self._lifecycle.flush()
         drafters = self._of(shape)
-        took = self._extend(drafters, keys, completions, shape)
+        lag, indexed = self._extend(drafters, keys, completions, shape)
         started = time.perf_counter()
         started_trees = drafters[0].start_trees(keys, shape) if len(drafters) == 1 else None
+        parts, host_parts = list[tuple[Draft, ...]](), indexed
+        if started_trees is None:
+            columns, lookup = self._ask_all(drafters, keys, completions, shape)
+            parts, host_parts = list(zip(*columns, strict=True)), {**indexed, **lookup}
+        took = time.perf_counter() - started, host_parts, lag, 0.0 if lag else self._ingested()
+        self._proposed.append(Proposed(keys, *took, self._versions, parts, started_trees))
         if started_trees is not None:
-            drafts_s = [time.perf_counter() - started]
-            self._proposed.append(
-                Proposed(keys, drafts_s, *took, self._ingested(), self._versions, started_trees=started_trees)
-            )
             return None
-        columns, drafts_s = self._ask_all(drafters, keys, completions, shape)
-        parts = list(zip(*columns, strict=True))
-        self._proposed.append(Proposed(keys, drafts_s, *took, self._ingested(), self._versions, parts))
         drafts = [_joined(row, shape.verify - 1) for row in parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
 
@@ -339,71 +334,52 @@ class Speculating(Speculation):
 
     def _extend(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
-    ) -> tuple[float, float, int]:
-        """Seconds it took, captures left out; the host drafters' part; positions ingested on the device."""
-        lag = sum(drafter.lag(len(keys)) for drafter in drafters)
-        if lag:
-            for drafter in drafters:
-                drafter.synchronize()
-        started, captured_s = time.perf_counter(), self._captured_s
-        host_s = 0.0
-        for drafter in sorted(drafters, key=lambda drafter: drafter.on_device):
+    ) -> tuple[int, Mapping[str, float]]:
+        """Positions ingested on the device, and the part that drafters on the host took."""
+        lag, indexed_s = sum(drafter.lag(len(keys)) for drafter in drafters), 0.0
+        for drafter in drafters:
+            started = time.perf_counter()
             drafter.extend(keys, completions, shape)
-            host_s = host_s if drafter.on_device else time.perf_counter() - started
-        return time.perf_counter() - started - (self._captured_s - captured_s), host_s, lag
-
-    @property
-    def _captured_s(self) -> float:
-        return sum(drafter.capture_s for drafter in self._drafters)
+            indexed_s += 0.0 if drafter.on_device else time.perf_counter() - started
+        return lag, {} if all(drafter.on_device for drafter in drafters) else {INDEX: indexed_s}
 
     def _ask_all(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
-    ) -> tuple[list[Sequence[Draft]], list[float]]:
-        """Every drafter's drafts, and the seconds each took. Drafters on the host work while the device does."""
-        drafts, seconds = dict[str, Sequence[Draft]](), dict.fromkeys((drafter.name for drafter in drafters), 0.0)
+    ) -> tuple[list[Sequence[Draft]], Mapping[str, float]]:
+        """Every drafter's drafts, and the part that drafters on the host took. They work while the device does."""
+        drafts, lookup = dict[str, Sequence[Draft]](), dict[str, float]()
         for drafter in drafters:
-            started = time.perf_counter()
             drafter.start_trees(keys, shape)
-            seconds[drafter.name] += time.perf_counter() - started
         for drafter in sorted(drafters, key=lambda drafter: drafter.on_device):
             started = time.perf_counter()
             drafts[drafter.name] = drafter.draft(keys, completions, shape)
-            seconds[drafter.name] += time.perf_counter() - started
-        return [drafts[drafter.name] for drafter in drafters], [seconds[drafter.name] for drafter in drafters]
+            if not drafter.on_device:
+                lookup[LOOKUP] = lookup.get(LOOKUP, 0.0) + time.perf_counter() - started
+        return [drafts[drafter.name] for drafter in drafters], lookup
 
-    def _ingested(self) -> float | None:
-        found = [positions for drafter in self._drafters if (positions := drafter.ingested()) is not None]
-        return sum(found) if found else None
+    def _ingested(self) -> float:
+        return sum(drafter.ingested() for drafter in self._drafters)
 
     @property
     def _versions(self) -> tuple[int, ...]:
         return tuple(drafter.version for drafter in self._drafters)
 
-    @property
-    def _asynchronous(self) -> bool:
-        return all(drafter.asynchronous for drafter in self._drafters)
-
     # ---- after a tick
 
-    def verified(
-        self, shape: Shape, emitted: Sequence[Sequence[int]], seconds: float | None, one_off_s: float = 0.0
-    ) -> None:
+    def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], times: TickTimes, context: float = 0.0) -> None:
         self._learn()
         self._lifecycle.flush()
         proposed = self._proposed.popleft()
-        if self._waited_for_ingest or any(self._read_behind(later) for later in self._proposed):
-            seconds = None
         rows = looked_into(len(emitted), self._verifies)
         completions = {row: self._lifecycle.number(proposed.keys[row]) for row in rows}  # later they may have ended
-        self._feedback = TickFeedback(shape, proposed, emitted, completions, seconds, one_off_s)
+        times = replace(times, parts={**times.parts, **proposed.host_parts})
+        self._feedback = TickFeedback(shape, proposed, emitted, completions, times, context)
 
-    def decoded(self, running: int, seconds: float) -> None:
+    def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
         self._learn()
-        self._time(running, OFF, seconds)
-        arrived = self._newly_arrived()
-        self._shape_policy.observe(
-            Outcome(OFF, running, (), seconds, arrived=arrived, to_come=self._to_come, due_s=self._due_s)
-        )
+        self._time(running, OFF, times.seconds)
+        known = self._newly_arrived(), context, self._to_come, self._due_s
+        self._shape_policy.observe(Outcome(OFF, running, (), times, 0.0, 0.0, *known))
 
     def _learn(self) -> None:
         """Passes the newest verified tick to the shape policy. By now the device works on the next one."""
@@ -411,42 +387,24 @@ class Speculating(Speculation):
         if feedback is None:
             return
         results, proposed = feedback.results(), feedback.proposed
-        ingested = 0.0 if proposed.lag else proposed.ingested or 0.0
-        seconds = None
-        if feedback.seconds is not None and (proposed.ingested is None or (ingested and self._asynchronous)):
-            seconds = feedback.seconds - proposed.extend_s
-        one_off_s = feedback.one_off_s + proposed.extend_s
-        self._time(len(feedback.emitted), feedback.shape, seconds)
+        self._time(len(feedback.emitted), feedback.shape, feedback.times.seconds)
         self._verifies += len(results)
         self._accepted += sum(map(len, feedback.emitted)) - len(results)
-        self._drafting_s += sum(proposed.drafts_s)
-        self._one_off_s += one_off_s
+        self._drafting_s += proposed.drafting_s
         outcome = Outcome(
             feedback.shape,
             len(feedback.emitted),
             results if proposed.versions == self._versions else [],  # other weights say nothing about these
-            seconds,
-            one_off_s,
-            proposed.drafts_s,
-            caught_up_s=proposed.extend_s,
-            lag=proposed.lag,
-            taken_in=ingested,
-            arrived=self._newly_arrived(),
-            to_come=self._to_come,
-            due_s=self._due_s,
-            indexed_s=proposed.extend_host_s,
+            feedback.times,
+            proposed.lag,
+            proposed.ingested,
+            self._newly_arrived(),
+            feedback.context,
+            self._to_come,
+            self._due_s,
         )
+        self._one_off_s += outcome.one_off_s
         self._alarms += self._shape_policy.observe(outcome)
-
-    @property
-    def _waited_for_ingest(self) -> bool:
-        """Prompts were ingested for the next tick before this one was read, and the read waited for it."""
-        return any(drafter.ingested_early and not drafter.asynchronous for drafter in self._drafters)
-
-    def _read_behind(self, later: Proposed) -> bool:
-        """Whether the read of this tick waited for a later tick's ingest, so that it seems to have taken both times.
-        An asynchronous device ingests new prompts behind the read."""
-        return later.ingested is not None and (later.lag > 0 or not self._asynchronous)
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, sum(drafter.arrived for drafter in self._drafters)

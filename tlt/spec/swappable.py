@@ -6,11 +6,10 @@ Measurements run several shape policies in one engine: graphs and compiled kerne
 from collections.abc import Iterable, Sequence
 
 from tlt.spec.alarm import Alarm
-from tlt.spec.budget import TunerReport
 from tlt.spec.costs import Measured
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import Outcome, ShapePolicy
+from tlt.spec.shape_policy import Outcome, ShapePolicy, TunerReport
 
 
 class SwappableShapePolicy:
