@@ -85,7 +85,7 @@ class Sharded:
 
     def restore(self, directory: Path) -> None:
         restore_policy(self.model, directory / POLICY)
-        self.trainer.restore(self.files.read_state(directory, torch.device("cpu")))
+        self.trainer.restore(self.files.read_state(directory, self.model.embed.device))
 
     def snapshot(self) -> Callable[[Path], None]:
         copied = HostCopy().take({POLICY: self.trainer.weights(), OPTIMIZER: self.trainer.state()})
@@ -337,3 +337,30 @@ def test_adapters_are_refused() -> None:
     config = replace(CONFIG, train=replace(CONFIG.train, lora_rank=2))
     with pytest.raises(ConfigError, match=r"lora_rank is 2 and cluster\.shard"):
         ShardedTrainer(whole_policy(), config, None, reference=None, add_up=lambda tensors: None)  # type: ignore[arg-type]
+
+
+def on_a_gpu(directory: Path) -> None:
+    """One worker with NCCL: its shards are copied to the host, written while it goes on, and read back."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{directory}/meet", rank=0, world_size=1)
+    mesh, group = init_device_mesh("cuda", (1,)), dist.new_group(backend="gloo")
+    (directory / "saved").mkdir()
+    first = Sharded(whole_policy(torch.float32).cuda(), mesh, group)
+    first.learn(0)
+    write = first.snapshot()
+    norms = [first.learn(step) for step in range(1, STEPS)]
+    write(directory / "saved")
+    merge_policy(directory / "saved")
+    second = Sharded(whole_policy(torch.float32).cuda(), mesh, group)
+    second.restore(directory / "saved")
+    torch.testing.assert_close([second.learn(step) for step in range(1, STEPS)], norms, rtol=1e-3, atol=0.0)
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_shards_on_a_gpu_are_saved_and_restored(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=on_a_gpu, args=(tmp_path,))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
