@@ -24,28 +24,17 @@ import torch
 import triton
 from drafter_kernels import DrafterBench as Level
 from drafter_kernels import growth_triton, time_call
-from linear import (
-    MULTIPROCESSORS,
-    SHAPES,
-    SHARED_MEMORY,
-    START,
-    TUNED_AT,
-    Layer,
-    LinearShape,
-    brief,
-    extras,
-    graph_seconds,
-    neighbours,
-    read_bandwidth,
-    table_text,
-)
+from linear import SHAPES, START, LinearShape, brief, read_bandwidth
 from torch import Tensor
 
 from tlt.bench.record import new_record, write_record
-from tlt.kernels.linear.plan import Config, choose, choose_quantized
+from tlt.kernels.linear.plan import Config, choose, choose_quantized, table_lines
 from tlt.kernels.linear.reference import Matrix, QuantizedMatrix, bf16_of
 from tlt.kernels.linear.reference import linear as torch_linear
 from tlt.kernels.linear.triton import linear, skinny_linear
+from tlt.kernels.linear.tuning import H200, ROWS_TIMED, Layer, neighbours
+from tlt.kernels.linear.tuning_triton import around as call_options
+from tlt.kernels.linear.tuning_triton import graph_seconds
 
 _ROTATING = 400e6  # bytes of weights that take turns
 _WRONG = 2e-2  # of the size of what is computed: more is an error
@@ -76,7 +65,7 @@ class LightBench:
         fine = [torch.randn(layer.rows, layer.k, device="cuda").mul_(0.02).bfloat16() for _ in range(copies)]
         self.weights = [QuantizedMatrix.of(weight) for weight in fine]
         self.x = torch.randn(m, layer.k, device="cuda").bfloat16()
-        self.options = extras(layer, m)
+        self.options = call_options(layer, m)
 
     def bf16_of(self, weight: QuantizedMatrix) -> Tensor:
         return linear(self.x, weight.bf16_NK, pdl=True, **self.options)
@@ -110,10 +99,10 @@ def to_try(layer: Layer, bucket: int, known: Config | None, size: int) -> list[C
     for rows, block_k, each in itertools.product(_TILE_ROWS, _TILE_COLUMNS, (1, 2, 3, 4)):
         block_n = rows // (2 if layer.gated else 1)
         tiles = -(-layer.n // block_n)
-        split = MULTIPROCESSORS * each // tiles
+        split = H200.multiprocessors * each // tiles
         most = min(_MOST_SPLITS, layer.k // (2 * block_k))
-        deepest = min(8, (SHARED_MEMORY - 2048) // each // (rows * block_k * size + bucket * block_k * 2))
-        if not 1 <= split <= most or deepest < 2 or tiles * split < 0.8 * MULTIPROCESSORS * each:
+        deepest = min(8, (H200.shared_bytes - 2048) // each // (rows * block_k * size + bucket * block_k * 2))
+        if not 1 <= split <= most or deepest < 2 or tiles * split < 0.8 * H200.multiprocessors * each:
             continue
         tile = Config(bucket, block_n, block_k, split, 4, deepest, tma=True)
         tile = replace(tile, swap=block_n >= 64, prefetch=min(512, 2 * block_k))
@@ -140,7 +129,9 @@ def compile_one(layer: Layer, m: int, config: Config, quantized: bool) -> bool:
     try:
         weight = torch.zeros(layer.rows, layer.k, dtype=torch.bfloat16, device="cuda")
         x = torch.zeros(m, layer.k, dtype=torch.bfloat16, device="cuda")
-        skinny_linear(x, QuantizedMatrix.of(weight) if quantized else weight, config, pdl=True, **extras(layer, m))
+        skinny_linear(
+            x, QuantizedMatrix.of(weight) if quantized else weight, config, pdl=True, **call_options(layer, m)
+        )
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  compilers' complaints have no common base, and must not end the run
         print(f"  {brief(config)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
@@ -172,7 +163,7 @@ def search(
     for _ in range(2):
         tried = {config for _, config in timed}
         new = [config for config in configs if config not in tried]
-        for config in compiled(workers, bench.layer, TUNED_AT[bucket], new, quantized):
+        for config in compiled(workers, bench.layer, ROWS_TIMED[bucket], new, quantized):
             if not (error := bench.error(config, quantized)) < _WRONG:
                 print(f"  WRONG {bench.layer.name} {brief(config)}: {error:.1e}", flush=True)
                 continue
@@ -186,7 +177,7 @@ def search(
 
 
 def tune(layer: Layer, bucket: int, workers: ProcessPoolExecutor) -> tuple[dict[str, Any], Config | None]:
-    m = TUNED_AT[bucket]
+    m = ROWS_TIMED[bucket]
     bench, shape = LightBench(layer, m), (m, layer.n, layer.k, layer.gated)
     fine_s = bench.seconds(bench.bf16_of)
     light_s = bench.seconds(lambda weight: linear(bench.x, weight, pdl=True, **bench.options))
@@ -260,7 +251,7 @@ def main() -> None:
                     record["rows"].append(row)
                     best[layer.n, layer.k, layer.gated, bucket] = config
                     write_record(options.out, record)
-    print(table_text(best))
+    print(table_lines(best))
     write_record(options.out, record)
     print(f"{time.monotonic() - START:.0f} s in all; wrote {options.out}")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from tlt.watch.plot import HEIGHT, TOP, WIDTH, Axis, Line, line_chart
+from line_chart import HEIGHT, TOP, WIDTH, Axis, Line, line_chart
 
 WAYS = ("plain", "tuner, warm")
 NAMES = {"plain": "plain decoding", "tuner, warm": "TLT", "tuner": "TLT, first rollout"}

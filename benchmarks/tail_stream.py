@@ -35,7 +35,7 @@ from speculation import tell
 
 from tlt.bench.record import write_record
 from tlt.config import NEW, ModelSettings, RunConfig
-from tlt.drafting import buffer, deadline, trainer
+from tlt.drafting import buffer, deadline, session, trainer
 from tlt.engine import build, graphs, request, runner
 from tlt.errors import TltError
 from tlt.machine import describe, wait_for
@@ -139,7 +139,7 @@ class Learner:
         with on(self._stream):
             while not done():
                 started = time.perf_counter()
-                self._drafter._micro_step(trainer._Session(), deadline.Deadline(lambda: False, 0.0))
+                self._drafter._micro_step(session.Session(), deadline.Deadline(lambda: False, 0.0))
                 time.sleep(max(0.0, started + every_s - time.perf_counter()))
                 ends.append(time.perf_counter())
 

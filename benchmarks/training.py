@@ -22,6 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tlt.bench.lab import check_shape, widened
 from tlt.bench.record import write_record
 from tlt.config import DraftingSettings, DraftSettings, GrpoSettings, ModelSettings, TrainSettings, WarmupSettings
-from tlt.drafting.saving import DrafterSaver, contents_of, write_contents
+from tlt.drafting.saving import contents_of, write_contents
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.machine import GIB, describe, wait_for
 from tlt.model.transformer import Transformer
@@ -49,6 +50,7 @@ from tlt.spec.eagle_files import Origin
 from tlt.train import policy as policy_training
 from tlt.train.checkpoint import Checkpoints, save_state
 from tlt.train.drafter import DrafterTrainer, policy_states, stream_states
+from tlt.train.host_copy import HostCopy
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.policy import PolicyTrainer
 from tlt.train.supervised import SupervisedTrainer
@@ -304,7 +306,7 @@ Save = Callable[[], Callable[[], object] | None]
 def ways_to_save(stage: TrainingBench, drafter: OnlineDrafter, scratch: Path) -> dict[str, Save]:
     origin = Origin("benchmark", ())
     steps = count(1)
-    saver = DrafterSaver(scratch / "beside", origin, keep=1)
+    host, thread = HostCopy(), ThreadPoolExecutor(1)
     frozen = {"embed": stage.model.embed.detach(), "head": stage.model.head_weight.detach().clone()}
 
     def at_once(directory: str, more: dict[str, Any]) -> None:
@@ -316,8 +318,9 @@ def ways_to_save(stage: TrainingBench, drafter: OnlineDrafter, scratch: Path) ->
         Checkpoints(scratch / directory, keep=1).write(next(steps), fill)
 
     def beside() -> Callable[[], object]:
-        saver.save(next(steps), drafter)
-        return saver.wait
+        copied = host.take(contents_of(drafter, origin, False))
+        checkpoints = Checkpoints(scratch / "beside", keep=1)
+        return thread.submit(checkpoints.write, next(steps), partial(write_contents, copied)).result
 
     return {FULL_SYNC: partial(at_once, "full", frozen), OWN_SYNC: partial(at_once, "own", {}), OWN_ASYNC: beside}
 

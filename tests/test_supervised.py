@@ -21,11 +21,11 @@ from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
 from tlt.train.logprobs import cross_entropy
 from tlt.train.optimizer import FINAL_SHARE, MasterAdamW, Schedule, learning_rate
-from tlt.train.packing import Example, PackedRow, pack
+from tlt.train.packing import Example, pack
 from tlt.train.supervised import (
     Pair,
     SupervisedTrainer,
-    _DeviceRow,
+    answer_loss_sum,
     batches,
     encode_pair,
     endless,
@@ -92,11 +92,6 @@ def test_packed_loss_and_gradients_equal_one_by_one(tied: bool) -> None:
     torch.testing.assert_close(packed.detach(), alone, rtol=1e-12, atol=1e-12)
     for packed_grad, grad in zip(packed_grads, gradients(model), strict=True):
         torch.testing.assert_close(packed_grad, grad, rtol=1e-9, atol=1e-12)
-
-
-def answer_loss_sum(model: Transformer, row: PackedRow) -> torch.Tensor:
-    """As training computes it, over all answers of a row."""
-    return _DeviceRow.of(row, model.embed.device).loss_sum(model)
 
 
 def plain_loss_sum(model: Transformer, example: Example) -> torch.Tensor:

@@ -108,6 +108,11 @@ class SupervisedTrainer:
         return StepResult(loss, batch.tokens, batch.answer_tokens, grad_norm, rate)
 
 
+def answer_loss_sum(model: Transformer, row: PackedRow) -> Tensor:
+    """Cross-entropy summed over the row's answer tokens, each predicted from the token before it."""
+    return _DeviceRow.of(row, model.embed.device).loss_sum(model)
+
+
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
     """A packed row on the device."""
