@@ -394,6 +394,52 @@ def test_what_is_allowed_is_not_refused() -> None:
         assert list(rule(allowed)) == []
 
 
+# ---- what benchmarks and examples import
+
+
+def names_of(module: Module) -> set[str]:
+    """Everything that `from module import …` may name."""
+    found: set[str] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def imports_of_nothing(path: str, source: str, modules: dict[str, Module]) -> Iterator[str]:
+    """Names that a script imports from the package and that are not there: no test runs most of the scripts."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tlt."):
+            if node.module not in modules:
+                yield f"{path}:{node.lineno}: no module {node.module}"
+                continue
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" not in modules and alias.name not in names_of(modules[node.module]):
+                    yield f"{path}:{node.lineno}: no {alias.name} in {node.module}"
+
+
+def test_what_benchmarks_and_examples_import_exists() -> None:
+    modules = {module.name: module for module in PACKAGE}
+    scripts = [path for folder in ("benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(scripts) > 20
+    found = [line for path in scripts for line in imports_of_nothing(path.name, path.read_text("utf-8"), modules)]
+    assert found == [], "\n".join(found)
+
+
+def test_an_import_of_nothing_is_noticed() -> None:
+    modules = {
+        "tlt.a": plain("tlt.a", "class A: ...\nB: int = 1\n"),
+        "tlt.b": plain("tlt.b"),
+        "tlt.b.c": plain("tlt.b.c"),
+    }
+    source = "from tlt.a import A, B, C\nfrom tlt.b import c\nfrom tlt.d import D\nfrom numpy import x\n"
+    assert list(imports_of_nothing("x.py", source, modules)) == ["x.py:1: no C in tlt.a", "x.py:3: no module tlt.d"]
+
+
 # ---- the page that describes the house
 
 
