@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -59,8 +60,10 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
 def test_a_port_in_use_and_strange_options_are_told_before_the_policy_loads() -> None:
     from tlt.cli import main
 
-    with child() as (_, url):
-        assert main(["serve", "tiny", "--port", url.rpartition(":")[2]]) == 2
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "tiny", "--port", str(taken.getsockname()[1])]) == 2
     assert main(["serve", "tiny", "--logprobs", "some"]) == 2
     assert main(["serve", "tiny", "--port", "many"]) == 2
 

@@ -1,0 +1,70 @@
+"""Throughput of a server with OpenAI's endpoints, as clients see it: the same calls to ours and to another engine's.
+
+    tlt serve MODEL --port 8000 &   (or another server)
+    python -m benchmarks.served http://127.0.0.1:8000 --prompts gsm8k.jsonl --clients 256 --tokens 512
+
+Prints one JSON line: seconds, completions, tokens per second, and latencies. Needs httpx; the server counts the tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+
+async def served(url: str, prompts: list[str], options: argparse.Namespace) -> dict[str, float | str]:
+    """Every client asks one prompt after the other, until all are answered."""
+    waiting = list(enumerate(prompts))
+    latencies, tokens = list[float](), list[int]()
+    limits = httpx.Limits(max_connections=options.clients, max_keepalive_connections=options.clients)
+    headers = {"Authorization": f"Bearer {options.api_key}"}
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, headers=headers) as http:
+        model = (await http.get("/v1/models")).json()["data"][0]["id"]
+
+        async def client() -> None:
+            while waiting:
+                number, prompt = waiting.pop()
+                body = {"model": model, "temperature": 1.0, "seed": number, "max_tokens": options.tokens}
+                chat = {"messages": [{"role": "user", "content": prompt}]}
+                path, asked = ("/v1/completions", {"prompt": prompt}) if options.raw else ("/v1/chat/completions", chat)
+                started = time.perf_counter()
+                response = await http.post(path, json={**body, **asked})
+                response.raise_for_status()
+                latencies.append(time.perf_counter() - started)
+                tokens.append(response.json()["usage"]["completion_tokens"])
+
+        started = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(options.clients)))
+        seconds = time.perf_counter() - started
+    return {
+        "model": model,
+        "clients": options.clients,
+        "completions": len(tokens),
+        "tokens": sum(tokens),
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(sum(tokens) / seconds, 1),
+        "median_latency_s": round(median(latencies), 3),
+        "longest_latency_s": round(max(latencies), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--prompts", required=True, help="a JSONL file with a prompt or question column")
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
+    parser.add_argument("--api-key", default="-")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
+    prompts = [row.get("prompt") or row["question"] for row in rows]
+    print(json.dumps(asyncio.run(served(options.url, prompts, options))))
+
+
+if __name__ == "__main__":
+    main()
