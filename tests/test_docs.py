@@ -202,6 +202,10 @@ def check(command: str) -> None:
         load_config(recipe if recipe and recipe_path(recipe).is_file() else None, flags)
 
 
+def test_the_readme_is_read_in_one_go() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 900, "move details to docs/"
+
+
 def test_the_docs_show_commands() -> None:
     assert sum(1 for page in PAGES for _ in commands(page)) > 10
 
