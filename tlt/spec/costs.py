@@ -209,6 +209,7 @@ class CostModel:
         self._learned = frozenset(learned)  # drafters that run on the device; the others only cost the host a lookup
         self._read_once = context_read_once
         self._recent: dict[tuple[str, int], _Recent] = {}  # part, size → seconds
+        self._timed: dict[str, list[int]] = {}  # part → sizes of it that are there
         self._ratios: dict[str, tuple[float, int]] = {}  # part → seconds over those measured beforehand, and the tick
         self._indices: dict[str, float] = {}  # part → how its times changed at sizes that ran, one after the other
         self._beyond: dict[int, int] = {}  # sizes of the policy's runs that nobody measured → times that tell
@@ -254,6 +255,7 @@ class CostModel:
         parts = {part for part, _, _ in self._parts(shape, 1)}
         self._recent = {key: recent for key, recent in self._recent.items() if key[0] not in parts}
         self._ratios = {part: ratio for part, ratio in self._ratios.items() if part not in parts}
+        self._timed = {part: sizes for part, sizes in self._timed.items() if part not in parts}
 
     def _see(self, part: str, size: int, seconds: float, load: float) -> None:
         if part in (DECODE, VERIFY):
@@ -266,6 +268,7 @@ class CostModel:
         recent, slope = self._recent.get((part, size)), self._slope.slope
         if recent is None:
             recent = self._recent[part, size] = _Recent(expected or seconds, load)
+            self._timed.setdefault(part, []).append(size)
         elif self._ticks - recent.seen >= _AWAY:
             recent.restart(expected)
         recent.see(self._ticks, max(seconds, _LEAST * baseline), load)
@@ -348,7 +351,7 @@ class CostModel:
         baseline = self._baseline(part, size)
         if baseline > 0.0:
             return baseline * self._ratio(part)
-        known = [of for of in (key[1] for key in self._recent if key[0] == part) if of != size]
+        known = [of for of in self._timed.get(part, ()) if of != size]
         if not known:
             return 0.0
         return self._recent[part, min(known, key=lambda of: abs(of - size))].seconds(0.0, 0.0)
