@@ -57,7 +57,7 @@ def test_a_verb_that_takes_a_recipe_says_which_knobs_it_reads() -> None:
     [
         "--train.learning_rate X ",
         "--run.steps N steps of reinforcement learning (at least 1); default 100",
-        "--grpo.loss {token,sequence}",
+        "--grpo.loss {token,sequence,constant,sum}",
         "--engine.graphs {true,false}",
         "--spec.depths N,N,… draft tokens per branch (at least one number, each ≥ 1); default 1,2,3,7,15",
         "--model.path TEXT ",
