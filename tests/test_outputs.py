@@ -15,6 +15,7 @@ from tests.watching import step
 from tlt.cli import main
 from tlt.config import RunConfig
 from tlt.errors import ConfigError, TltError
+from tlt.model.stream import Read, write_safetensors
 from tlt.model.weights import load_policy
 from tlt.outputs import check_new, keep, write_new
 from tlt.policy import TINY_POLICY, Policy, open_policy
@@ -160,19 +161,18 @@ def test_a_disk_that_is_full_after_the_training_keeps_the_weights(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second file of the first attempt finds no room; the system says so as it does of any disk."""
-    from safetensors.torch import save_file
 
-    def limited(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    def limited(file: Path, tensors: dict[str, torch.Tensor], read: Read | None = None) -> None:
         if elsewhere in file.parents:
-            return save_file(tensors, file, metadata)
+            return write_safetensors(file, tensors, read)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         try:
-            save_file(tensors, file, metadata)
+            write_safetensors(file, tensors, read)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr("tlt.model.weights.save_file", limited)
+    monkeypatch.setattr("tlt.model.weights.write_safetensors", limited)
     config = small(
         tmp_path, "--warmup.steps=1", *SHORT, f"--warmup.save={tmp_path / 'out'}", "--warmup.learning_rate=0.01"
     )

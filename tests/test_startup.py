@@ -110,7 +110,7 @@ def test_runs_say_what_they_start_with(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_rollout_names_a_long_prompt_by_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the policy is opened; a prompt that is not asked may be as long as it likes."""
+    """Before the policy is opened. Prompts of the file that are not asked count too, unless they are filtered."""
     rows = ["1+1=", "5+5=", "2+2="]
 
     def write() -> None:
@@ -127,8 +127,10 @@ def test_a_rollout_names_a_long_prompt_by_file_and_line(tmp_path: Path, monkeypa
     line = int(last.partition(":")[2])
     rows[line - 1] = "2+" * 1500 + "2="
     write()
-    rollout(small(tmp_path, *files, "--task.prompts=2", "--task.group=1", "--run.name=asked"))
+    few = ["--task.prompts=2", "--task.group=1"]
+    rollout(small(tmp_path, *files, *few, "--task.long_prompts=filter", "--run.name=filtered"))
     monkeypatch.setattr("tlt.rollout.open_policy", lambda _: pytest.fail("it is too late"))
     expected = rf"the prompt rows\.jsonl:{line} has \d+ tokens; with sampling.max_tokens 4 .*1 of 3 prompts are"
-    with pytest.raises(TaskError, match=expected):
-        rollout(small(tmp_path, *files, "--task.prompts=3"))
+    for asked in (few, ["--task.prompts=3"]):
+        with pytest.raises(TaskError, match=expected):
+            rollout(small(tmp_path, *files, *asked))

@@ -203,8 +203,8 @@ PAGE = (Path(tlt.__file__).parents[1] / "docs" / "your_task.md").read_text("utf-
 
 
 def block(language: str) -> str:
-    (text,) = re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
-    return str(text)
+    """The first one of the language on the page."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)[0]
 
 
 @pytest.mark.parametrize(("language", "rows"), [("jsonl", 1), ("json", 2), ("csv", 2)])
@@ -222,6 +222,6 @@ def test_the_system_prompt_that_the_page_shows_is_asked(tmp_path: Path, monkeypa
     Path("rows.csv").write_text(block("csv"), encoding="utf-8")
     Path("recipe.toml").write_text(block("toml"), encoding="utf-8")
     (france, _) = sorted(task_of(load_config("recipe.toml")).sample(0, 2), key=lambda prompt: prompt.id)
-    asked = re.search(r"asks `(\[.*?\])`", PAGE, flags=re.DOTALL)
+    asked = re.search(r"gives `(\[.*?\])`", PAGE, flags=re.DOTALL)
     assert asked
     assert france.content == tuple(Message(**message) for message in json.loads(asked[1].replace("\n", " ")))
