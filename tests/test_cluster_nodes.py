@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,10 @@ from ray.cluster_utils import Cluster
 from tests.fleets import Letters, TinyHost, is_stopped, open_tiny, wait_for_everyone, with_workers
 from tests.tiny import letters
 from tlt.cluster.actors import Member
+from tlt.cluster.placement import WorkerPlaces, WorkerResources, check_room, connect
 from tlt.cluster.ray_fleet import RayFleet
-from tlt.config import RunConfig
+from tlt.config import ClusterSettings, RunConfig
+from tlt.errors import ClusterError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet, Loop
 from tlt.tasks.judge import DirectJudge
@@ -31,11 +33,36 @@ def two_nodes() -> Iterator[tuple[Cluster, Any]]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     quiet = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
-    second = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+    second = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 * 2**20)  # a GPU in name alone
     cluster.wait_for_nodes()
     yield cluster, second
     ray.shutdown()
     cluster.shutdown()
+
+
+@ray.remote(num_cpus=0.5, max_calls=1)
+def node_and_gpus() -> tuple[str, list[Any]]:
+    return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+
+def test_an_engine_keeps_to_one_machine_and_two_may_share_a_gpu(two_nodes: tuple[Cluster, Any]) -> None:
+    cluster, second = two_nodes
+    assert not connect(ClusterSettings(address=cluster.address))
+
+    def placed(places: WorkerPlaces, ranks: Sequence[int], gpus: float) -> list[tuple[str, list[Any]]]:
+        at = [node_and_gpus.options(num_gpus=gpus, scheduling_strategy=places.of(rank)).remote() for rank in ranks]
+        found: list[tuple[str, list[Any]]] = ray.get(at)
+        places.close()
+        return found
+
+    engines = placed(WorkerPlaces(WorkerResources(0.5, 0.0), together=2), (2, 0, 3, 1), 0.0)
+    nodes = [node for node, _ in engines]
+    assert nodes[0] == nodes[2] != nodes[1] == nodes[3]
+    halves = WorkerResources(0.5, 0.5)
+    assert placed(WorkerPlaces(halves), (0, 1), 0.5) == [(second.node_id, [0])] * 2
+    check_room(2, halves)
+    with pytest.raises(ClusterError, match="room for 2"):
+        check_room(3, halves)
 
 
 def tokens_of(fleet: Fleet, config: RunConfig, emit: Emit) -> list[dict[Any, Any]]:

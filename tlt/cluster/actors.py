@@ -21,7 +21,7 @@ from tlt.cluster.all_reduce import AllReduceBroken
 from tlt.cluster.host import CONTROL, INBOX, Host
 from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import Heartbeat, StatusUpdate
-from tlt.cluster.placement import Environment, WorkerResources, WorkerSlot, check_versions
+from tlt.cluster.placement import Environment, WorkerPlaces, WorkerResources, WorkerSlot, check_versions
 from tlt.config import RunConfig
 from tlt.errors import ClusterError, StateLost
 
@@ -122,7 +122,7 @@ class ActorGroup:
     ) -> None:
         self._config, self._resources, self._host, self._liveness = config, resources, host, liveness
         self._on_lost, self._on_long_wait = on_lost, on_long_wait
-        self._here = Environment.here()
+        self._here, self._places = Environment.here(), WorkerPlaces(resources)
         self._next_id = 0
         self._pending: dict[int, _PendingActor] = {}  # by rank
         self.members: dict[int, Member] = {}
@@ -168,7 +168,7 @@ class ActorGroup:
     def request(self, ranks: Sequence[int]) -> None:
         """Requests workers from Ray without waiting. `take_started` picks up those that have started."""
         for rank in ranks:
-            actor = self._actor(self._next_id)
+            actor = self._actor(self._next_id, rank)
             self._pending[rank] = _PendingActor(self._next_id, rank, actor, actor.describe.remote())
             self._next_id += 1
 
@@ -220,12 +220,13 @@ class ActorGroup:
         unknown = sum(one.environment is None for one in everyone)  # Ray may place them on this machine as well
         return WorkerSlot(number, max(number, *taken, 0) + 1 + unknown)
 
-    def _actor(self, worker_id: int) -> Any:
+    def _actor(self, worker_id: int, rank: int) -> Any:
         threads = 2 * self._config.cluster.workers + 4  # each member may block in this actor's reducer, plus heartbeats
         remote = ray.remote(concurrency_groups={CONTROL: threads, INBOX: 1})(self._host)
         return remote.options(
             num_cpus=self._resources.cpus,
             num_gpus=self._resources.gpus,
+            scheduling_strategy=self._places.of(rank),
             max_concurrency=1,
             runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
         ).remote(worker_id)
@@ -374,3 +375,4 @@ class ActorGroup:
             self._end(one)
         if not self._liveness.dead:  # otherwise releasing Ray's handles would end this process
             self.members, self._pending = {}, {}
+            self._places.close()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import ray
 import torch
 from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tlt import __version__
 from tlt.config import ClusterSettings
@@ -30,6 +32,31 @@ class WorkerResources:
 
     cpus: float
     gpus: float  # 0 for a worker on a CPU
+
+
+class WorkerPlaces:
+    """Room that Ray keeps for the workers of every rank: a placement group per engine, on one machine.
+
+    The room of a lost worker stays its rank's; that of a lost machine moves to another one as soon as that has room.
+    `together`: consecutive ranks that form one engine.
+    """
+
+    def __init__(self, resources: WorkerResources, together: int = 1) -> None:
+        self._together = together
+        self._bundle = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+        self._groups: dict[int, PlacementGroup] = {}  # by number of the engine
+
+    def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Where Ray is to start the worker of this rank. Does not wait for room."""
+        engine, number = divmod(rank, self._together)
+        if engine not in self._groups:
+            self._groups[engine] = placement_group([self._bundle] * self._together, strategy="STRICT_PACK")
+        return PlacementGroupSchedulingStrategy(self._groups[engine], placement_group_bundle_index=number)
+
+    def close(self) -> None:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            remove_placement_group(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +166,11 @@ def resources_per_worker(settings: ClusterSettings, device: str) -> WorkerResour
     return WorkerResources(settings.cpus_per_worker, settings.gpus_per_worker if on_gpu else 0.0)
 
 
-def check_room(workers: int, resources: WorkerResources) -> None:
-    """Raises ClusterError if the workers do not fit on the nodes."""
+def check_room(workers: int, resources: WorkerResources, together: int = 1) -> None:
+    """Raises ClusterError if the workers do not fit on the nodes. `together`: workers that need one node."""
     nodes = [(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)) for node in _nodes()]
-    by_cpu = [_fits(cpus, resources.cpus, workers) for cpus, _ in nodes]
-    by_gpu = [_fits(gpus, resources.gpus, workers) for _, gpus in nodes]
+    by_cpu = [_fits(cpus, resources.cpus, workers, together) for cpus, _ in nodes]
+    by_gpu = [_fits(gpus, resources.gpus, workers, together) for _, gpus in nodes]
     room = sum(map(min, by_cpu, by_gpu))
     if room >= workers:
         return
@@ -156,8 +183,8 @@ def check_room(workers: int, resources: WorkerResources) -> None:
     )
 
 
-def _fits(there: float, each: float, at_most: int) -> int:
-    return at_most if not each else int(there / each + 1e-9)
+def _fits(there: float, each: float, at_most: int, together: int) -> int:
+    return at_most if not each else int(there / each + 1e-9) // together * together
 
 
 def _nodes() -> list[dict[str, dict[str, float]]]:

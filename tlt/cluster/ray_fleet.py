@@ -7,9 +7,9 @@ another worker. Does not know tasks and rewards.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,15 @@ from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, Worker
 _TURN_S = 0.15  # seconds of a turn of the other workers, while one worker's ticks are timed
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The times of the requests written last."""
+
+    seconds: float = 0.0  # to the last completion
+    stop_s: float = 0.0  # from there until every worker had stopped
+    reports: Mapping[int, WorkerRolloutReport] = field(default_factory=dict)
+
+
 class RayFleet:
     """`host`: the class of the actors."""
 
@@ -50,8 +59,8 @@ class RayFleet:
         self._coordinator = Coordinator(())
         self._dispatch = Dispatch(config.engine.rows)
         self._dispatch_before = self._dispatch.copy()  # as it was before the last rollout
-        self._reports: dict[int, WorkerRolloutReport] = {}
-        self._rollout_s = 0.0
+        self._reports: Mapping[int, WorkerRolloutReport] = {}  # of the last rollout
+        self._written = _Written()
         self._group_complete, self._rendezvous_count = False, 0  # all workers are in one all-reduce group; attempts
         self._ours = connect(config.cluster)
         with ExitStack() as undo:  # on an error, stops what was started
@@ -90,20 +99,20 @@ class RayFleet:
         return self._rolled_out(requests)
 
     def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        started = time.perf_counter()
-        answered, self._reports = yield from self._write(requests, drafting=self._drafts)
-        self._rollout_s = answered - started
-        self._tell_rollout(time.perf_counter() - answered)
+        yield from self._write(requests, drafting=self._drafts)
+        self._reports = self._written.reports
+        self._tell_rollout()
 
-    def _write(
-        self, requests: Sequence[Request], *, drafting: bool
-    ) -> Generator[Completion, None, tuple[float, dict[int, WorkerRolloutReport]]]:
-        """Yields completions; returns the time of the last one and the workers' reports."""
+    def _write(self, requests: Sequence[Request], *, drafting: bool) -> Iterator[Completion]:
+        """Yields completions, and then sets `_written`."""
+        started = time.perf_counter()
         self._dispatch.begin(requests, self._actors.members)
         epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, self._step)
         epoch.begin(drafting=drafting)
         yield from epoch.completions()
-        return time.perf_counter(), epoch.end()
+        answered = time.perf_counter()
+        reports = epoch.end()
+        self._written = _Written(answered - started, time.perf_counter() - answered, reports)
 
     def report(self) -> RolloutReport:
         reports = self._reports.values()
@@ -128,12 +137,10 @@ class RayFleet:
         self._enter("replay")
         self._actors.ask_all("begin_replay")
         after, self._dispatch = self._dispatch, self._dispatch_before
-        started = time.perf_counter()
         completions = list(self._write(requests, drafting=False))
-        seconds = time.perf_counter() - started
         self._dispatch = after
         self._actors.ask_all("end_replay")
-        return completions, seconds
+        return completions, self._written.seconds
 
     def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
         self._step = step
@@ -330,29 +337,29 @@ class RayFleet:
 
     # ---- events
 
-    def _tell_rollout(self, stop_s: float) -> None:
+    def _tell_rollout(self) -> None:
         spans = [span for report in self._reports.values() for span in report.spans]
-        workers, rolling_s = len(self._reports), seconds_of(spans, "rolling")
+        workers, rolling_s, seconds = len(self._reports), seconds_of(spans, "rolling"), self._written.seconds
         self._emit(
             FleetRolledOut(
                 step=self._step,
                 workers=workers,
-                seconds=self._rollout_s,
+                seconds=seconds,
                 rolling_s=rolling_s,
                 idle_s=seconds_of(spans, "idle"),
                 drafting_s=seconds_of(spans, "drafting"),
-                straggler_share=max(0.0, 1 - rolling_s / max(1e-9, workers * self._rollout_s)),
+                straggler_share=max(0.0, 1 - rolling_s / max(1e-9, workers * seconds)),
                 joins=sum(report.joins for report in self._reports.values()),
                 join_s=sum(report.join_s for report in self._reports.values()),
                 waited_s=sum(report.waited_s for report in self._reports.values()),
                 averaging_s=sum(report.averaging_s for report in self._reports.values()),
                 swaps=sum(report.swaps for report in self._reports.values()),
-                stop_s=stop_s,
+                stop_s=self._written.stop_s,
             )
         )
         self._tell_drafting(self._reports)
 
-    def _tell_drafting(self, reports: dict[int, WorkerRolloutReport]) -> None:
+    def _tell_drafting(self, reports: Mapping[int, WorkerRolloutReport]) -> None:
         for worker_id, report in reports.items():
             self._tell_span(self._step, worker_id, report.spans)
             for result in report.drafted:
