@@ -53,7 +53,7 @@ def test_too_few_gpus(nodes: list[dict[str, float]]) -> None:
 def test_an_engine_of_several_workers_needs_one_machine(nodes: list[dict[str, float]]) -> None:
     nodes += [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 6.0}]
     check_room(12, WorkerResources(1, 1), together=4)
-    with pytest.raises(ClusterError, match="16 with 1 GPUs each.* have 14 GPUs, room for 12"):
+    with pytest.raises(ClusterError, match=r"16 with 1 GPUs each.* have 14 GPUs, room for 12"):
         check_room(16, WorkerResources(1, 1), together=4)
     with pytest.raises(ClusterError, match="room for 12"):
         check_room(14, WorkerResources(1, 1), together=4)  # there are 14, but two of them are not on one machine
