@@ -283,7 +283,7 @@ def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_knob_is_documented_and_written() -> None:
-    assert [key for key, doc in knob_docs().items() if not doc] == []
+    assert [key for key, doc in knob_docs().items() if not doc or doc.startswith(" (")] == []  # (…): its range alone
     written = tomllib.loads(to_toml(RunConfig()))
     for knob in knobs():
         table: Any = written

@@ -12,10 +12,10 @@ import tlt
 from tests.training import LEARNED, numbers, small
 from tests.watching import recorded
 from tlt.cli import main
-from tlt.config import EvalSettings, RunConfig
+from tlt.config import EvalSettings, RunConfig, evaluation_names
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
-from tlt.evaluate import Evaluation, evaluated, pass_at, sampling_of
+from tlt.evaluate import Evaluation, evaluated, pass_at, sampling_of, score_of
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, ask
 from tlt.policy import TINY_POLICY
@@ -71,12 +71,57 @@ def test_an_evaluation_is_summed_up() -> None:
     [
         ({"answers": 4}, "answers is 4; expected 1, as temperature is 0"),
         ({"pass_at": (2,)}, r"pass_at is \(2,\); expected numbers from 1 to eval.answers, which is 1"),
-        ({"paths": ("a/test.jsonl", "b/test.parquet")}, "files of different names"),
+        ({"paths": ("a/test.jsonl", "b/a/test.parquet")}, "files that differ in their name or directory's name"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         EvalSettings(**settings)
+
+
+def test_files_of_one_name_are_told_apart_by_their_directories() -> None:
+    paths = ["gsm8k/test.jsonl", "data/math/test.jsonl", "aime.2024.json"]
+    assert evaluation_names(paths) == ["gsm8k-test", "math-test", "aime"]
+
+
+def scored(wanted: str, name: str = "math-test") -> float | None:
+    told = Evaluated(
+        step=1,
+        name=name,
+        prompts=1,
+        answers=1,
+        mean_reward=0.5,
+        reward_error=0.1,
+        pass_at=((4, 0.75),),
+        length_mean=9.0,
+        truncated=0.25,
+        seconds=1.0,
+        metrics={"tone/acc": 0.125},
+    )
+    return score_of(told, wanted, ["math-test", "other"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("reward", 0.5),
+        ("math-test/pass@4", 0.75),
+        ("tone/acc", 0.125),
+        ("math-test/tone/acc", 0.125),
+        ("length", -9.0),
+        ("math-test/truncated", -0.25),
+        ("other/reward", None),
+    ],
+)
+def test_the_best_is_that_of_a_metric_of_one_set(wanted: str, expected: float | None) -> None:
+    """The lowest of lengths and of truncation, and the highest of anything else."""
+    assert scored(wanted) == expected
+
+
+@pytest.mark.parametrize("wanted", ["tone", "none/reward", "other/tone"])
+def test_a_best_metric_that_nobody_has_is_named(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=r"eval.best is .*tone/acc; name one of these, or FILE/METRIC for another of"):
+        scored(wanted, wanted.partition("/")[0] if wanted.startswith("other") else "math-test")
 
 
 # ---- within a run
@@ -100,7 +145,7 @@ def test_an_evaluated_run_learns_what_the_same_run_learns_without(tmp_path: Path
 
 
 def test_no_key_of_training_is_used(tmp_path: Path) -> None:
-    config = small(tmp_path, *EVAL, "--eval.answers=2", "--eval.temperature=1")
+    config = small(tmp_path, *EVAL, "--eval.answers=2", "--eval.temperature=1", "--sampling.stop_token_ids=7,8")
     asked: list[Request] = []
 
     def answer(_: int, requests: Sequence[Request]) -> Iterator[Completion]:
@@ -117,6 +162,7 @@ def test_no_key_of_training_is_used(tmp_path: Path) -> None:
     }
     assert not keys & training
     assert {request.params for request in asked} == {sampling_of(config)}
+    assert sampling_of(config).stop_token_ids == (7, 8), "answers end where training's do"
     first, asked = list(asked), []
     evaluation.run(2, answer)
     assert asked == first, "two policies are compared under the same noise"

@@ -7,7 +7,7 @@ range. A choice is documented as `value: its effect`. Does not know the effects 
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -155,9 +155,7 @@ class TaskSettings:
     reward_batch: Literal["group", "step"] = "group"  # answers in one call of a reward that takes several.
     # group: those to one prompt, as they come in; step: all of a step, after the last has come in
     reward_processes: int = 1  # processes that compute each reward in parallel
-    reward_timeout_s: float = (
-        10.0  # time limit of the reward of one answer, in seconds; a server has it at each attempt
-    )
+    reward_timeout_s: float = 10.0  # time limit of the reward of one answer, in seconds; of a server, at each attempt
     reward_retries: int = 3  # further attempts to reach a reward server that fails or is too slow
     reward_errors: Literal["stop", "count"] = "stop"  # a reward that raises, hangs or is no number. stop: ends the run;
     # count: is counted and replaced by failed_reward
@@ -211,7 +209,8 @@ class EvalSettings:
     max_tokens: int = 0  # tokens of an answer at most; 0: as sampling.max_tokens
     reward: str = ""  # judges the answers, as task.reward does; "" takes the task's
     best: str = "reward"  # metric whose best checkpoint is kept: reward, pass@K or another one that is evaluated,
-    # of the first file or as FILE/METRIC, where FILE is the name without ending. "" keeps none
+    # of the first file or as FILE/METRIC, where FILE is the name without ending; the highest, but of length, truncated
+    # and reward_error the lowest. "" keeps none
 
     def __post_init__(self) -> None:
         for name, lowest in (("every", 0), ("prompts", 0), ("answers", 1), ("max_tokens", 0)):
@@ -223,13 +222,19 @@ class EvalSettings:
         differ = self.temperature > 0 or self.answers == 1
         _require(differ, "answers", self.answers, "1, as temperature is 0 and all answers to a prompt are the same")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        names = [evaluation_name(path) for path in self.paths]
-        _require(len({*names}) == len(names), "paths", self.paths, "files of different names, endings left out")
+        names = evaluation_names(self.paths)
+        different = "files that differ in their name or directory's name, endings left out"
+        _require(len({*names}) == len(names), "paths", self.paths, different)
 
 
-def evaluation_name(path: str) -> str:
-    """What the results of a file of held-out prompts are called."""
-    return PurePath(path).name.partition(".")[0]
+def evaluation_names(paths: Sequence[str]) -> list[str]:
+    """What the results of files of held-out prompts are called: gsm8k-test and math-test where both are `test`."""
+    files = [PurePath(path) for path in paths]
+    names = [file.name.partition(".")[0] for file in files]
+    return [
+        f"{file.parent.name}-{name}" if names.count(name) > 1 and file.parent.name else name
+        for file, name in zip(files, names, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +243,8 @@ class EngineSettings:
 
     rows: int = 256  # requests that decode at the same time, at most
     page_size: int = 16  # tokens in a page of the key-value cache
-    kv_gib: float = (
-        0.0  # KV cache in GiB. 0: 1 GiB on a CPU; the free memory on a GPU, what `tlt plan` leaves if the run trains
-    )
+    kv_gib: float = 0.0  # KV cache in GiB. 0: 1 GiB on a CPU; on a GPU the free memory, or what `tlt plan` leaves if
+    # the run trains
     prefill_tokens: int = 8192  # prompt tokens computed per tick, at most; longer prompts are split
     admission: Literal["longest", "fifo"] = "longest"  # admitted first. longest: the longest expected; fifo: the oldest
     graphs: bool = True  # use CUDA graphs (GPU only)

@@ -52,6 +52,7 @@ from tlt.watch.summary import evaluation_in_words
 
 Answer = Callable[[int, Sequence[Request]], Iterator[Completion]]
 _PROGRESS_S = 1.0  # between two words about an evaluation under way
+_LOWER_IS_BETTER = ("reward_error", "length", "truncated")
 VERB = "eval"
 
 
@@ -84,15 +85,19 @@ def evaluated(step: int, name: str, judged: Sequence[Judged], settings: EvalSett
     )
 
 
-def metric_of(told: Evaluated, wanted: str) -> float | None:
-    """The metric that `eval.best` names; None if it is one of another file."""
-    name, slash, metric = wanted.rpartition("/")
-    if slash and name != told.name:
+def score_of(told: Evaluated, wanted: str, sets: Sequence[str]) -> float | None:
+    """The metric that `eval.best` names, as a number that is higher for better policies; None if another set has it.
+    `sets`: names of all; a metric without a set's name is the first one's."""
+    named = max((name for name in sets if wanted.startswith(f"{name}/")), key=len, default="")
+    if told.name != (named or sets[0]):
         return None
-    found = evaluation_metrics(told)
+    metric, found = wanted.removeprefix(f"{named}/"), evaluation_metrics(told)
     if metric not in found:
-        raise ConfigError(f"eval.best is {wanted!r}, and {told.name} has {', '.join(found)}; name one of these")
-    return found[metric]
+        raise ConfigError(
+            f"eval.best is {wanted!r}, and {told.name} has {', '.join(found)}; name one of these, or FILE/METRIC for "
+            f"another of {', '.join(sets)}"
+        )
+    return -found[metric] if metric in _LOWER_IS_BETTER else found[metric]
 
 
 # ---- an evaluation
@@ -141,11 +146,8 @@ class Evaluation:
         return max(found, key=lambda pair: (pair[1], -pair[0].step))[0].step if found else None
 
     def _score(self, told: Evaluated) -> float | None:
-        """Without a file's name the metric is the first set's."""
         wanted = self._config.eval.best
-        if not wanted or ("/" not in wanted and told.name != self._sets[0].name):
-            return None
-        return metric_of(told, wanted)
+        return score_of(told, wanted, [one.name for one in self._sets]) if wanted else None
 
     def _tell(self, told: Evaluated) -> None:
         self._told.append(told)
@@ -180,13 +182,14 @@ class Evaluation:
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:
-    """How answers of an evaluation are drawn: with training's texts that end an answer, and settings of its own."""
+    """How answers of an evaluation are drawn: they end where training's do, and all else is a setting of its own."""
     own = config.eval
     return SamplingParams(
         temperature=own.temperature,
         top_p=own.top_p,
         max_tokens=own.max_tokens or config.sampling.max_tokens,
         stop=config.sampling.stop,
+        stop_token_ids=config.sampling.stop_token_ids,
     )
 
 

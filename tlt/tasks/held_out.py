@@ -6,7 +6,7 @@ Prompts of the toy and steps tasks are drawn with another seed than training's. 
 import random
 from dataclasses import dataclass, replace
 
-from tlt.config import RunConfig, evaluation_name
+from tlt.config import RunConfig, evaluation_names
 from tlt.errors import ConfigError, TaskError
 from tlt.tasks.choose import BUILT_IN, built_in, judge_of
 from tlt.tasks.files import FileTask
@@ -34,7 +34,8 @@ def evaluation_seed(config: RunConfig) -> int:
 def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | None = None) -> list[HeldOut]:
     """The sets that `[eval]` asks for. `task`: the user's own, if training has one; `eval_task`: its held-out side."""
     if config.eval.paths:
-        return [_of_file(path, config) for path in config.eval.paths]
+        named = zip(evaluation_names(config.eval.paths), config.eval.paths, strict=True)
+        return [_of_file(name, path, config) for name, path in named]
     if eval_task is not None:
         return [_drawn("held_out", eval_task, config)]
     if task is None and config.task.name in BUILT_IN:
@@ -48,12 +49,12 @@ def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | N
     )
 
 
-def _of_file(path: str, config: RunConfig) -> HeldOut:
+def _of_file(name: str, path: str, config: RunConfig) -> HeldOut:
     settings = replace(config.task, name="files", path=path)
     if config.eval.reward:
         settings = replace(settings, reward=config.eval.reward, rewards=(), reward_weights=())
     task = FileTask(settings, seed=config.run.seed, max_tokens=_limit(config))
-    return HeldOut(evaluation_name(path), tuple(task.prompts[: config.eval.prompts or None]), task.judge)
+    return HeldOut(name, tuple(task.prompts[: config.eval.prompts or None]), task.judge)
 
 
 def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
