@@ -53,6 +53,10 @@ class ClusterError(TltError):
     """Workers cannot be had, or too many of them were lost."""
 
 
+class RankLost(ClusterError):
+    """Another rank of an engine is gone, and with it a slice of the policy: the engine cannot go on."""
+
+
 class StateLost(ClusterError):
     """Nobody is left who knows how far the policy had learned: the run goes on from its last checkpoint."""
 

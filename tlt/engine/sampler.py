@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tlt.kernels.dispatch import dispatch
-from tlt.kernels.sampling import noise, reference
+from tlt.kernels.sampling import noise, reference, slices
 from tlt.kernels.sampling.reference import Keys, Out, Settings
+from tlt.model.parallel import Alone
 from tlt.types import Key, SamplingParams
 
 # R rows (one next token each), V vocabulary
@@ -103,3 +104,35 @@ def sample(logits_RV: Tensor, rows: SamplingRows, out: Sampled | None = None, *,
         logits_RV, rows.keys, rows.settings, out.parts, filtered=rows.filtered, exact=exact
     )
     return out
+
+
+def sample_slices(
+    logits_Rv: Tensor, rows: SamplingRows, parallel: Alone, vocab: int, *, exact: bool = False
+) -> Sampled:
+    """Draws one token per row from logits of which each rank has those of its own tokens: the same on every rank.
+
+    Filters need whole rows of logits, which the ranks then exchange; otherwise they exchange six numbers a row.
+    """
+    if parallel.size == 1:
+        return sample(logits_Rv, rows, exact=exact)
+    if rows.filtered:
+        return sample(_whole_rows(logits_Rv, parallel, vocab), rows)
+    out = Sampled.empty(len(logits_Rv), logits_Rv.device)
+    in_triton = logits_Rv.is_cuda and logits_Rv.dtype != torch.float64
+    first = parallel.tokens(vocab).start
+    parts_R6 = dispatch(slices.scan, in_triton)(logits_Rv, rows.keys, rows.temperature_R, first)
+    slices.join(parallel.gather(parts_R6), rows.temperature_R, out.parts)
+    return out
+
+
+def _whole_rows(logits_Rv: Tensor, parallel: Alone, vocab: int) -> Tensor:
+    """All ranks' logits side by side. Slices may differ by a token: the shorter ones are padded for the exchange."""
+    widest = -(-vocab // parallel.size)
+    padded_Rv = torch.nn.functional.pad(logits_Rv, (0, widest - logits_Rv.shape[1]))
+    found_nRv = parallel.gather(padded_Rv)
+    sizes = [_length(parallel.tokens_of(rank, vocab)) for rank in range(parallel.size)]
+    return torch.cat([found_Rv[:, :size] for found_Rv, size in zip(found_nRv, sizes, strict=True)], dim=1)
+
+
+def _length(tokens: slice) -> int:
+    return int(tokens.stop - tokens.start)

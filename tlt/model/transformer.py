@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.model.attention import HeadNorms, Heads, Layout, Rotary
 from tlt.model.config import ModelConfig
-from tlt.model.linear import Stream, add_linear, embed, linear, rms_norm, rows_of, wide_linear
+from tlt.model.linear import Stream, embed, linear, rms_norm, rows_of, wide_linear
+from tlt.model.parallel import ALONE, Alone
 from tlt.model.rope import rotary_tables
 
 
@@ -33,7 +34,16 @@ class Output:
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each normed before and added after."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Alone = ALONE,
+    ) -> None:
+        """`config`: of the slice that this rank computes."""
         super().__init__()
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -44,6 +54,7 @@ class Block(nn.Module):
 
         D, M, attended = config.hidden, config.mlp, config.heads * config.head_dim
         self.eps = config.norm_eps
+        self.parallel = parallel
         self.heads = Heads(
             layer=layer,
             query=config.heads,
@@ -74,7 +85,7 @@ class Block(nn.Module):
         exact = layout.exact
         qkv_TN = linear(x, self.qkv, bias=self.qkv_bias, norm_weight=self.attn_norm, norm_eps=self.eps, exact=exact)
         attended = layout.attend(qkv_TN, self.heads, rotary, HeadNorms(self.q_norm, self.k_norm))
-        x = add_linear(
+        x = self.parallel.add_linear(
             *(attended, self.o),
             bias=self.o_bias,
             residual=x,
@@ -90,7 +101,9 @@ class Block(nn.Module):
             gated=True,
             exact=exact,
         )
-        return add_linear(gated, self.down, bias=self.down_bias, residual=x, next_norm=next_norm, exact=exact)
+        return self.parallel.add_linear(
+            *(gated, self.down), bias=self.down_bias, residual=x, next_norm=next_norm, exact=exact
+        )
 
 
 class Transformer(nn.Module):
@@ -98,13 +111,22 @@ class Transformer(nn.Module):
     sin_PR: Tensor
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        parallel: Alone = ALONE,
     ) -> None:
         super().__init__()
         self.config = config
+        self.parallel = parallel
+        self.local = local = parallel.slice_of(config)  # of the layers held here
         self.checkpoint_activations = False  # recompute each block in the backward pass: less memory, a third more time
         self.embed = nn.Parameter(torch.empty(config.vocab, config.hidden, dtype=dtype, device=device))
-        self.blocks = nn.ModuleList(Block(config, i, dtype=dtype, device=device) for i in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(local, i, dtype=dtype, device=device, parallel=parallel) for i in range(config.layers)
+        )
         self.norm = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
         self.head = None if config.tied else nn.Parameter(torch.empty_like(self.embed))
         cos_PR, sin_PR = rotary_tables(config)
@@ -137,6 +159,10 @@ class Transformer(nn.Module):
     def logits(self, hidden_TD: Tensor, *, exact: bool = False) -> Tensor:
         """In float32 at least: bfloat16 would round a logit of 20 to the next eighth, and turn tokens."""
         return wide_linear(hidden_TD, self.head_weight, exact=exact)
+
+    def logit_slice(self, hidden_TD: Tensor, *, exact: bool = False) -> Tensor:
+        """The logits of this rank's tokens, `parallel.tokens`."""
+        return wide_linear(hidden_TD, self.head_weight[self.parallel.tokens(self.config.vocab)], exact=exact)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -71,10 +71,11 @@ _ROUND_KEYS = torch.tensor(
 ).view(10, 2, 1, 1)
 
 
-def gumbel(seed_R: Tensor, request_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
-    """The noise of tokens 0 … vocab_size − 1, float32 [R, V]."""
-    bits_RV = _bits(seed_R, request_R, position_R, vocab_size)
-    return gumbel_from_bits(bits_RV)
+def gumbel(seed_R: Tensor, request_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """The noise of `vocab_size` tokens from token `first` on, float32 [R, V]."""
+    blocks, skipped = divmod(first, BLOCK_TOKENS)
+    bits_RV = _bits(seed_R, request_R, position_R, skipped + vocab_size, blocks * LANE_TOKENS)
+    return gumbel_from_bits(bits_RV[:, skipped:])
 
 
 def gumbel_at(seed_R: Tensor, request_R: Tensor, position_R: Tensor, token_RN: Tensor) -> Tensor:
@@ -85,10 +86,11 @@ def gumbel_at(seed_R: Tensor, request_R: Tensor, position_R: Tensor, token_RN: T
     return gumbel_from_bits(words_4RN.gather(0, lane_RN[None])[0])
 
 
-def _bits(seed_R: Tensor, request_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits for each token, int64 [R, V]."""
+def _bits(seed_R: Tensor, request_R: Tensor, position_R: Tensor, vocab_size: int, first_counter: int = 0) -> Tensor:
+    """32 random bits for each token of the blocks that begin with this counter, int64 [R, V]."""
     blocks, lanes = -(-vocab_size // BLOCK_TOKENS), min(LANES, -(-vocab_size // LANE_TOKENS))
-    counter_C = torch.arange(min(vocab_size, blocks * LANE_TOKENS), device=seed_R.device)
+    count = min(vocab_size, blocks * LANE_TOKENS)
+    counter_C = torch.arange(first_counter, first_counter + count, device=seed_R.device)
     words = philox(seed_R, request_R, position_R, counter_C)[:lanes]
     if lanes == 1:
         return words[0]

@@ -30,6 +30,7 @@ SELECT_TOKENS = 4096  # per program of a select pass
 DIGITS = 8  # hexadecimal digits of a float32
 
 _LANE_TOKENS, _WORD = tl.constexpr(noise.LANE_TOKENS), tl.constexpr(noise.WORD)
+_BLOCK_TOKENS = tl.constexpr(noise.BLOCK_TOKENS)
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a finite start for running maxima: no −inf − −inf
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _DIGITS = tl.constexpr(DIGITS)
@@ -55,8 +56,11 @@ def _rescaled_sum(total, old_top, top, x0, x1, x2, x3):
 
 
 @triton.jit
-def _load_logits(row_ptr, token, V):
-    return tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+def _load_logits(row_ptr, token, V, FIRST: tl.constexpr = 0):
+    mask = token < V
+    if FIRST:
+        mask = mask & (token >= FIRST)
+    return tl.load(row_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -81,9 +85,11 @@ def _scan(
     best_ptr, token_ptr, top_ptr, mass_ptr, policy_mass_ptr,
     C: tl.constexpr, TILES: tl.constexpr,
     FILTERED: tl.constexpr, SELECT_DIGITS: tl.constexpr, GREEDY_BELOW: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):  # fmt: skip
+    # The row's logits are those of tokens FIRST … V − 1.
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logits_ptr += row * row_stride
+    logits_ptr += row * row_stride - FIRST
     seed, request, position = tl.load(seed_ptr + row), tl.load(request_ptr + row), tl.load(position_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature < GREEDY_BELOW
@@ -101,11 +107,11 @@ def _scan(
     mass = tl.zeros((C,), tl.float32)
     policy_mass = tl.zeros((C,), tl.float32)
     for tile in range(TILES):
-        counter = (split * TILES + tile) * C + tl.arange(0, C)
+        counter = FIRST // _BLOCK_TOKENS * _LANE_TOKENS + (split * TILES + tile) * C + tl.arange(0, C)
         t0 = first_token(counter)
         t1, t2, t3 = t0 + _LANE_TOKENS, t0 + 2 * _LANE_TOKENS, t0 + 3 * _LANE_TOKENS
-        x0, x1 = _load_logits(logits_ptr, t0, V), _load_logits(logits_ptr, t1, V)
-        x2, x3 = _load_logits(logits_ptr, t2, V), _load_logits(logits_ptr, t3, V)
+        x0, x1 = _load_logits(logits_ptr, t0, V, FIRST), _load_logits(logits_ptr, t1, V, FIRST)
+        x2, x3 = _load_logits(logits_ptr, t2, V, FIRST), _load_logits(logits_ptr, t3, V, FIRST)
 
         new_top = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
         policy_mass = _rescaled_sum(policy_mass, top, new_top, x0, x1, x2, x3)
