@@ -14,6 +14,7 @@ pass after pass, each variant from the same new drafter and in the same order. A
     unroll=N         draft steps unrolled from the first micro-step on
     single=N         draft.single_steps
     tv=X             draft.total_variation
+    arch=eagle-3.1   draft.architecture: norms of the tapped states and of the drafter's own
     muon             Muon for matrices, AdamW for the rest
 
 `accept_length` is measured on the held-out completions, as chains of five would reach it. Seconds
@@ -133,7 +134,8 @@ def new_drafter_of(config: RunConfig, policy: Policy, words: dict[str, str], don
     model = policy.model
     written = torch.tensor([token for completion in done for token in completion.tokens])
     counts_V = torch.bincount(written, minlength=model.config.vocab)
-    size = drafter_shape(policy, config.draft)
+    draft = replace(config.draft, architecture=words.get("arch", config.draft.architecture))
+    config, size = replace(config, draft=draft), drafter_shape(model.config, draft)
     ids = draft_vocabulary(counts_V, size.draft_vocab).to(model.embed.device) if size.reduced else None
     drafter = new_drafter(policy, config, ids)
     if words.get("norm") == "ones":
@@ -232,7 +234,7 @@ def main() -> None:
     places = {"p50": len(done) // 2, "p90": len(done) * 9 // 10, "p99": len(done) * 99 // 100, "max": len(done) - 1}
     told = {name: lengths[place] for name, place in places.items()}
     print(f"{sum(lengths[given.held :]):,} tokens or so to learn from, lengths {told}")
-    taps = drafter_shape(policy, config.draft).taps
+    taps = drafter_shape(policy.model.config, config.draft).taps
     batches, measured = Batches(policy.model, taps, learned), [*batches_of(policy.model, held, taps, 8192)]
     record = new_record(policy.model.embed.device, recipe=given.recipe, flags=flags, lengths=lengths, curves=[])
     out = given.out or (Path(os.environ["OUT"]) / "drafter_curves.json" if "OUT" in os.environ else None)

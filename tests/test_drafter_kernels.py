@@ -5,12 +5,14 @@ read holds NaN.
 """
 
 import math
+from typing import get_args
 
 import pytest
 import tiny
 import torch
 from torch import Tensor
 
+from tlt.config import DrafterArchitecture
 from tlt.kernels.attention import window as ring_attention
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import layer as drafter
@@ -328,8 +330,9 @@ def test_layouts_that_cannot_be_read_are_refused() -> None:
 # ---- a whole drafter
 
 
-def drafter_of(dtype: torch.dtype, device: str) -> Eagle:
-    model = Eagle(EagleConfig.of_policy(tiny.policy().config, window=12), dtype=dtype, device=device)
+def drafter_of(dtype: torch.dtype, device: str, architecture: DrafterArchitecture) -> Eagle:
+    shape = EagleConfig.of_policy(tiny.policy().config, window=12, architecture=architecture)
+    model = Eagle(shape, dtype=dtype, device=device)
     cpu = Eagle(model.config)
     cpu.init_weights(0)
     model.load_state_dict({name: 6.0 * value if value.dim() > 1 else value for name, value in cpu.state_dict().items()})
@@ -363,12 +366,15 @@ def drafted(model: Eagle, embed: Tensor, head: Tensor) -> list[Tensor]:
     return out
 
 
-def test_the_whole_layer_is_the_same_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("architecture", get_args(DrafterArchitecture))
+def test_the_whole_layer_is_the_same_through_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, architecture: DrafterArchitecture
+) -> None:
     policy = tiny.policy()
     weights = policy.embed.detach().float(), policy.head_weight.detach().float()
-    expected = drafted(drafter_of(torch.float32, "cpu"), *weights)
+    expected = drafted(drafter_of(torch.float32, "cpu", architecture), *weights)
     if GPU:
-        found = drafted(drafter_of(DTYPE, DEVICE), *(weight.to(DEVICE, DTYPE) for weight in weights))
+        found = drafted(drafter_of(DTYPE, DEVICE, architecture), *(weight.to(DEVICE, DTYPE) for weight in weights))
     else:
         for module in (drafter_triton, ring_attention_triton):  # the interpreter knows no dependent launch
             for name in ("embed_and_norm", "rope_into_nodes", "rope_into_ring", "attend"):
@@ -377,7 +383,7 @@ def test_the_whole_layer_is_the_same_through_the_kernels(monkeypatch: pytest.Mon
                     monkeypatch.setattr(module, name, plain)
         for module in (eagle, window):
             monkeypatch.setattr(module, "dispatch", lambda reference, in_triton: dispatch(reference, True))
-        found = drafted(drafter_of(torch.float32, "cpu"), *weights)
+        found = drafted(drafter_of(torch.float32, "cpu", architecture), *weights)
     for ours, theirs in zip(found, expected, strict=True):
         error = (ours.cpu().float() - theirs).norm() / theirs.norm()
         assert error < (3e-2 if GPU else 1e-5)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tlt.bench.drafter_widen import widen_drafter
-from tlt.config import EngineSettings, RunConfig, SpecSettings
+from tlt.config import DrafterArchitecture, EngineSettings, RunConfig, SpecSettings
 from tlt.engine.build import build_engine
 from tlt.engine.request import Request
 from tlt.errors import ModelError
@@ -33,9 +33,9 @@ WIDE = widen(SMALL, CONFIG)
 IDS = torch.arange(0, tiny.VOCAB, 2)
 
 
-def drafter(*, reduced: bool = False) -> Eagle:
+def drafter(*, reduced: bool = False, architecture: DrafterArchitecture = "eagle-3") -> Eagle:
     vocab = len(IDS) if reduced else 0
-    shape = EagleConfig.of_policy(SMALL.config, window=16, draft_vocab=vocab)
+    shape = EagleConfig.of_policy(SMALL.config, window=16, draft_vocab=vocab, architecture=architecture)
     model = Eagle(shape, dtype=torch.float64)
     model.init_weights(0, IDS if reduced else None)
     with torch.no_grad():
@@ -56,9 +56,9 @@ def draft_logits(model: Eagle, policy: Transformer, steps: int = 3) -> list[Tens
         return [model.logits(g, head) for g in model.unroll(batch.aligned, batch.features_TF, policy.embed, steps)]
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_the_logits_stay(reduced: bool) -> None:
-    small = drafter(reduced=reduced)
+@pytest.mark.parametrize(("reduced", "architecture"), [(False, "eagle-3"), (True, "eagle-3"), (True, "eagle-3.1")])
+def test_the_logits_stay(reduced: bool, architecture: DrafterArchitecture) -> None:
+    small = drafter(reduced=reduced, architecture=architecture)
     wide = widen_drafter(small, CONFIG)
     pairs = zip(draft_logits(small, SMALL), draft_logits(wide, WIDE), strict=True)
     for step, (expected, found) in enumerate(pairs):

@@ -71,6 +71,14 @@ def test_a_drafter_with_another_vocabulary_is_refused(policy: Transformer, tmp_p
         read_checkpoint(OnlineDrafter(policy, eagle(policy), DRAFT, DRAFTING), tmp_path)
 
 
+def test_a_drafter_of_another_architecture_is_refused(policy: Transformer, tmp_path: Path) -> None:
+    write_checkpoint(trained(policy), tmp_path)
+    other = Eagle(EagleConfig.of_policy(policy.config, window=16, architecture="eagle-3.1"), dtype=policy.embed.dtype)
+    other.init_weights(0)
+    with pytest.raises(CheckpointError, match=r"architecture eagle-3, .* give draft.architecture as it was"):
+        read_checkpoint(OnlineDrafter(policy, other, DRAFT, DRAFTING), tmp_path)
+
+
 def test_a_drafter_that_reads_other_layers_is_refused(policy: Transformer, tmp_path: Path) -> None:
     write_checkpoint(trained(policy), tmp_path)
     other = Eagle(replace(eagle(policy).config, taps=(0, 0, 1)), dtype=policy.embed.dtype)

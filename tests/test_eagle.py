@@ -3,12 +3,14 @@
 import copy
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 import tiny
 import torch
 from torch import Tensor
 
+from tlt.config import DrafterArchitecture
 from tlt.engine import sampler
 from tlt.errors import ModelError, TltError
 from tlt.kernels.batch_state.reference import UNUSED
@@ -27,15 +29,23 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 ROUNDED = {"rtol": 1e-6, "atol": 1e-5}  # log-probabilities of -10 and above, from some hundred terms of float32
 
 
-def drafter(window: int, *, seed: int = 0, draft_vocab: int = 0) -> Eagle:
+ARCHITECTURES = get_args(DrafterArchitecture)
+
+
+def drafter(
+    window: int, *, seed: int = 0, draft_vocab: int = 0, architecture: DrafterArchitecture = "eagle-3"
+) -> Eagle:
     """Random, with weights large enough that who sees whom shows."""
-    model = Eagle(EagleConfig.of_policy(POLICY.config, window=window, draft_vocab=draft_vocab), dtype=torch.float64)
+    shape = EagleConfig.of_policy(POLICY.config, window=window, draft_vocab=draft_vocab, architecture=architecture)
+    model = Eagle(shape, dtype=torch.float64)
     ids = torch.arange(draft_vocab) * (tiny.VOCAB // draft_vocab) if draft_vocab else None
     model.init_weights(seed, ids)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(6.0)
+        if model.fc_norm is not None:
+            model.fc_norm.copy_(torch.linspace(0.5, 1.5, len(model.fc_norm)))
     return model
 
 
@@ -153,9 +163,10 @@ def test_what_does_not_line_up_is_refused() -> None:
 # ---- training form
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("window", "lengths"), [(7, (30, 5, 1, 21)), (40, (150, 3, 131)), (512, (9, 260))])
-def test_blocks_equal_dense_attention(window: int, lengths: tuple[int, ...]) -> None:
-    model, steps = drafter(window), 4
+def test_blocks_equal_dense_attention(window: int, lengths: tuple[int, ...], architecture: DrafterArchitecture) -> None:
+    model, steps = drafter(window, architecture=architecture), 4
     aligned, features = sequences(lengths)
     found, expected = model.unroll(aligned, features, EMBED, steps), dense_unroll(model, aligned, features, steps)
     usable = usable_entries(aligned, steps)
@@ -163,7 +174,8 @@ def test_blocks_equal_dense_attention(window: int, lengths: tuple[int, ...]) -> 
     total = [sum((g[ok] * weight[ok]).sum() for g, ok in zip(gs, usable, strict=True)) for gs in (found, expected)]
     for g, reference, ok in zip(found, expected, usable, strict=True):
         torch.testing.assert_close(g[ok], reference[ok], **EXACT)
-    weights = [value for name, value in model.named_parameters() if name != "norm"]
+    in_g = model.config.norm_output
+    weights = [value for name, value in model.named_parameters() if in_g or name != "norm"]
     gradients = [torch.autograd.grad(value, weights) for value in total if isinstance(value, Tensor)]
     for gradient, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, reference, **EXACT)
@@ -182,6 +194,8 @@ def dense_unroll(model: Eagle, aligned: Aligned, features: Tensor, steps: int) -
     sizes = torch.tensor(aligned.lengths)
     sequence = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
+    if model.fc_norm is not None:
+        features = torch.cat([normed(tap) for tap in features.split(HIDDEN, -1)], -1) * model.fc_norm
     state, out, chain_k, chain_v = features @ model.fc.T, [], [], []
     k0 = v0 = state
     for step in range(steps):
@@ -203,6 +217,26 @@ def dense_unroll(model: Eagle, aligned: Aligned, features: Tensor, steps: int) -
         state = model._finish(attended.flatten(1), state)
         out.append(state)
     return out
+
+
+def normed(x_TD: Tensor) -> Tensor:
+    return x_TD / (x_TD.square().mean(-1, keepdim=True) + POLICY.config.norm_eps).sqrt()
+
+
+def test_g_is_normed_once() -> None:
+    """EAGLE-3.1: the next draft step reads what the LM head reads."""
+    aligned, features = sequences((9,))
+    old, new = drafter(8), drafter(8, architecture="eagle-3.1")
+    with torch.no_grad():
+        for model in (old, new):
+            model.norm.copy_(torch.linspace(0.5, 1.5, HIDDEN))
+        new.load_state_dict(old.state_dict(), strict=False)
+        new.fc_norm.fill_(1.0)
+        taps_normed = torch.cat([normed(tap) for tap in features.split(HIDDEN, -1)], -1)
+        g_old, g_new = old.unroll(aligned, taps_normed, EMBED, 2), new.unroll(aligned, features, EMBED, 2)
+    torch.testing.assert_close(g_new[0], normed(g_old[0]) * old.norm, **EXACT)
+    torch.testing.assert_close(new.logits(g_new[0], EMBED), old.logits(g_old[0], EMBED), **EXACT)
+    assert not torch.allclose(g_new[1], normed(g_old[1]) * old.norm, rtol=1e-3)
 
 
 def test_packed_equals_alone() -> None:
@@ -243,10 +277,11 @@ def test_the_residual_is_the_state_itself() -> None:
 # ---- rollout form
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("window", [5, 12, 64])
-def test_extending_row_by_row_equals_the_packed_forward(window: int) -> None:
+def test_extending_row_by_row_equals_the_packed_forward(window: int, architecture: DrafterArchitecture) -> None:
     """Rows of different lengths take in pieces of different sizes, some of them nothing, round the ring and round."""
-    model, lengths = drafter(window), (41, 23, 30)
+    model, lengths = drafter(window, architecture=architecture), (41, 23, 30)
     aligned, features = sequences(lengths)
     expected = model.unroll(aligned, features, EMBED, 1)[0]
     starts = [0, 41, 64]
@@ -283,10 +318,13 @@ def extend(
     return model.extend(ring, tokens.flatten(), states.flatten(0, 1), new, EMBED)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("taken", [3, 11, 26])
-def test_drafting_along_the_true_tokens_equals_the_unrolled_training(taken: int) -> None:
+def test_drafting_along_the_true_tokens_equals_the_unrolled_training(
+    taken: int, architecture: DrafterArchitecture
+) -> None:
     """`step` after `step` gives what training saw in draft steps 1, 2, …, whether or not the ring has wrapped."""
-    model, depth = drafter(8), 4
+    model, depth = drafter(8, architecture=architecture), 4
     aligned, features = sequences((34, 34))
     unrolled = model.unroll(aligned, features, EMBED, depth + 1)
     ring, nodes = model.new_ring(2), model.new_nodes(2, depth)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tiny
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from tlt.config import DraftSettings, RunConfig
+from tlt.config import DrafterArchitecture, DraftSettings, RunConfig
 from tlt.errors import ModelError
 from tlt.model.config import ModelConfig, RopeConfig
 from tlt.model.rope import rotary_tables
@@ -35,8 +35,14 @@ PARTS = [
 ]
 
 
-def drafter(draft_vocab: int = 0, policy: Transformer = POLICY, dtype: torch.dtype = torch.float32) -> Eagle:
-    model = Eagle(EagleConfig.of_policy(policy.config, window=24, draft_vocab=draft_vocab), dtype=dtype)
+def drafter(
+    draft_vocab: int = 0,
+    policy: Transformer = POLICY,
+    dtype: torch.dtype = torch.float32,
+    architecture: DrafterArchitecture = "eagle-3",
+) -> Eagle:
+    shape = EagleConfig.of_policy(policy.config, window=24, draft_vocab=draft_vocab, architecture=architecture)
+    model = Eagle(shape, dtype=dtype)
     model.init_weights(0, torch.arange(draft_vocab) * 3 if draft_vocab else None)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -189,10 +195,11 @@ def test_long_context_policies_keep_their_rotation(tmp_path: Path) -> None:
     assert torch.equal(loaded.cos_PR, rotary_tables(config)[0])
 
 
-def test_the_file_alone_says_what_the_drafter_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", get_args(DrafterArchitecture))
+def test_the_file_alone_says_what_the_drafter_computes(tmp_path: Path, architecture: DrafterArchitecture) -> None:
     """A reader with nothing but the file's tensors, in the words of the format, gets the drafter's own logits."""
     policy = tiny.policy(torch.float64)
-    model = drafter(10, policy, torch.float64)
+    model = drafter(10, policy, torch.float64, architecture)
     save(model, tmp_path, policy=policy)
     tokens = torch.randint(tiny.VOCAB, (14,), generator=torch.Generator().manual_seed(0))
     features = torch.randn(14, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -213,6 +220,8 @@ def read_like_an_engine(path: Path, embedded: Tensor, features: Tensor) -> Tenso
     def project(x: Tensor, name: str) -> Tensor:
         return x @ file[f"midlayer.{name}_proj.weight"].T
 
+    if words.get("fc_norm"):
+        features = torch.cat([norm(tap, f"fc_norm.{n}") for n, tap in enumerate(features.chunk(3, -1))], dim=-1)
     state = features @ file["fc.weight"].T
     both = torch.cat((norm(embedded, "midlayer.input_layernorm"), norm(state, "midlayer.hidden_norm")), dim=-1)
     q, k, v = (project(both, f"self_attn.{part}").view(len(both), -1, width).transpose(0, 1) for part in "qkv")
@@ -237,9 +246,11 @@ def read_like_an_engine(path: Path, embedded: Tensor, features: Tensor) -> Tenso
 
 @pytest.mark.parametrize("draft_vocab", [0, 10])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_round_trip_is_exact(tmp_path: Path, form: Format, draft_vocab: int, dtype: torch.dtype) -> None:
-    model = drafter(draft_vocab).to(dtype)
+@pytest.mark.parametrize(("dtype", "architecture"), [(torch.float32, "eagle-3.1"), (torch.bfloat16, "eagle-3")])
+def test_a_round_trip_is_exact(
+    tmp_path: Path, form: Format, draft_vocab: int, dtype: torch.dtype, architecture: DrafterArchitecture
+) -> None:
+    model = drafter(draft_vocab, architecture=architecture).to(dtype)
     before = [parameter.detach().clone() for parameter in POLICY.parameters()]
     save(model, tmp_path / "first", form)
     loaded = load_drafter(tmp_path / "first", POLICY.config, window=1, head_VD=POLICY.head_weight, dtype=dtype)

@@ -82,6 +82,6 @@ def _sides(of: Iterable[Place]) -> int:
 def drafter_config(config: RunConfig, policy: ModelConfig) -> EagleConfig:
     draft, path = config.draft, Path(config.spec.path)
     if config.spec.path == NEW:
-        return EagleConfig.of_policy(policy, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+        return eagle_files.drafter_shape(policy, draft)
     source = eagle_files.read_drafter_config(path)
     return eagle_files.drafter_config(source, eagle_files.format_of(source, path), policy, draft.window, path)

@@ -27,6 +27,7 @@ _READ_PATH = {"eagle"}  # drafters that read spec.path
 _DRAFTER_SETS: dict[str, tuple[str, ...]] = {"none": (), "both": ("eagle", "suffix")}
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+DrafterArchitecture = Literal["eagle-3", "eagle-3.1"]
 
 
 def _require(holds: bool, key: str, value: object, expected: str) -> None:
@@ -336,6 +337,8 @@ class DraftSettings:
     window: int = 512  # size of its sliding attention window, in positions; bounds its KV cache
     vocab: int = 0  # size of the draft vocabulary, the most frequent tokens of the rollouts; 0: the policy's vocabulary
     mlp: float = 1.0  # width of its MLP relative to the policy's; a smaller one is faster
+    architecture: DrafterArchitecture = "eagle-3"  # of a new drafter. eagle-3: the paper's;
+    # eagle-3.1: the policy's states and the drafter's own are normed before the drafter reads them
     answers: int = 0  # completions sampled for training; 0: 512 on a GPU, 128 on a CPU
     held_out: int = 0  # further completions for measurement, not trained on; 0: 64 on a GPU, 32 on a CPU
     steps: int = 200  # optimizer steps, at most

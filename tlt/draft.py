@@ -200,7 +200,8 @@ def _learned_prompts(words: Mapping[str, Any]) -> int:
 def _sized(draft: DraftSettings, *, on_gpu: bool) -> DraftSettings:
     """With sizes where the settings leave them to the device."""
     defaults = _ON_GPU if on_gpu else _ON_CPU
-    return replace(draft, **{name: getattr(draft, name) or size for name, size in defaults.items()})
+    sizes: dict[str, Any] = {name: getattr(draft, name) or size for name, size in defaults.items()}
+    return replace(draft, **sizes)
 
 
 def _both_answers(
@@ -285,7 +286,7 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
 
 
 def _new_drafter(config: RunConfig, policy: Policy, learned: Sequence[Answer]) -> Eagle:
-    shape = drafter_shape(policy, config.draft)
+    shape = drafter_shape(policy.model.config, config.draft)
     # by way of an array: torch reads a list of numbers several times slower
     written = array("q", chain.from_iterable(answer.example.tokens for answer in learned))
     counts_V = torch.bincount(torch.frombuffer(written, dtype=torch.int64), minlength=policy.model.config.vocab)

@@ -6,6 +6,8 @@ drafter of the wide policy's size.
 """
 # D hidden, small and wide
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,9 @@ def widen_drafter(
     shrink = (small.layer.hidden / config.layer.hidden) ** 0.5
     for name in ("embed_norm", "feature_norm", "mlp_norm", "norm"):
         place(getattr(wide, name), getattr(drafter, name) * shrink, free=False)
+    if wide.fc_norm is not None and drafter.fc_norm is not None:
+        for ours, theirs in zip(wide.fc_norm.chunk(TAPS), drafter.fc_norm.chunk(TAPS), strict=True):
+            place(ours, theirs * shrink, free=False)
     _place_beside(wide.fc, drafter.fc, TAPS, place)
     wide.fc[small.layer.hidden :].zero_()  # the new units of the state stay zero
     qkv = torch.empty((drafter.qkv.shape[0], 2 * config.layer.hidden), dtype=wide.fc.dtype, device=wide.fc.device)
@@ -56,7 +61,7 @@ def wide_drafter_config(small: EagleConfig, policy: ModelConfig, mlp: float = 1.
     eps, expected = layer.norm_eps * layer.hidden, small.layer.norm_eps * small.layer.hidden
     if abs(eps - expected) > 1e-9 * small.layer.hidden:
         raise ModelError(f"norm_eps is {layer.norm_eps}, expected {expected / layer.hidden} as `widen` makes it")
-    return EagleConfig(layer, small.taps, small.window, small.draft_vocab, policy.layers)
+    return replace(small, layer=layer, policy_layers=policy.layers)
 
 
 def _place_beside(target: Tensor, source: Tensor, parts: int, place: CornerPlacement) -> None:

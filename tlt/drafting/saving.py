@@ -27,6 +27,7 @@ def read_checkpoint(drafter: OnlineDrafter, directory: Path) -> None:
     )
     for knob, what, found, wanted in (
         ("draft.mlp", "an MLP of {}", saved.config.layer.mlp, ours.config.layer.mlp),
+        ("draft.architecture", "norms of the architecture {}", saved.config.architecture, ours.config.architecture),
         ("draft.vocab", "a vocabulary of {}", saved.config.draft_vocab, ours.config.draft_vocab),
         ("spec.path", "layers {} of the policy to read", saved.config.taps, ours.config.taps),
     ):

@@ -2,6 +2,7 @@
 
 Entry t: the policy's residual stream at three layers, fused, beside the embedding of the next token. The output is g_t,
 from which the policy's own LM head predicts x_{t+2}. The next draft step reads g_t in place of the fused states.
+EAGLE-3.1 adds two norms: of every tapped state before they are fused, and of g_t before anything reads it.
 `align.py` defines the alignment. What always holds: the embedding and the LM head are the policy's tensors, passed with
 each call, never owned and never written; a new Eagle has no values until `init_weights` or a file sets them; `unroll`
 (training), `extend` and `step` (rollout) compute the same function. Does not know requests, seeds or files.
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tlt.config import DrafterArchitecture
 from tlt.errors import ModelError
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import layer as layer_kernels
@@ -86,14 +88,29 @@ class EagleConfig:
     window: int  # positions of the drafter's attention, its own included
     draft_vocab: int  # tokens it can draft
     policy_layers: int  # of the policy it reads
+    fc_norm: bool = False  # each tapped state is normed before `fc`
+    norm_output: bool = False  # g is normed once, for the LM head and the next draft step alike
 
     @classmethod
-    def of_policy(cls, policy: ModelConfig, *, window: int, draft_vocab: int = 0, mlp: float = 1.0) -> "EagleConfig":
+    def of_policy(
+        cls,
+        policy: ModelConfig,
+        *,
+        window: int,
+        draft_vocab: int = 0,
+        mlp: float = 1.0,
+        architecture: DrafterArchitecture = "eagle-3",
+    ) -> "EagleConfig":
         """A drafter for this policy. `draft_vocab` 0: every token; `mlp`: MLP width as a fraction of the policy's."""
         if not 0 <= draft_vocab <= policy.vocab:
             raise ModelError(f"a draft vocabulary of {draft_vocab}; expected at most the policy's {policy.vocab}")
         layer = ModelConfig.from_hf(layer_source(policy, mlp))
-        return cls(layer, taps(policy), window, draft_vocab or policy.vocab, policy.layers)
+        norms = architecture == "eagle-3.1"
+        return cls(layer, taps(policy), window, draft_vocab or policy.vocab, policy.layers, norms, norms)
+
+    @property
+    def architecture(self) -> DrafterArchitecture:
+        return "eagle-3.1" if self.norm_output else "eagle-3"
 
     @property
     def reduced(self) -> bool:
@@ -110,6 +127,7 @@ class Eagle(nn.Module):
     sin_PR: Tensor
     token_of_draft_v: Tensor | None
     own_head_vD: Tensor | None
+    fc_norm: nn.Parameter | None
 
     def __init__(
         self, config: EagleConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -124,6 +142,7 @@ class Eagle(nn.Module):
         self.config = config
         self.heads = Heads(0, layer.heads, layer.kv_heads, layer.head_dim, True, config.window, layer.norm_eps)
         self.fc = parameter(D, TAPS * D)
+        self.register_parameter("fc_norm", parameter(TAPS * D) if config.fc_norm else None)
         self.embed_norm = parameter(D)
         self.feature_norm = parameter(D)
         self.qkv = parameter(layer.qkv_width, 2 * D)
@@ -224,15 +243,24 @@ class Eagle(nn.Module):
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         """Projects the concatenated residual streams of the tapped layers to one state."""
+        if self.fc_norm is not None:
+            hidden = self.config.layer.hidden
+            tapped_T3D = features_TF.view(-1, TAPS, hidden)
+            normed_T3D = nn.functional.rms_norm(tapped_T3D, (hidden,), None, self.config.layer.norm_eps)
+            features_TF = (normed_T3D * self.fc_norm.view(TAPS, hidden)).view_as(features_TF)
         return linear(features_TF, self._matrix("fc"))
 
     def logits(self, g: Stream, head: Matrix) -> Tensor:
         g_TD = rows_of(g)
-        if in_gpu_rollout(g_TD):
+        if in_gpu_rollout(g_TD) and not self.config.norm_output:
             return linear(g, head, norm_weight=self.norm, norm_eps=self.config.layer.norm_eps)
-        return linear(self.final_norm(g_TD), head)
+        return linear(self.for_head(g_TD), head)
 
-    def final_norm(self, g_TD: Tensor) -> Tensor:
+    def for_head(self, g_TD: Tensor) -> Tensor:
+        """g as the LM head reads it."""
+        return g_TD if self.config.norm_output else self._final_norm(g_TD)
+
+    def _final_norm(self, g_TD: Tensor) -> Tensor:
         return rms_norm(g_TD, self.norm, self.config.layer.norm_eps)
 
     def _normed_tokens(self, token_ST: Tensor, embed_VD: Tensor) -> Tensor:
@@ -249,10 +277,11 @@ class Eagle(nn.Module):
         )
 
     def _finish(self, attended_TN: Tensor, state_TD: Tensor) -> Tensor:
-        """The rest of the layer after attention. The residual is the input state, before its norm."""
+        """g: the rest of the layer after attention. The residual is the input state, before its norm."""
         x_TD = torch.addmm(state_TD, attended_TN, self.o.t())  # not in place: the caller may keep the state
         normed_TD = rms_norm(x_TD, self.mlp_norm, self.config.layer.norm_eps)
-        return linear(linear(normed_TD, self.gate_up, gated=True), self.down, residual=x_TD)
+        g_TD = linear(linear(normed_TD, self.gate_up, gated=True), self.down, residual=x_TD)
+        return self._final_norm(g_TD) if self.config.norm_output else g_TD
 
     # ---- training: packed sequences
 
@@ -363,6 +392,8 @@ class Eagle(nn.Module):
         x_TD = linear(attended_TN, self._matrix("o"), residual=residual_TD)
         norm: dict[str, Any] = {"norm_weight": self.mlp_norm, "norm_eps": self.config.layer.norm_eps}
         gated_TM = linear(x_TD, self._matrix("gate_up"), **norm, gated=True)
+        if self.config.norm_output:
+            return self._final_norm(linear(gated_TM, self._matrix("down"), residual=x_TD))
         return add_linear(gated_TM, self._matrix("down"), residual=x_TD, next_norm=next_norm)
 
 

@@ -40,7 +40,9 @@ _PROPOSED = 5  # default draft tokens for a server that reads the speculators fo
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights
 _KINDS: dict[str, type] = {"tlt": dict, "eagle_config": dict, "transformer_layer_config": dict, "architectures": list}
-_KINDS |= {"draft_vocab_size": int, "norm_before_residual": bool}
+_NORMS = ("fc_norm", "norm_output")  # fields of EagleConfig, and keys that vLLM reads
+_OTHER_NORMS = ("norm_before_residual", "norm_before_fc")
+_KINDS |= {"draft_vocab_size": int, **dict.fromkeys((*_NORMS, *_OTHER_NORMS), bool)}
 _OWN_KINDS = {"policy": str, "window": int, "headless": bool, "own_head": bool}
 _KIND_WORDS = {dict: "an object", list: "a list", int: "an integer", bool: "true or false", str: "text"}
 
@@ -72,6 +74,7 @@ def places(config: EagleConfig, form: Format) -> dict[str, Place]:
         f"{prefix}mlp.up_proj.weight": Place("gate_up", M, (M, D)),
         f"{prefix}mlp.down_proj.weight": Place("down", 0, (D, M)),
         "norm.weight": Place("norm", 0, (D,)),
+        **{f"fc_norm.{tap}.weight": Place("fc_norm", tap * D, (D,)) for tap in range(TAPS if config.fc_norm else 0)},
     }
 
 
@@ -144,6 +147,7 @@ def flat_config(model: Eagle, origin: Origin, *, headless: bool = False) -> dict
         **_layer_words(model),
         "draft_vocab_size": model.config.draft_vocab,
         "norm_before_residual": False,
+        **_norm_words(model.config),
         **_tap_words(model.config),
         "tlt": _own_words(model, origin, headless),
     }
@@ -163,6 +167,7 @@ def speculators_config(model: Eagle, origin: Origin) -> dict[str, Any]:
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _PROPOSED}],
             "verifier": {"name_or_path": origin.policy, "architectures": list(origin.architectures)},
         },
+        **_norm_words(model.config),
         **_tap_words(model.config),
         "tlt": _own_words(model, origin, headless=False),
     }
@@ -174,6 +179,11 @@ def _layer_words(model: Eagle) -> dict[str, Any]:
 
 def _dtype_word(model: Eagle) -> str:
     return str(model.fc.dtype).removeprefix("torch.")
+
+
+def _norm_words(config: EagleConfig) -> dict[str, Any]:
+    """The keys of EAGLE-3.1, which older engines do not know; none for EAGLE-3."""
+    return {name: True for name in _NORMS if getattr(config, name)}
 
 
 def _tap_words(config: EagleConfig) -> dict[str, Any]:
@@ -274,8 +284,9 @@ def drafter_config(
     missing += [name for name in ("draft_vocab_size",) if name not in source]
     if missing:
         raise ModelError(f"{directory}/config.json does not say {', '.join(missing)}; expected an EAGLE-3 config")
-    if source.get("norm_before_residual"):
-        raise ModelError(f"{directory}: norm_before_residual is true; only drafters without it are supported")
+    for name in _OTHER_NORMS:
+        if source.get(name):
+            raise ModelError(f"{directory}: {name} is true; only drafters without it are supported")
     try:
         layer = ModelConfig.from_hf({**words, "model_type": "llama", "tie_word_embeddings": False})
     except ModelError as error:
@@ -297,7 +308,9 @@ def drafter_config(
     if said < 1:
         raise ModelError(f"{directory}: tlt.window is {said}; expected at least 1")
     # at most the longest sequence: each row of the batch keeps that many keys and values
-    return EagleConfig(layer, chosen, min(said, policy.max_positions), source["draft_vocab_size"], policy.layers)
+    norms = {name: bool(source.get(name)) for name in _NORMS}
+    window = min(said, policy.max_positions)
+    return EagleConfig(layer, chosen, window, source["draft_vocab_size"], policy.layers, **norms)
 
 
 def _taps_of(source: Mapping[str, Any], policy: ModelConfig, directory: Path) -> tuple[int, int, int]:
@@ -398,15 +411,21 @@ def open_drafter(policy: Policy, config: RunConfig) -> Eagle:
     )
 
 
-def drafter_shape(policy: Policy, draft: DraftSettings) -> EagleConfig:
+def drafter_shape(policy: ModelConfig, draft: DraftSettings) -> EagleConfig:
     """The configuration of a new drafter for this policy."""
-    return EagleConfig.of_policy(policy.model.config, window=draft.window, draft_vocab=draft.vocab, mlp=draft.mlp)
+    return EagleConfig.of_policy(
+        policy,
+        window=draft.window,
+        draft_vocab=draft.vocab,
+        mlp=draft.mlp,
+        architecture=draft.architecture,
+    )
 
 
 def new_drafter(policy: Policy, config: RunConfig, token_of_draft_v: Tensor | None = None) -> Eagle:
     """An untrained drafter. `token_of_draft_v`: its reduced vocabulary; by default the first tokens, which the trainer
     replaces by the most frequent ones once there are completions."""
-    model, shape = policy.model, drafter_shape(policy, config.draft)
+    model, shape = policy.model, drafter_shape(policy.model.config, config.draft)
     drafter = Eagle(shape, dtype=model.embed.dtype, device=model.embed.device)
     if token_of_draft_v is None and shape.reduced:
         token_of_draft_v = torch.arange(shape.draft_vocab)

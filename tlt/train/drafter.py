@@ -278,7 +278,7 @@ def weighed_loss(
     policy_head_vD = model.policy_rows(head_VD)
     states = model.unroll(batch.aligned, batch.features_TF, embed_VD, weighed.steps)
     return distribution_loss(
-        model.final_norm(torch.cat(states)),
+        model.for_head(torch.cat(states)),
         batch.hidden_TD.index_select(0, state_N),
         policy_head_vD,
         policy_head_vD if model.own_head_vD is None else model.own_head_vD,
