@@ -1,6 +1,7 @@
 """The loop: the same step whatever the order, the worker or the drafter; and a policy that learns."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -63,9 +64,13 @@ class Watching:
 
     def __init__(self, fails_on: str = "") -> None:
         self.asked: list[list[str]] = []
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
         self._fails_on = fails_on
 
     def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+        self.began.set()
+        self.may_end.wait()
         self.asked.append([answer.text for _, answer in answers])
         if any(answer.text == self._fails_on for _, answer in answers):
             raise TaskError("the reward raised")
@@ -87,14 +92,31 @@ def test_a_group_is_judged_when_its_last_answer_is_in() -> None:
     with Judging(judge, asked()) as judging:
         for number in (4, 1, 5, 0):
             judging.hand_in(completion(Key(0, number), str(number)))
-        while not judging.all_in():
-            pass
+            while not judging.all_in():
+                pass
         assert judge.asked == [["4", "5"], ["0", "1"]]  # in the order asked, before the rollout is over
         for number in (2, 3):
             judging.hand_in(completion(Key(0, number), str(number)))
         judged = judging.judged()
     assert [one.group.prompt.id for one in judged] == ["0", "1", "2"]
     assert [[rollout.reward for rollout in one.group.rollouts] for one in judged] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_groups_that_arrive_while_the_judge_is_busy_are_judged_together() -> None:
+    """But not two of the same prompt: a judge would take them for one group."""
+    judge = Watching()
+    judge.may_end.clear()
+    prompts = [Prompt(name, name) for name in ("a", "b", "c", "b", "a")]
+    with Judging(judge, [(prompt, [Key(0, place)]) for place, prompt in enumerate(prompts)]) as judging:
+        judging.hand_in(completion(Key(0, 0), "0"))
+        judge.began.wait()
+        for number in (4, 3, 2, 1):
+            judging.hand_in(completion(Key(0, number), str(number)))
+        assert not judging.all_in()
+        judge.may_end.set()
+        judged = judging.judged()
+    assert judge.asked == [["0"], ["4", "3", "2"], ["1"]]
+    assert [one.group.rollouts[0].reward for one in judged] == [0, 1, 2, 3, 4]
 
 
 def test_a_reward_that_stops_the_run_stops_it_before_the_rollout_ends() -> None:

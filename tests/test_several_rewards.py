@@ -285,6 +285,27 @@ def test_a_server_that_is_not_there_is_named() -> None:
             RemoteReward(url, 60.0, retries=2).values(ASKED)
 
 
+def test_a_status_without_the_text_it_announced_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            line, _ = listening.accept()
+            with line:
+                line.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\n")
+                while line.recv(2**16):  # until the other side has had enough
+                    pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/judge"
+        with pytest.raises(TaskError, match="answered with status 404: nothing; it was asked once"):
+            RemoteReward(url, 0.1, retries=3).values(ASKED[:1])
+
+
+def test_a_judge_waits_for_as_long_as_a_server_may_ask_to() -> None:
+    settings = TaskSettings(reward="http://host/judge", reward_timeout_s=0.1, reward_retries=3)
+    assert ProcessJudge(settings)._limit_s(answers=2) >= 4 * 0.2 + 3 * 30.0
+
+
 def test_waits_double_up_to_half_a_minute() -> None:
     assert list(backoffs(8)) == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 

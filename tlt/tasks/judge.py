@@ -32,7 +32,7 @@ from tlt.tasks.judge_wire import (
     receive_frame,
     send_frame,
 )
-from tlt.tasks.remote import backoffs, is_remote
+from tlt.tasks.remote import is_remote, longest_s
 from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused, Scored, scored_of
 from tlt.types import Completion, Prompt
 
@@ -183,8 +183,7 @@ class ProcessJudge:
         attempt_s = self._settings.reward_timeout_s * answers
         if not is_remote(self._settings.reward):
             return attempt_s
-        retries = self._settings.reward_retries
-        return (retries + 2) * attempt_s + sum(backoffs(retries))
+        return longest_s(attempt_s, self._settings.reward_retries)
 
     def _verdict(self, case: Case, score: Score) -> Verdict:
         if not isinstance(score, Failed):

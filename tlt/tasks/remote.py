@@ -30,6 +30,12 @@ def backoffs(retries: int) -> Iterator[float]:
     return (min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**index) for index in range(retries))
 
 
+def longest_s(timeout_s: float, retries: int) -> float:
+    """Seconds that a call may take at most: at each attempt a server may be slow to connect, to answer and to send, and
+    it may ask for the longest wait before the next."""
+    return 3 * (retries + 1) * timeout_s + retries * _LONGEST_WAIT_S
+
+
 class RemoteReward:
     def __init__(self, url: str, timeout_s: float, retries: int) -> None:
         """`timeout_s`: of an attempt, for each answer."""
@@ -43,7 +49,7 @@ class RemoteReward:
             try:
                 return _rewards(self._post(body, self._timeout_s * len(answers)), len(answers), self._url)
             except HTTPError as error:
-                problem = f"answered with status {error.code}: {shown(error.read(400).decode('utf-8', 'replace'))}"
+                problem = f"answered with status {error.code}: {_said(error)}"
                 wait_s = _asked_wait(error, wait_s)
                 if error.code not in _PASSING:
                     break
@@ -73,6 +79,13 @@ class RemoteReward:
                 if len(received) > _LARGEST:
                     raise TaskError(f"the reward server {self._url} sent more than {_LARGEST >> 20} MiB")
         return bytes(received)
+
+
+def _said(error: HTTPError) -> str:
+    try:
+        return shown(error.read(400).decode("utf-8", "replace"))
+    except (OSError, HTTPException):  # the status came, and then nothing more
+        return "nothing"
 
 
 def _asked_wait(error: HTTPError, wait_s: float) -> float:
