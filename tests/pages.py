@@ -25,8 +25,8 @@ from tlt.watch.events import (
     TrainingForecast,
 )
 from tlt.watch.log import start_run
-from tlt.watch.sampling import step_file
 from tlt.watch.server import build_app
+from tlt.watch.step_files import step_file
 from tlt.watch.workers import WorkerSpans
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

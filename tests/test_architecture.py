@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.watch.log",
         "tlt.watch.directory",
         "tlt.watch.trace",
-        "tlt.watch.sampling",
+        "tlt.watch.step_files",
         "tlt.outputs",
         "tlt.shipped",
         "tlt.verb_help",
@@ -124,7 +124,6 @@ PLAIN = {
     "tlt.watch.verdict",
     "tlt.watch.health",
     "tlt.watch.chart",
-    "tlt.watch.columns",
     "tlt.watch.figures",
 }
 # may catch everything: to report it to a person, or to the run

@@ -21,7 +21,7 @@ from tlt.text import TextStream, Tokenizer, TokenTexts
 from tlt.train.policy import PolicyTrainer
 from tlt.watch.events import AccountUpdated, ReaderFailed
 from tlt.watch.history import events_of, steps_of
-from tlt.watch.sampling import StepFiles, sampled_groups, step_file, steps_kept, superfluous
+from tlt.watch.step_files import StepFiles, sampled_groups, step_file, steps_kept, superfluous
 
 SPECULATING = [*LEARNED, "--spec.depths=2", "--spec.widths=1", "--spec.verifies=4"]
 

@@ -34,14 +34,14 @@ from tests.pages import (
 from tests.watching import step
 from tlt.cli import main
 from tlt.errors import TltError
-from tlt.watch.columns import columns_of
 from tlt.watch.events import EVENTS_FILE, RunFinished, RunResumed, StepFinished, read_run
 from tlt.watch.figures import figures_of
 from tlt.watch.history import counted
+from tlt.watch.live import LiveRun, LiveRuns
+from tlt.watch.metrics import columns_of
 from tlt.watch.report import report
 from tlt.watch.server import build_app
 from tlt.watch.site import export
-from tlt.watch.tail import LiveRun, LiveRuns
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 SMALL = ["--run.steps=3", "--task.prompts=4", "--task.group=4", "--sampling.max_tokens=40", "--run.replay_every=0"]

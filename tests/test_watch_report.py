@@ -13,7 +13,6 @@ import pytest
 from tests.watching import config_of, events_of_steps, rollout, step, whole_run, write_run
 from tlt.cli import main
 from tlt.watch.chart import Figure
-from tlt.watch.columns import columns_of
 from tlt.watch.events import (
     EVENTS_FILE,
     CheckpointsPlanned,
@@ -28,6 +27,7 @@ from tlt.watch.events import (
     read_run,
 )
 from tlt.watch.figures import figures_of, survival
+from tlt.watch.metrics import columns_of
 from tlt.watch.report import page, write_report
 from tlt.watch.summary import duration, in_words, last_lines, summarise
 from tlt.watch.verdict import whole_steps

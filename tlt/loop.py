@@ -25,7 +25,7 @@ from tlt.train.policy import UpdateResult
 from tlt.train.signal import Places
 from tlt.types import Completion, Experience, Key, Prompt, Rollout
 from tlt.watch.events import Event, PhaseStarted, RolloutProgress
-from tlt.watch.sampling import sampled_groups
+from tlt.watch.step_files import sampled_groups
 from tlt.watch.trace import WorkerTrace
 
 Emit = Callable[[Event], None]

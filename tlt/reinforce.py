@@ -65,8 +65,8 @@ from tlt.watch.events import (
 from tlt.watch.health import HealthReader
 from tlt.watch.history import events_of
 from tlt.watch.log import EventLog
-from tlt.watch.sampling import StepFiles
 from tlt.watch.session import Watched
+from tlt.watch.step_files import StepFiles
 
 OpenFleet = Callable[[RunConfig, Emit], Fleet]
 

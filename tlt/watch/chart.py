@@ -1,7 +1,7 @@
-"""What a figure is, as plain values: axes, and lines, bars or lanes on them. The page's `draw.js` draws it.
+"""The data of a figure as plain values: axes, and lines, bars or lanes. The page's `draw.js` draws it.
 
-A line's points are either given, or those of a column of the run's steps, by its metric's name. Colours are names of
-the page's style sheet: c1 … c6. Knows nothing of runs or drawing.
+A line has its own points or names a column of the run's metrics. Colours are names of the page's style sheet: c1 to c6.
+Does not depend on runs or on drawing.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis says, and what it must include."""
+    """Label, required values and format of an axis."""
 
     label: str  # with its unit
     include: tuple[float, ...] = ()  # values that are shown whatever the data
@@ -85,7 +85,7 @@ class Figure:
 
     @property
     def metrics(self) -> list[str]:
-        """Columns that it draws."""
+        """Columns that the figure draws."""
         return [series.metric for series in self.series if series.metric]
 
 
@@ -94,7 +94,7 @@ def to_json(figure: Figure) -> dict[str, Any]:
 
 
 def lines(*given: tuple[str, str, str]) -> tuple[Series, ...]:
-    """Of (label, colour, metric)."""
+    """Lines from (label, colour, metric)."""
     return tuple(Series(label, colour, metric) for label, colour, metric in given)
 
 

@@ -1,4 +1,4 @@
-"""`tlt watch` as it is asked for: serve, or export; checked before anything is read."""
+"""The `tlt watch` command: checks its arguments, then serves or exports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ _PORT = "8080"
 def watch_command(
     runs: str | None, host: str | None, port: str | None, target: str | None, say: Callable[[str], None]
 ) -> None:
-    """What is None was not given. `say` gets the line to print."""
+    """Serves or exports. None: the argument was not given. `say` gets the line to print."""
     directory = Path(runs or RunConfig().run.out)
     if target is not None:
         from tlt.watch.site import export

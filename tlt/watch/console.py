@@ -1,7 +1,7 @@
-"""The run on a terminal: a line per finished step, and below them what is going on right now.
+"""The run on a terminal: a line per finished step, and below them the current activity.
 
-A reader of events: everything shown was on disk before. In a terminal the lower part is live; elsewhere (a pipe, a log
-file) there are only lines, and none of them is ever rewritten. Knows nothing of who emits.
+A reader of events: every event is on disk before it is shown. In a terminal the lower part is live; elsewhere (a pipe,
+a log file) there are only lines, and no line is rewritten. Does not depend on the code that emits the events.
 """
 
 import time
@@ -71,7 +71,7 @@ _LOUD = {"more": "bold yellow", "fault": "bold red"}  # verdicts on a replay; th
 
 @dataclass(slots=True)
 class Progress:
-    """What the events so far add up to. Pure bookkeeping, no drawing."""
+    """State computed from the events so far. No drawing."""
 
     planned: int  # steps
     taken: int = 0
@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step, if the next ones take as long as the last ones."""
+        """Estimated seconds until the last step, from the mean of recent steps."""
         if not self.recent:
             return None
         return (self.planned - self.taken) * sum(self.recent) / len(self.recent)
@@ -170,7 +170,7 @@ _LIGHT: dict[Level, tuple[str, str]] = {  # how a light is drawn, and its style
 
 
 def lights_row(lights: Sequence[HealthLight]) -> Text:
-    """As in `● learning  ▲ truncation`: shapes, too, for who sees no colours."""
+    """As in `● learning  ▲ truncation`: the shape of a light says its level without colour."""
     row = Text(no_wrap=True, overflow="ellipsis")
     for light in lights:
         mark, style = _LIGHT[light.level]
@@ -179,7 +179,7 @@ def lights_row(lights: Sequence[HealthLight]) -> Text:
 
 
 def notice(event: Event) -> tuple[str, str] | None:
-    """What an event other than a step's has to say, and how loudly (a style); None for the quiet ones."""
+    """The line and style that the console prints for an event other than a step's; None: no line."""
     match event:
         case RunResumed(step=step, path=path, changed=changed):
             text = f"resumed from {path}, {step} steps taken" if path else "nothing to resume yet: begins"
@@ -240,7 +240,7 @@ def notice(event: Event) -> tuple[str, str] | None:
 
 
 class StartupLines:
-    """A start-up: a line per phase as it begins, and one at the end with the seconds of each."""
+    """Start-up: a line for each phase as it begins, and one at the end with the seconds of each."""
 
     name = "console"
 
@@ -274,7 +274,7 @@ class StartupLines:
 
 
 class StartupStatus(StartupLines):
-    """In a terminal: the phase that runs, in a line that goes away."""
+    """Start-up in a terminal: one line with the current phase, removed at the end."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, beginnings=False)
@@ -334,7 +334,7 @@ def _rate(planned: LearningRatePlanned) -> tuple[str, str]:
 
 
 class Lines:
-    """Lines only. What a log file gets."""
+    """Lines only, for pipes and log files."""
 
     name = "console"
 
@@ -362,7 +362,7 @@ class Lines:
             self._print(f"  {said[0]}", said[1])
 
     def _stale(self, event: Event) -> bool:
-        """Whether an event tells of a drafter that is no newer than the last one."""
+        """Whether an event is about a drafter version that is no newer than the last one."""
         if not isinstance(event, DrafterTrained):
             return False
         stale = event.version == self._drafter
@@ -392,7 +392,7 @@ class Lines:
 
 
 class LiveLines(Lines):
-    """Lines, and below them a part that changes: the bar of the run and what the step is doing."""
+    """Lines, and below them a live part: the run's progress bar and the current phase."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         super().__init__(config, console, beginnings=False)
@@ -408,7 +408,7 @@ class LiveLines(Lines):
 
 
 class _Now:
-    """The live part, drawn anew whenever the terminal asks."""
+    """The live part; rendered whenever the terminal asks."""
 
     def __init__(self, progress: Progress, health: Health) -> None:
         self._progress, self._health = progress, health
@@ -417,7 +417,7 @@ class _Now:
         yield Group(*self._box(), self._run(), self._step())
 
     def _box(self) -> Iterator[Text]:
-        """The lights, and of the gravest what to do."""
+        """The lights, and the remedy of the worst one."""
         lights = self._health.lights()
         yield lights_row(lights)
         worst = worst_of(lights)

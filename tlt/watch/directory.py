@@ -1,7 +1,7 @@
-"""A run's directory: one for each verb and name, written to by one process at a time, and never over an earlier run.
+"""A run's directory: one per verb and name, one writer at a time, and no earlier run is overwritten.
 
-What always holds: the lock on a directory belongs to a process and is released by the system when the process ends,
-however it ends. What a run left stays: a new run under an old name is refused, unless the old one has no result at all.
+Invariants: the lock on a directory belongs to a process, and the system releases it when the process ends, however it
+ends. A new run under an existing name is refused unless the existing run has no results.
 """
 
 import fcntl
@@ -40,9 +40,9 @@ def directory_of(config: RunConfig, verb: str) -> Path:
 
 @contextmanager
 def held(config: RunConfig, verb: str, *, resume: bool = False) -> Iterator[Path]:
-    """The directory of a run, this process's alone. ConfigError if it is in use, or holds what another run left.
+    """Holds the directory of a run for this process. ConfigError if it is in use or holds another run.
 
-    `resume`: the run that it holds goes on. A run that ended without any result is no reason to refuse the next.
+    `resume`: the run in the directory goes on. A run that ended without any result does not block the next.
     """
     directory = directory_of(config, verb)
     with _locked(directory, verb):
@@ -73,7 +73,7 @@ def _locked(directory: Path, verb: str) -> Iterator[None]:
 
 
 def _lock_file(directory: Path) -> TextIO:
-    """Opened at its beginning and not changed: it says which process holds the lock."""
+    """Opened at its beginning and not changed: it names the process that holds the lock."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / _LOCK).open("a+", encoding="utf-8")
@@ -104,7 +104,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What earlier runs left in a directory."""
+    """Files and events of earlier runs in a directory."""
 
     verbs: frozenset[str]  # of the runs that wrote events
     steps: int  # of the newest run

@@ -1,6 +1,6 @@
-"""What every event is: a record of plain values, and how such a record is read from JSON.
+"""The base class of events, and reading one from JSON with type checks.
 
-What always holds: a field of a record that was read has the type that its class names, so readers can compute with it.
+Invariant: every field of an event that was read has the type that its class declares, so readers can compute with it.
 """
 
 from dataclasses import MISSING, dataclass, fields
@@ -12,7 +12,7 @@ from tlt.errors import shown
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What every event is: a record of plain values."""
+    """Base class: a frozen record of plain values."""
 
 
 E = TypeVar("E", bound=Event)
@@ -21,17 +21,17 @@ _LARGEST = 1e300  # of a number in a record: sums and multiples of such numbers 
 
 
 class WrongField(ValueError):
-    """A field has a value of another type. The message goes behind the name of the line."""
+    """A field has a value of another type. The message follows the name of the line."""
 
 
 def has_fields(kind: type[Event], names: set[str]) -> bool:
-    """All names known, and none missing but those added since, which have defaults."""
+    """Whether all names are known and every field without a default is present."""
     needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     return needed <= names <= set(_types(kind))
 
 
 def event_of(kind: type[E], values: dict[str, Any]) -> E:
-    """The event with these values, lists as tuples. WrongField unless each has the type of its field."""
+    """The event with these values; lists become tuples. WrongField unless each value has the type of its field."""
     found = {name: _frozen(value) for name, value in values.items()}
     for name, value in found.items():
         if not _is(value, _types(kind)[name]):
@@ -47,7 +47,7 @@ def _types(kind: type[Event]) -> dict[str, Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists are tuples in events, however deep."""
+    """Converts lists to tuples at every depth."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -71,7 +71,7 @@ def _is(value: Any, wanted: Any) -> bool:
 
 
 def _is_plain(value: Any, wanted: type) -> bool:
-    """Numbers are finite, true is none, and JSON holds an integer where a float was one."""
+    """Floats are finite, a bool is no number, and an integer is accepted where JSON dropped the fraction of a float."""
     if wanted is float:
         return type(value) in (float, int) and -_LARGEST < value < _LARGEST
     return type(value) is int and -_LARGEST < value < _LARGEST if wanted is int else isinstance(value, wanted)

@@ -1,9 +1,9 @@
-"""The run's one stream: typed events, one line of `events.jsonl` each, and how a run is read back.
+"""The types of events, one line of `events.jsonl` each, and reading a run back.
 
-Nothing is ever rewritten, so only the last line can be torn (by a crash) and is left out; any other broken line is an
-error. A kind that a newer version wrote is kept whole. Steps count from 1: step N is the N-th step of the run, and 0 is
-before the first. Lines without a `format` are of earlier versions, count from 0 and are renumbered when they are read.
-Knows nothing of who emits (`tlt.watch.log`) or who shows.
+Lines are never rewritten, so only the last line can be incomplete (after a crash); it is ignored. Any other broken line
+is an error. A kind that a newer version wrote is kept as it is. Steps count from 1: step N is the N-th step of the run,
+and 0 is before the first. Lines without a `format` are of earlier versions, count from 0 and are renumbered on reading.
+Does not depend on the writer (`tlt.watch.log`) or on readers.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class MachineDescribed(Event):
-    """What the run runs on."""
+    """Hardware and versions of the run."""
 
     device: str
     device_memory_gib: float  # 0 on a CPU
@@ -49,7 +49,7 @@ class MachineDescribed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StartupPhase(Event):
-    """What the start-up does from now on."""
+    """A phase of the start-up begins."""
 
     phase: str  # in words, as in "opening the policy"
 
@@ -80,7 +80,7 @@ class CheckpointDamaged(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsPlanned(Event):
-    """How much of the disk the run's checkpoints will take, told before the first is written."""
+    """Expected disk usage of the run's checkpoints, before the first is written."""
 
     path: str  # where they are written
     weights_bytes: int  # of one checkpoint: the weights
@@ -94,7 +94,7 @@ class CheckpointsPlanned(Event):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlanned(Event):
-    """How much GPU memory each worker needs, told before the policy is loaded."""
+    """Expected GPU memory of each worker, before the policy is loaded."""
 
     parts: tuple[tuple[str, int], ...]  # what for, and how many bytes; together what is needed
     device_bytes: int  # of the GPU, or of the worker's part of it; 0: the run is on a CPU
@@ -102,7 +102,7 @@ class MemoryPlanned(Event):
 
 @dataclass(frozen=True, slots=True)
 class NothingLeft(Event):
-    """The run that is resumed has taken all its steps."""
+    """The resumed run has already taken all its steps."""
 
     step: int  # the last one
     steps: int  # run.steps
@@ -110,7 +110,7 @@ class NothingLeft(Event):
 
 @dataclass(frozen=True, slots=True)
 class PromptsPlanned(Event):
-    """How often the prompts of a file are asked, told before the first step."""
+    """How often each prompt of a file is used, before the first step."""
 
     path: str
     prompts: int  # in the file
@@ -119,13 +119,13 @@ class PromptsPlanned(Event):
 
     @property
     def times(self) -> float:
-        """How often each is asked, on average."""
+        """Mean number of uses of each prompt."""
         return self.per_step * self.steps / self.prompts
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRatePlanned(Event):
-    """The peak of the learning rate, told before the first step."""
+    """The peak learning rate, before the first step."""
 
     rate: float
     kind: str  # what is trained, in words
@@ -135,7 +135,7 @@ class LearningRatePlanned(Event):
 
 @dataclass(frozen=True, slots=True)
 class PromptsFitted(Event):
-    """Prompts were too long, and the configuration says what becomes of them."""
+    """Some prompts exceed the limit; they are handled as configured."""
 
     name: str  # of the prompts: training, or as an evaluation of them is called
     long: int
@@ -146,7 +146,7 @@ class PromptsFitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class PhaseStarted(Event):
-    """What the step does from now on."""
+    """A phase of the step begins."""
 
     step: int
     phase: Phase
@@ -154,7 +154,7 @@ class PhaseStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress(Event):
-    """How far a rollout is; said about once a second, and only where somebody may be waiting."""
+    """Progress of a rollout, about once a second where a console is open."""
 
     step: int
     finished: int  # answers
@@ -165,7 +165,7 @@ class RolloutProgress(Event):
 
 @dataclass(frozen=True, slots=True)
 class RolloutFinished(Event):
-    """All answers of one step are in and judged."""
+    """All completions of one step are generated and judged."""
 
     step: int
     n: int  # rollouts
@@ -180,7 +180,7 @@ class RolloutFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class AnswerShown(Event):
-    """One answer of a step, the first that was asked for: what the policy writes by now."""
+    """One completion of a step, that of its first request."""
 
     step: int
     prompt: str  # id
@@ -192,7 +192,7 @@ class AnswerShown(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepFinished(Event):
-    """One step: rollout, rewards, update. Everything a curve is drawn from."""
+    """The numbers of one step: rollout, rewards, update. Source of most curves."""
 
     step: int
     policy_version: int  # after the update
@@ -231,7 +231,7 @@ class StepFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Evaluated(Event):
-    """The policy after a step answered held-out prompts. No training step's numbers or times have any of this."""
+    """Evaluation of the policy on held-out prompts after a step. Not part of any training step's numbers or times."""
 
     step: int  # 0: before the first
     name: str  # of the prompts: their file, without ending, or the task
@@ -249,9 +249,10 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class ShapesChosen(Event):
-    """How a step's rollout speculated, all workers together.
+    """Draft shapes of a step's rollout, all workers together.
 
-    `by_depth` is what the tuner knew afterwards, newer verifies counting more, of the drafters asked in this step.
+    `by_depth` is the tuner's estimate after the rollout, weighted towards recent verifies, of the drafters used in this
+    step.
     """
 
     step: int
@@ -265,7 +266,7 @@ class ShapesChosen(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrainingForecast(Event):
-    """Whether drafter training is expected to pay. Each of the two verdicts is told when it is first reached."""
+    """Whether drafter training is expected to pay. Emitted when a verdict is first reached."""
 
     step: int
     pays: bool
@@ -278,7 +279,7 @@ class TrainingForecast(Event):
 
 @dataclass(frozen=True, slots=True)
 class DrafterTrained(Event):
-    """The drafter learned from the rollouts."""
+    """The drafter was trained on rollouts."""
 
     step: int
     version: int  # of the drafter, afterwards
@@ -312,7 +313,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplayCompared(Event):
-    """A step's rollout was written once more, plainly, with the same seeds: measured, not estimated."""
+    """A step's rollout was generated again without speculation, with the same seeds. Measured, not estimated."""
 
     step: int
     tokens: int
@@ -332,7 +333,7 @@ class ReplayCompared(Event):
 
 @dataclass(frozen=True, slots=True)
 class RewardsFailed(Event):
-    """Answers of one step whose reward failed in one way, and the first of them. The run goes on as the user chose."""
+    """Completions of one step whose reward failed in the same way. The run goes on as configured."""
 
     step: int
     kind: str  # raised, timed out, died, or no number
@@ -343,7 +344,7 @@ class RewardsFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RewardsJudged(Event):
-    """Of a step's answers, where there are several rewards, or where rewards told metrics beside themselves."""
+    """Means of a step's rewards and reward metrics, where there are several or rewards return metrics."""
 
     step: int
     parts: dict[str, float]  # mean of each of several rewards, before it is weighted
@@ -363,7 +364,8 @@ class HealthWarning(Event):
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCollapsed(Event):
-    """The policy suddenly refuses a drafter's tokens. Answers stay right; the drafter is out until it helps again."""
+    """The policy suddenly rejects a drafter's tokens. Tokens stay correct; the drafter is disabled until it helps
+    again."""
 
     step: int
     drafter: str
@@ -375,7 +377,7 @@ class AcceptanceCollapsed(Event):
 
 @dataclass(frozen=True, slots=True)
 class AccountUpdated(Event):
-    """The account of everything that exists because of speculation, after a step: seconds of the whole run so far."""
+    """The budget of speculation after a step: seconds of the whole run so far."""
 
     step: int
     plain_s: float  # of the steps, without speculation
@@ -396,7 +398,7 @@ class WarmupStep(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReaderFailed(Event):
-    """Somebody who showed the run (console, TensorBoard, W&B) failed and is left out from now on. The run goes on."""
+    """A reader (console, TensorBoard, W&B, trackio) failed and was dropped. The run goes on."""
 
     reader: str
     message: str
@@ -404,7 +406,7 @@ class ReaderFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunFailed(Event):
-    """The last event of a run that was stopped by an error or by its user."""
+    """The last event of a run that an error or its user stopped."""
 
     kind: str  # of the error
     message: str  # its first line says what happened; the user's traceback, or ours, may follow
@@ -412,14 +414,14 @@ class RunFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunFinished(Event):
-    """The last event of a run that ended by itself."""
+    """The last event of a run that completed."""
 
     seconds: float  # since RunStarted
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent(Event):
-    """An event of a kind, or with fields, that this version does not know."""
+    """An event of an unknown kind or with unknown fields, from a newer version."""
 
     kind: str
     fields: dict[str, Any]
@@ -427,7 +429,7 @@ class UnknownEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event as it stands in the file."""
+    """An event with the time at which it was written."""
 
     time: float  # seconds since 1970
     event: Event
@@ -435,7 +437,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run directory tells."""
+    """Configuration and events of a run directory."""
 
     config: RunConfig
     events: tuple[Recorded, ...]
@@ -494,7 +496,7 @@ _END_OF_TIME = 253_402_300_800  # the year 10000, which no date holds
 
 
 def read_events(path: str | Path) -> tuple[Recorded, ...]:
-    """All events of the file, a torn last line left out."""
+    """All events of the file; an incomplete last line is ignored."""
     lines = Path(path).read_bytes().split(b"\n")
     return tuple(parse_event(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1))
 

@@ -1,7 +1,7 @@
-"""A run's figures: what each shows, under which heading, and in which words.
+"""The figures of a run: data, titles and captions.
 
-Pure: a run in, figures out. Every number drawn stands in an event, or is the mean or sum of such numbers that the
-figure's own words name. Most figures name columns of `columns_of`: a metric that no figure names gets one of its own.
+Pure: a run in, figures out. Every number drawn is in an event, or is the mean or sum that the caption states. Most
+figures name columns of `columns_of`; a metric that no figure names gets a figure of its own.
 """
 
 from collections import Counter
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from tlt.watch.chart import STEPS, Axis, Bar, Figure, Lane, LaneSpan, Mark, Series, lines, points
-from tlt.watch.columns import PLAIN_SUM, REPLAY_RATIO, ROLLOUT_SUM, WHOLE_RATIO, Columns, columns_of
 from tlt.watch.events import DrafterSwapped, Evaluated, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
 from tlt.watch.history import drafted, events_of, steps_of
+from tlt.watch.metrics import PLAIN_SUM, REPLAY_RATIO, ROLLOUT_SUM, WHOLE_RATIO, Columns, columns_of
 from tlt.watch.summary import PHASES, duration, evaluation_in_words, is_estimated, when_evaluated
 from tlt.watch.verdict import Replayed, in_short
 from tlt.watch.workers import WorkerSpans
@@ -37,7 +37,7 @@ _TOLD_GROUPS = ("acceptance", "account", "eval", "sum", "time", "rewards", "metr
 
 
 def figures_of(run: Run, known: Columns | None = None) -> list[Figure]:
-    """Those that the run has numbers for. `known`: its columns, where they have been computed."""
+    """The figures that the run has data for. `known`: its columns, if computed already."""
     steps = steps_of(run)
     if not steps:
         return []
@@ -78,7 +78,7 @@ def _reward(steps: Sequence[StepFinished]) -> Figure:
 
 
 def _told_by_rewards(columns: dict[str, list[float | None]]) -> list[Figure]:
-    """One figure for several rewards, and one for each metric: they may have any scale."""
+    """One figure for all rewards, and one for each metric, as scales differ."""
     parts = [name for name in columns if name.startswith("rewards/")]
     metrics = [name for name in columns if name.startswith("metrics/")]
     series = lines(*((_last_part(name), colour, name) for name, colour in zip(parts, cycle(_COLOURS), strict=False)))
@@ -155,7 +155,7 @@ def _speed() -> Figure:
 
 
 def _signal(steps: Sequence[StepFinished], columns: dict[str, list[float | None]]) -> list[Figure]:
-    """What there is to learn from. Events of earlier versions do not count groups."""
+    """Groups with a learning signal. Events of earlier versions do not count groups."""
     if not any(columns.get("rollout/groups", ())):
         return []
     shares = [("groups without a signal", "c1", "reward/no_signal"), ("answers cut off", "c2", "length/truncated")]
@@ -170,7 +170,7 @@ def _signal(steps: Sequence[StepFinished], columns: dict[str, list[float | None]
 
 
 def _policy(columns: dict[str, list[float | None]]) -> list[Figure]:
-    """Numbers of the update, each only where it was measured."""
+    """Numbers of the update that were measured."""
     wanted = [
         ("Entropy", "Of the policy over the answers' tokens.", "nats per token", "policy/entropy"),
         ("KL divergence", "To the reference policy.", "nats per token", "policy/kl"),
@@ -197,7 +197,7 @@ def _policy(columns: dict[str, list[float | None]]) -> list[Figure]:
 
 
 def _others(columns: dict[str, list[float | None]], drawn: Sequence[Figure]) -> list[Figure]:
-    """A figure for every column that no other has."""
+    """A figure for every column that no other figure shows."""
     shown = {metric for figure in drawn for metric in figure.metrics} | _UNDRAWN
     names = [
         name
@@ -251,7 +251,7 @@ def _replays(replays: Sequence[ReplayCompared]) -> Figure:
 
 
 def _whole() -> Figure:
-    """Both ratios, each over the replayed steps so far."""
+    """Ratios of rollout and whole step, each over the replayed steps so far."""
     series = lines(("whole step", "c3", WHOLE_RATIO), ("rollout alone", "c5", REPLAY_RATIO))
     words = "Of the steps replayed so far. A whole step has everything in it, training and saving the drafter included."
     y = Axis("times as fast as plain", (1.0,))
@@ -272,7 +272,7 @@ def _account() -> Figure:
 
 
 def shapes_figure(chosen: Sequence[ShapesChosen]) -> Figure:
-    """Fractions of the ticks of all steps, by number of requests; of many shapes the most used, and the rest."""
+    """Shares of ticks by batch size and shape, over the given steps; rarely used shapes are pooled."""
     ticks: dict[int, Counter[str]] = {}
     for one in chosen:
         for requests, shape, count in one.ticks:
@@ -297,7 +297,7 @@ def shapes_figure(chosen: Sequence[ShapesChosen]) -> Figure:
 
 
 def _by_depth(drafter: str, chosen: Sequence[ShapesChosen]) -> Figure:
-    """Over the steps, at a few depths."""
+    """Acceptance over the steps, at a few depths."""
     deepest = max(len(fractions) for one in chosen for name, fractions in one.by_depth if name == drafter)
     some = [depth for depth in (1, 2, 4, 8) if depth <= deepest]
     series = lines(
@@ -318,13 +318,13 @@ def _requests(most: int) -> str:
 
 
 def _workers(told: Sequence[WorkerSpans]) -> Figure:
-    """Of the last step that was reported."""
+    """Lanes of the last step that has them."""
     step = max(spans.step for spans in told)
     return workers_figure(step, [(one.worker, one.spans) for one in told if one.step == step])
 
 
 def workers_figure(step: int, told: Sequence[tuple[int, Sequence[tuple[str, float, float]]]]) -> Figure:
-    """Of many workers a few, evenly chosen. `told`: worker; what it did, from when on, for how many seconds."""
+    """Lanes of at most `_MOST_LANES` workers, evenly chosen. `told`: worker; (activity, start, seconds)."""
     by_worker: dict[int, list[tuple[str, float, float]]] = {}
     for worker, spans in told:
         by_worker.setdefault(worker, []).extend(spans)

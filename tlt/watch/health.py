@@ -1,8 +1,8 @@
 """The health of a run in five lights: learning, rewards, truncation, speculation, machine.
 
-Pure: events in; lights, with a remedy in one line, and warnings out. A light looks at the last few steps, so it goes
-back when what it showed is over. A warning is made when a light gets worse, never again while it stays as it is. Does
-not know who emits, shows or writes.
+Pure: events in; lights (with a remedy in one line) and warnings out. A light depends on the last few steps, so it
+recovers when the problem is over. A warning is made when a light gets worse, and not again while it stays the same.
+Does not depend on the code that emits, shows or writes.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ _SETTLED = 5  # steps until times and memory are as they will be
 
 @dataclass(frozen=True, slots=True)
 class HealthLight:
-    """One of the five."""
+    """The state of one light."""
 
     name: str
     level: Level
@@ -54,7 +54,7 @@ class HealthLight:
 
 
 class Health:
-    """Of one run, as far as its events have come."""
+    """The lights of one run, updated event by event."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -74,7 +74,7 @@ class Health:
         self._told: dict[str, Level] = {}  # the last level of each light
 
     def see(self, event: Event) -> list[HealthWarning]:
-        """What is to be warned of now: of lights that a step made worse."""
+        """Warnings about the lights that this event made worse."""
         match event:
             case StepFinished():
                 self._see_step(event)
@@ -100,7 +100,7 @@ class Health:
         return []
 
     def lights(self) -> tuple[HealthLight, ...]:
-        """All five, in the order of `NAMES`."""
+        """All five lights, in the order of `NAMES`."""
         if not self._recent:
             return tuple(HealthLight(name, "off", "no step yet") for name in NAMES)
         return (self._learning(), self._rewards(), self._truncation(), self._speculation(), self._machine())
@@ -132,7 +132,7 @@ class Health:
         return fmean(getattr(step, field) for step in self._recent)
 
     def _pace(self) -> float:
-        """Tokens per second of rollout, of the middle one of the recent steps."""
+        """Tokens per second of rollout, median of the recent steps."""
         return median(step.tokens / step.rollout_s if step.rollout_s else 0.0 for step in self._recent)
 
     # ---- the lights
@@ -183,7 +183,7 @@ class Health:
         return HealthLight("learning", "warn", says, "raise grpo.clip_high or grpo.kl, or lower train.learning_rate")
 
     def _clipped(self) -> HealthLight | None:
-        """Of tokens that are clipped one by one: GSPO clips whole answers, and CISPO's lose no gradient."""
+        """For objectives that clip single tokens: GSPO clips whole completions, and CISPO keeps every gradient."""
         share = self._mean("clipped")
         if share < _CLIPPED or self._config.grpo.objective != "ppo":
             return None
@@ -275,7 +275,7 @@ class Health:
 
 
 class HealthReader:
-    """Follows a log. Whoever writes the run takes the warnings, and emits them."""
+    """A reader that collects warnings; the run takes and emits them."""
 
     name = "health"
 
@@ -295,7 +295,7 @@ class HealthReader:
 
 
 def lights_of(config: RunConfig, events: Iterable[Event]) -> tuple[HealthLight, ...]:
-    """Of a run that is over, or as far as it has come."""
+    """The lights after the given events."""
     health = Health(config)
     for event in events:
         health.see(event)
@@ -303,12 +303,12 @@ def lights_of(config: RunConfig, events: Iterable[Event]) -> tuple[HealthLight, 
 
 
 def worst_of(lights: Iterable[HealthLight]) -> HealthLight:
-    """The gravest, the first of equal ones."""
+    """The worst light, the first of equals."""
     return max(lights, key=lambda light: _GRAVITY.index(light.level))
 
 
 def nothing_learned(steps: Sequence[StepFinished]) -> str:
-    """One sentence and a remedy, where a run taught the policy nothing, or next to nothing; otherwise nothing."""
+    """A sentence with a remedy if a run taught the policy nothing or almost nothing; otherwise empty."""
     taught = sum(step.grad_norm > 0 for step in steps)
     if not steps or (taught and (len(steps) < _LONG or taught > _LITTLE * len(steps))):
         return ""

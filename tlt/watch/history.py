@@ -1,6 +1,6 @@
-"""What counts in a run's events: a resumed run has told some steps twice, and a file may hold an earlier run as well.
+"""Selects the events that are valid: a resumed run repeats some steps, and a file may hold an earlier run as well.
 
-Pure functions over records. Every step comes out once, as it was computed last.
+Pure functions over records. Every step is returned once, as it was computed last.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ E = TypeVar("E", bound=Event)
 
 
 def counted(records: Iterable[Recorded]) -> tuple[Recorded, ...]:
-    """The records that count: of the newest run in the file, each step as it was computed last."""
+    """The valid records: of the newest run in the file, each step as it was computed last."""
     records = tuple(records)
     if sum(isinstance(record.event, RunStarted) for record in records) < 2:
         return records
@@ -38,7 +38,7 @@ def counted(records: Iterable[Recorded]) -> tuple[Recorded, ...]:
 
 
 def _lives(records: Iterable[Recorded]) -> list[list[Recorded]]:
-    """What each process wrote: from one RunStarted to the next."""
+    """Records grouped by process: from one RunStarted to the next."""
     lives: list[list[Recorded]] = []
     for record in records:
         if isinstance(record.event, RunStarted) or not lives:
@@ -52,7 +52,7 @@ def _step_of(event: Event) -> int | None:
 
 
 def _undone(event: Event, resumed: int) -> bool:
-    """Whether a run resumed after step `resumed` has lost what this event tells, and computes it again."""
+    """Whether a run resumed after step `resumed` computes this event's step again."""
     if isinstance(event, RunFinished | RunFailed):
         return True  # it did not end there after all
     step = _step_of(event)
@@ -60,7 +60,7 @@ def _undone(event: Event, resumed: int) -> bool:
 
 
 def events_of(run: Run, kind: type[E]) -> tuple[E, ...]:
-    """The events of one kind that count."""
+    """The valid events of one kind."""
     return tuple(record.event for record in counted(run.events) if isinstance(record.event, kind))
 
 

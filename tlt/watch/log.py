@@ -1,8 +1,8 @@
-"""Writing the run's events: one line each, on disk before anybody is told.
+"""Writes the run's events: one line each, on disk before any reader gets it.
 
-A line is written whole, in one write, and flushed. Whoever shows a run reads these events and nothing else: live,
-handed each one once it is on disk, or afterwards from the file. A reader that fails while the run goes on is left out
-from then on, which is an event of its own: no event and no run is lost with it. Knows nothing of who emits or shows.
+A line is written in one write and flushed. Readers get events from here while the run goes on, or from the file later.
+A reader that fails is dropped, which is recorded as an event: no event is lost and the run goes on. Does not depend on
+the code that emits or shows events.
 """
 
 import json
@@ -25,7 +25,7 @@ _CURE = "make room on its disk; a run of `tlt train` then goes on with --resume"
 
 
 class Reader(Protocol):
-    """Shows events, or passes them on. Raises ReaderError where it cannot any more."""
+    """Shows or forwards events. Raises ReaderError when it cannot."""
 
     name: str
 
@@ -35,7 +35,7 @@ class Reader(Protocol):
 
 
 class EventLog:
-    """Appends events to a file and hands them to its readers; a file that ends in a torn line is put right first."""
+    """Appends events to a file and passes them to readers; an incomplete last line is removed first."""
 
     def __init__(self, path: str | Path, readers: Iterable[Reader] = ()) -> None:
         self._path = Path(path)
@@ -45,7 +45,7 @@ class EventLog:
         self._readers = list(readers)
 
     def add_reader(self, reader: Reader) -> None:
-        """It is handed the events from now on."""
+        """Adds a reader for the following events."""
         self._readers.append(reader)
 
     def emit(self, event: Event) -> None:
@@ -110,7 +110,7 @@ class EventLog:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A crash may leave half a line; what is appended after it would be lost with it."""
+    """Removes an incomplete last line, which a crash leaves; an event appended to it would be lost."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -1,10 +1,12 @@
-"""What a step's numbers are called in TensorBoard, W&B, trackio and on our page: one name each, the same in all.
+"""The metrics of a run: their names, the same in TensorBoard, W&B, trackio and on the page, and their values by step.
 
-`group/name`, so that these tools draw them in groups. The names are part of the interface: people's dashboards use
-them.
+Names are `group/name`, so that trackers group them. They are part of the interface: dashboards depend on them. All
+columns have a place for every step, None where a step has no value. Columns named `sum/` are running sums that only the
+page has.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tlt.watch.events import (
     AccountUpdated,
@@ -13,10 +15,18 @@ from tlt.watch.events import (
     Event,
     ReplayCompared,
     RewardsJudged,
+    Run,
     ShapesChosen,
     StepFinished,
 )
+from tlt.watch.history import counted, drafted, steps_of
+from tlt.watch.summary import phase_seconds
+from tlt.watch.verdict import whole_steps
 
+WHOLE_RATIO, REPLAY_RATIO = "sum/whole_step_ratio", "sum/rollout_ratio"
+ACCEPT_LENGTH = "rollout/accept_length"
+ROLLOUT_SUM, PLAIN_SUM = "sum/rollout_s", "sum/plain_rollout_s"
+_AGAIN = 2  # steps at the end of known columns that are computed again: their events may still come
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
     "reward/std": "reward_std",
@@ -55,14 +65,14 @@ STEP_METRICS = {  # name → field of StepFinished
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Numbers of one step."""
+    """Metric values of one step."""
 
     step: int
     values: dict[str, float]
 
 
 def evaluation_metrics(told: Evaluated) -> dict[str, float]:
-    """What `eval.best` can name."""
+    """The metrics of an evaluation; `eval.best` names one of them."""
     return {
         "reward": told.mean_reward,
         "reward_error": told.reward_error,
@@ -74,7 +84,7 @@ def evaluation_metrics(told: Evaluated) -> dict[str, float]:
 
 
 def metrics_of(event: Event) -> Metrics | None:
-    """What an event adds to the curves; None for one that adds nothing."""
+    """The metrics that an event adds; None if it adds none."""
     match event:
         case StepFinished():
             values = {name: float(getattr(event, field)) for name, field in STEP_METRICS.items()}
@@ -106,3 +116,48 @@ def metrics_of(event: Event) -> Metrics | None:
             return Metrics(event.step, {"rollout/replay_speedup": event.plain_s / event.tlt_s if event.tlt_s else 0.0})
         case _:
             return None
+
+
+# ---- a run's metrics in columns
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    steps: list[int]
+    values: dict[str, list[float | None]]
+
+
+def columns_of(run: Run, known: Columns | None = None) -> Columns:
+    """Columns of the finished steps. `known`: columns of the same run with fewer events; of its steps only the last few
+    are computed again."""
+    steps = steps_of(run)
+    old = max(0, len(known.steps) - _AGAIN) if known else 0
+    place = {step.step: index for index, step in enumerate(steps)}
+    nothing: list[float | None] = [None] * (len(steps) - old)
+    values = {name: each[:old] + nothing for name, each in known.values.items()} if known else {}
+    empty: list[float | None] = [None] * len(steps)
+    last_old = steps[old - 1].step if old else -1
+    plain_s = tlt_s = 0.0  # of the rollouts replayed so far
+    for record in counted(run.events):
+        event = record.event
+        if isinstance(event, ReplayCompared):
+            plain_s, tlt_s = plain_s + event.plain_s, tlt_s + event.tlt_s
+            if event.step in place:
+                values.setdefault(REPLAY_RATIO, empty[:])[place[event.step]] = plain_s / max(1e-9, tlt_s)
+        if getattr(event, "step", 0) <= last_old or not (metrics := metrics_of(event)) or metrics.step not in place:
+            continue
+        index = place[metrics.step]
+        for name, value in metrics.values.items():
+            if name not in values:
+                values[name] = empty[:]
+            values[name][index] = value
+        if isinstance(event, StepFinished) and not drafted(event):
+            values[ACCEPT_LENGTH][index] = None  # of no drafts there is none
+    values[WHOLE_RATIO] = empty[:]
+    for number, ratio in whole_steps(record.event for record in counted(run.events)).curve:
+        if number in place:
+            values[WHOLE_RATIO][place[number]] = ratio
+    values["time/other_s"] = [phase_seconds(step)["other"] for step in steps]
+    values[ROLLOUT_SUM] = list(accumulate(step.rollout_s for step in steps))
+    values[PLAIN_SUM] = list(accumulate(step.rollout_s + step.saved_s for step in steps))
+    return Columns([step.step for step in steps], values)

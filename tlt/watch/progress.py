@@ -1,7 +1,6 @@
-"""How far a command is: a bar in a terminal, and elsewhere (a pipe, a log file) a line now and then.
+"""The progress of a command: a bar in a terminal; elsewhere (a pipe, a log file) lines at growing intervals.
 
-What always holds: elsewhere a line comes when the work begins, and later ones less and less often; none is rewritten.
-Knows nothing of what is being done.
+Invariant: elsewhere the first line is printed when the work begins, and no line is rewritten.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,8 @@ class WorkProgress:
         self._task = self._bar.add_task(what, total=total, note="")
 
     def at(self, done: int, note: str = "", *, work: float | None = None, most_s: float = inf) -> None:
-        """So much is done. `work`: as a share of all the work, where pieces differ; `most_s`: a time limit leaves."""
+        """Reports progress. `work`: the share of all work, if pieces differ in size; `most_s`: seconds until a time
+        limit."""
         spent_s = self._clock() - self._began_s
         part = done / self._total if work is None else work
         left_s = min(most_s, spent_s * (1 / part - 1) if part and spent_s else inf)

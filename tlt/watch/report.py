@@ -1,8 +1,8 @@
-"""`report.html`: one page that tells a run, made from its events alone.
+"""`report.html`: a run on one page, made from its events and step files alone.
 
-Self-contained: style, data and the script that draws them stand in the file, nothing is fetched, and the page's policy
-lets nothing else run. Written aside and renamed, so that a reader never sees half of it. What is said in words comes
-from `tlt.watch.summary`, what is drawn from `tlt.watch.figures`, by the page's `draw.js`.
+Self-contained: style, data and script are in the file, nothing is fetched, and the content security policy forbids all
+other scripts. Written to a temporary file and renamed, so a partial page is never read. Sentences come from
+`tlt.watch.summary`, figures from `tlt.watch.figures`; the page's `draw.js` draws them.
 """
 
 import base64
@@ -22,8 +22,8 @@ from tlt.watch.events import AnswerShown, HealthWarning, Run, RunFailed, StepFin
 from tlt.watch.health import HealthLight
 from tlt.watch.history import counted, events_of, steps_of
 from tlt.watch.metrics import STEP_METRICS
-from tlt.watch.page_files import bundled, read_page
-from tlt.watch.sampling import step_file, steps_kept
+from tlt.watch.site import bundled, read_page
+from tlt.watch.step_files import step_file, steps_kept
 from tlt.watch.summary import Summary, in_words, started_of, summarise
 from tlt.watch.views import differences, machine_rows, read_step, run_view, tiles_of
 
@@ -34,7 +34,7 @@ Json = dict[str, Any]
 
 
 def write_report(run: Run, directory: str | Path) -> Path:
-    """Writes the run's page into its directory, and says where it is."""
+    """Writes the run's page into its directory and returns its path."""
     target = Path(directory) / REPORT_FILE
     aside = target.with_name(f".{REPORT_FILE}.{os.getpid()}")  # a run may end while `tlt report` tells it
     text = page(run, kept_completions(Path(directory)))
@@ -50,7 +50,7 @@ def write_report(run: Run, directory: str | Path) -> Path:
 
 
 def report(directory: str | Path) -> Path:
-    """The page of the run in a directory, made from what it has told so far."""
+    """Writes the page of the run in a directory from its events so far."""
     run = read_run(directory)
     started = started_of(run)
     if started and started.verb != "train":
@@ -87,7 +87,7 @@ def page(run: Run, completions: Sequence[Json] = ()) -> str:
 
 
 def _inert(data: Json) -> str:
-    """JSON that cannot end the element it stands in, whatever a policy wrote."""
+    """JSON that cannot close its script element, whatever text it holds."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -96,7 +96,7 @@ def _hash(text: str) -> str:
 
 
 def kept_completions(directory: Path) -> list[Json]:
-    """Of the first step that was kept, the middle one and the last: one group each, as much as there is room for."""
+    """One group each of the first, the middle and the last kept step, within `_MOST_COMPLETIONS` bytes."""
     steps = list(steps_kept(directory))
     found = []
     for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else ():
@@ -183,7 +183,7 @@ def _warnings(warnings: Sequence[HealthWarning]) -> str:
 
 
 def _answers(answers: Sequence[AnswerShown]) -> str:
-    """One from the beginning, the middle and the end of the run."""
+    """Completions of the first, the middle and the last step."""
     some = sorted({0, len(answers) // 2, len(answers) - 1})
     return "".join(_answer(answers[index]) for index in some)
 

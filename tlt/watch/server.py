@@ -1,7 +1,7 @@
-"""`tlt watch`: serves the page and the runs' JSON, to this machine unless told otherwise. Reads only.
+"""The server of `tlt watch`: the page and the runs' JSON, on the loopback interface by default. Read-only.
 
-What always holds: there is no way to change anything; a path is answered only for runs that are in the directory; where
-others can reach the server, every path begins with a secret. Runs are read by one thread at a time.
+Invariants: no request changes anything; only runs in the directory are served; on other interfaces every path begins
+with a secret. One thread at a time reads runs.
 """
 
 import contextlib
@@ -23,9 +23,8 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlt.errors import ConfigError, TltError
-from tlt.watch.page_files import SERVED, read_page
-from tlt.watch.site import runs_json
-from tlt.watch.tail import LiveRun, LiveRuns
+from tlt.watch.live import LiveRun, LiveRuns
+from tlt.watch.site import SERVED, read_page, runs_json
 from tlt.watch.views import live_view, step_view
 
 LOOPBACK, _EVERYWHERE = ("127.0.0.1", "localhost", "::1"), ("0.0.0.0", "::")
@@ -39,7 +38,7 @@ _HEADERS = {
 
 
 def watch(directory: Path, host: str, port: int, told: Callable[[str], None]) -> None:
-    """Serves until it is interrupted. `told` gets the address."""
+    """Serves until interrupted. `told` gets the address."""
     import uvicorn
 
     if not directory.is_dir():
@@ -70,8 +69,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def build_app(directory: Path, *, secret: str = "") -> Starlette:
-    """`secret`: the first part of every path; without one only requests to this machine by its own names are taken, so
-    that no page of another site can ask in the user's name."""
+    """`secret`: the first part of every path. Without one only requests that name this machine in their Host header are
+    answered, so that a page of another site cannot read through the user's browser (DNS rebinding)."""
     page = _Pages(LiveRuns(directory))
     routes: list[BaseRoute] = [
         Route("/", page.file),
@@ -88,7 +87,7 @@ def build_app(directory: Path, *, secret: str = "") -> Starlette:
 
 
 class _Headers:
-    """The same on every answer."""
+    """Adds the same headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -104,7 +103,7 @@ class _Headers:
 
 
 class _Pages:
-    """Answers. Plain functions: the framework calls them in threads."""
+    """The endpoints. Plain functions: the framework calls them in threads."""
 
     def __init__(self, runs: LiveRuns) -> None:
         self._runs, self._lock = runs, Lock()

@@ -1,7 +1,7 @@
-"""A run that is watched from its first event to its last word: log, readers, report, in the right order.
+"""The life of a watched run: opens log and readers, records how the run ends, writes the report.
 
-However the run ends, its end is in the events, the report is written from them and the last lines say where it is. What
-goes wrong while telling never hides what went wrong in the run.
+Invariant: however the run ends, its end is an event, the report is written and the last lines name it. An error while
+recording never hides the error of the run.
 """
 
 import traceback
@@ -57,7 +57,7 @@ class Watched:
                 self._say(f"and the end could not be written down: {other}", "bold red")
 
     def _tell(self) -> None:
-        """Of a `tlt train`: other verbs say themselves what came of them."""
+        """Writes the report and the last lines of `tlt train`; other verbs print their own results."""
         if self._verb != TRAIN:
             return
         run = read_run(self._directory)
@@ -76,7 +76,7 @@ class Watched:
 
 
 def _whole(error: BaseException | None) -> str:
-    """All that is known of what stopped the run: of a bug its traceback, too."""
+    """The full message of what stopped the run; for a bug with its traceback."""
     if error is None or isinstance(error, TltError | KeyboardInterrupt | Terminated):
         return str(error or "")
     return f"{error}\n{''.join(traceback.format_exception(error)).strip()}".strip()

@@ -1,20 +1,38 @@
-"""`tlt watch --export DIR`: the page and its data as files, for any static server.
+"""The files of the page, and `tlt watch --export DIR`: page and data as files for any static server.
 
-The paths are those that the live server answers, so that the page is the same but for one word in its document.
+The exported paths are those of the live server, so the page is the same except for one word in its document.
 """
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tlt.errors import ConfigError, TltError
-from tlt.watch.page_files import SERVED, read_page
-from tlt.watch.sampling import steps_kept
-from tlt.watch.tail import LiveRun, LiveRuns
+from tlt.watch.live import LiveRun, LiveRuns
+from tlt.watch.step_files import steps_kept
 from tlt.watch.views import live_view, run_row, step_view
 
+PAGE = Path(__file__).with_name("page")
+SERVED = {  # what the live page and an export consist of, with their media types
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "draw.js": "text/javascript; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+}
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./[\w.]+";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
 _LIVE, _STATIC = '<meta name="tlt-live" content="yes">', '<meta name="tlt-live" content="no">'
+
+
+def read_page(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def bundled(*names: str) -> str:
+    """Modules concatenated into one script; each must follow those that it imports."""
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", read_page(name))) for name in names)
 
 
 def runs_json(runs: dict[str, LiveRun | TltError]) -> dict[str, Any]:
@@ -28,7 +46,7 @@ def runs_json(runs: dict[str, LiveRun | TltError]) -> dict[str, Any]:
 
 
 def export(directory: Path, target: Path) -> int:
-    """Writes the site of all runs in a directory; how many there were. Step files are those that are kept now."""
+    """Writes the site of all runs in a directory and returns their number. Includes the step files that exist now."""
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise ConfigError(f"--export {target}: exists and is not an empty directory; give another, or remove it")
     runs = LiveRuns(directory).refreshed()
@@ -45,7 +63,7 @@ def export(directory: Path, target: Path) -> int:
 
 
 def _export_run(live: LiveRun, target: Path) -> None:
-    """Every step that was kept, and the last one."""
+    """Writes every kept step, and the last one."""
     view = live_view(live)
     _write_json(target / "run.json", view)
     for step in {*steps_kept(live.directory), *view["steps"][-1:]}:

@@ -1,7 +1,7 @@
-"""A run in a few numbers and in plain words: what the console says at the end, and the report at its top.
+"""A run in numbers and sentences: the last lines of the console and the top of the report.
 
-Pure: a run in, numbers and sentences out. Measured times and estimated ones are never mixed: `replayed` was measured,
-`saved_s` comes from the engine's cost table, and the words say which is which.
+Pure: a run in, numbers and sentences out. Measured and estimated times are never mixed: `replayed` is measured,
+`saved_s` is estimated with the engine's cost model, and the sentences say which.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _ENDS = 5  # steps at the beginning and at the end that are compared
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """A number at the beginning of a run and at its end: means over the first and the last few steps."""
+    """A number at the beginning and at the end of a run: means over the first and the last few steps."""
 
     first: float
     last: float
@@ -45,7 +45,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """Of one set of held-out prompts."""
+    """Evaluations on one set of held-out prompts."""
 
     first: Evaluated
     last: Evaluated
@@ -64,7 +64,7 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What there is to say. Numbers of steps that do not exist are 0."""
+    """The numbers of a run. Numbers of steps that do not exist are 0."""
 
     name: str
     planned: int  # steps
@@ -96,12 +96,13 @@ class Summary:
 
     @property
     def whole_speedup(self) -> float:
-        """Plain over actual, of whole steps with all work for the drafter: measured where steps were replayed."""
+        """Plain time over actual time of whole steps, drafter work included; measured if steps were replayed, else
+        estimated."""
         return self.whole.measured or self.whole.estimated(self.saved_s)
 
     @property
     def rollout_speedup(self) -> float:
-        """Plain over actual, estimated."""
+        """Plain time over actual time of the rollouts, estimated."""
         rollout = self.phase_s["rollout"]
         return (rollout + self.saved_s) / rollout if rollout else 1.0
 
@@ -142,12 +143,12 @@ def summarise(run: Run) -> Summary:
 
 
 def is_estimated(config: RunConfig) -> bool:
-    """Whether anybody estimates what speculation saves: other choosers than the tuner keep no costs."""
+    """Whether saved time is estimated: only the tuner keeps a cost model."""
     return config.spec.shape_policy == "tuner"
 
 
 def phase_seconds(step: StepFinished) -> dict[str, float]:
-    """Where a step's time went. `other` is what no phase accounts for."""
+    """Seconds of a step by phase. `other` is the rest."""
     parts = {phase: float(getattr(step, f"{phase}_s")) for phase in PHASES}
     return {**parts, "other": max(0.0, step.step_s - sum(parts.values()))}
 
@@ -173,7 +174,7 @@ def _ends(values: Sequence[float]) -> Ends:
 
 
 def _accept_length(steps: Sequence[StepFinished]) -> Ends:
-    """Tokens per verify of the first and the last few steps, each end's verifies taken together."""
+    """Tokens per verify of the first and the last few steps, verifies pooled at each end."""
     ends = _ends([1.0] * len(steps))
     return replace(ends, first=_pooled(steps[: ends.steps]), last=_pooled(steps[len(steps) - ends.steps :]))
 
@@ -204,7 +205,7 @@ def _end(records: Sequence[Recorded]) -> tuple[str, str]:
 
 
 def size(count: int) -> str:
-    """Bytes as a person would say it: 640 bytes, 1.2 MB, 7.5 GB."""
+    """Bytes in words: 640 bytes, 1.2 MB, 7.5 GB."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -212,7 +213,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As a person would say it: 0.42 s, 8.3 s, 2 min 05 s, 3 h 20 min."""
+    """Seconds in words: 0.42 s, 8.3 s, 2 min 05 s, 3 h 20 min."""
     if seconds < 0:
         return f"−{duration(-seconds)}"
     if seconds < 1:
@@ -250,7 +251,7 @@ def first_line(message: str) -> str:
 
 
 def in_words(summary: Summary) -> str:
-    """One paragraph."""
+    """The run in one paragraph."""
     if not summary.taken:
         return f"{_opening(summary)} No step was finished, so there is nothing to draw yet."
     held_out = " ".join(map(_held_out, summary.evaluations))
@@ -267,7 +268,7 @@ def in_words(summary: Summary) -> str:
 
 
 def last_lines(summary: Summary, where: str) -> list[str]:
-    """What a run says when it ends: reward, accept length, both times, whether the tokens are the same, and where."""
+    """The last lines of a run: reward, accept length, times with and without speculation, token comparison, report."""
     if not summary.taken:
         return [f"No step was finished. Everything is in {where}."]
     reward, accept = summary.reward, summary.accept_length

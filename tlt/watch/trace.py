@@ -1,8 +1,7 @@
-"""What a worker's part of a rollout looked like in time: its requests, the shapes and costs of its ticks, its memory.
+"""The trace of a worker's rollout: spans of requests and draft shapes, tick costs, memory.
 
-Plain numbers that cross from workers to the run. Times are seconds since 1970, so that workers of several machines lie
-on one axis as far as their clocks agree. What always holds: the size of a trace is bounded by the number of requests
-and `MOST_SPANS`.
+Plain numbers that workers send to the run. Times are seconds since 1970, so that workers on several machines share one
+axis as far as their clocks agree. Invariant: the size of a trace is bounded by the number of requests and `MOST_SPANS`.
 """
 
 import resource
@@ -18,7 +17,7 @@ MOST_SPANS = 4096  # changes of shape that a worker remembers
 
 
 class RequestSpan(NamedTuple):
-    """When a request was written."""
+    """Times of one request."""
 
     request: int  # of its key
     submitted: float
@@ -27,7 +26,7 @@ class RequestSpan(NamedTuple):
 
 
 class ShapeSpan(NamedTuple):
-    """From here on, ticks had this shape, until the next span. An empty shape: nothing ran."""
+    """Ticks have this shape from `start` until the next span. An empty shape: no request runs."""
 
     start: float
     running: int  # requests in the first of these ticks
@@ -35,7 +34,7 @@ class ShapeSpan(NamedTuple):
 
 
 class TickCost(NamedTuple):
-    """What the ticks of one shape took, and what the cost model expects of them."""
+    """Measured and expected seconds of the ticks of one shape."""
 
     running: int  # requests in a tick, up to that power of two
     shape: str
@@ -55,7 +54,7 @@ class WorkerTrace:
 
 
 def request_spans(completions: Iterable[Completion]) -> Iterable[RequestSpan]:
-    """Of completions that have just ended."""
+    """Spans of completions that have just finished."""
     now = time.time()
     for completion in completions:
         submitted = now - completion.timing.finished_s
@@ -63,12 +62,12 @@ def request_spans(completions: Iterable[Completion]) -> Iterable[RequestSpan]:
 
 
 def wall_time_of(counter_s: float) -> float:
-    """A reading of `time.perf_counter` as seconds since 1970."""
+    """Converts a reading of `time.perf_counter` to seconds since 1970."""
     return time.time() - time.perf_counter() + counter_s
 
 
 def host_bytes() -> int:
-    """Resident memory of this process; where the system does not tell, the most it has had."""
+    """Resident memory of this process; the peak where the system reports only that."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()

@@ -1,9 +1,8 @@
-"""The verdict on replays: whole steps against plain training; whether the tokens are those of plain decoding, and if
-not, whether that is rounding.
+"""Comparison of replayed steps with plain decoding: speed, and whether differing tokens are rounding.
 
-Pure: events in, numbers and sentences out. In half precision rounding depends on the size of a pass, so plain decoding
-differs from itself at another batch size. Differences that are no more frequent than those are rounding; where nothing
-may differ (exact mode, float64), every difference is a fault.
+Pure: events in, numbers and sentences out. In half precision rounding depends on the batch size, so plain decoding
+differs from itself at another batch size. Differences that are no more frequent than those are rounding; in exact mode
+and in float64 every difference is a fault.
 """
 
 from collections import defaultdict
@@ -21,7 +20,7 @@ _SIGMAS = 3.0  # standard errors by which two rates of differences differ
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Rollouts that were decoded twice with the same seeds: as the run did, and plainly. Sums over the replays."""
+    """Rollouts that were generated twice with the same seeds, with and without speculation. Sums over the replays."""
 
     count: int
     tokens: int
@@ -72,7 +71,7 @@ class Replayed:
         return "rounding" if self.sample_differing else "few"
 
     def _more_than_plain(self) -> bool:
-        """Whether tokens differ more often than those of plain decoding at another batch size, beyond chance."""
+        """Whether tokens differ significantly more often than those of plain decoding at another batch size."""
         ours, plain = self.differing / self.compared, self.sample_differing / self.sample_compared
         seen = max(1, self.sample_differing)  # none seen does not mean that there are none
         error = sqrt(self.differing / self.compared**2 + seen / self.sample_compared**2)
@@ -81,7 +80,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class WholeSteps:
-    """Steps with everything in them against the same steps without speculation."""
+    """Whole steps compared with the same steps without speculation."""
 
     beside_s: float  # in all steps: training, publishing and saving the drafter
     steps_s: float  # of all steps
@@ -89,16 +88,17 @@ class WholeSteps:
 
     @property
     def measured(self) -> float | None:
-        """None if no step was replayed."""
+        """Whole-step ratio of the replayed steps; None without replays."""
         return self.curve[-1][1] if self.curve else None
 
     def estimated(self, saved_s: float) -> float:
-        """Of all steps, if speculation saved so much of their rollouts."""
+        """Whole-step ratio of all steps, given the estimated seconds saved."""
         return (self.steps_s - self.beside_s + saved_s) / self.steps_s if self.steps_s else 1.0
 
 
 def whole_steps(events: Iterable[Event]) -> WholeSteps:
-    """The drafter is not trained in every step: a replayed one is charged with the mean of all steps so far."""
+    """The drafter is not trained in every step, so a replayed step is charged the mean drafter cost of all steps so
+    far."""
     steps: dict[int, StepFinished] = {}
     replays: dict[int, ReplayCompared] = {}
     swaps_s: defaultdict[int, float] = defaultdict(float)
@@ -131,12 +131,12 @@ def whole_steps(events: Iterable[Event]) -> WholeSteps:
 
 
 def both_ratios(rollout: float, whole: float | None) -> str:
-    """A rollout's ratio never stands alone."""
+    """Rollout ratio and whole-step ratio; the first is never shown alone."""
     return f"rollout {rollout:.2f} ×, whole step {'not known yet' if whole is None else f'{whole:.2f} ×'}"
 
 
 def verdict_in_words(replayed: Replayed) -> str:
-    """A sentence or two."""
+    """The token comparison in one or two sentences."""
     match replayed.verdict:
         case "identical":
             return "Tokens identical: yes."
@@ -169,7 +169,7 @@ def verdict_in_words(replayed: Replayed) -> str:
 
 
 def in_short(replayed: Replayed) -> str:
-    """A few words, for a line that has others."""
+    """The token comparison in a few words."""
     match replayed.verdict:
         case "identical":
             return "the same tokens"

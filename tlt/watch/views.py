@@ -1,6 +1,6 @@
-"""What the page shows, as JSON values: all runs, one run, one step. The live page, an export and the report share it.
+"""The data of the page as JSON values: all runs, one run, one step. Shared by server, export and report.
 
-Pure but for reading step files. Knows nothing of HTTP or HTML; texts are plain text, and stay that.
+Pure except for reading step files. Does not depend on HTTP or HTML; texts are plain text.
 """
 
 import json
@@ -11,7 +11,6 @@ from typing import Any
 from tlt.config import RunConfig
 from tlt.recipe import flat
 from tlt.watch.chart import Axis, Bar, Figure, Series, to_json
-from tlt.watch.columns import Columns, columns_of
 from tlt.watch.console import notice
 from tlt.watch.events import (
     AcceptanceCollapsed,
@@ -30,9 +29,10 @@ from tlt.watch.events import (
 )
 from tlt.watch.figures import figures_of, shapes_figure, workers_figure
 from tlt.watch.history import counted, drafted, events_of, steps_of
-from tlt.watch.sampling import step_file, steps_kept
+from tlt.watch.live import LiveRun
+from tlt.watch.metrics import Columns, columns_of
+from tlt.watch.step_files import step_file, steps_kept
 from tlt.watch.summary import Ends, Evaluations, Summary, duration, in_words, machine_of, started_of, summarise
-from tlt.watch.tail import LiveRun
 from tlt.watch.verdict import in_short
 from tlt.watch.workers import WorkerSpans
 
@@ -49,7 +49,7 @@ _LEAST_SHARE = 0.002  # of a step: what took less cannot be seen
 
 
 def run_row(name: str, live: LiveRun) -> Json:
-    """A line of the table of runs."""
+    """A row of the table of runs."""
     run = live.run
     summary = summarise(run)
     records = counted(run.events)
@@ -75,7 +75,7 @@ def run_row(name: str, live: LiveRun) -> Json:
 
 
 def differences(config: RunConfig) -> dict[str, str]:
-    """Settings that are not the default ones."""
+    """Settings that differ from the defaults."""
     usual = flat(RunConfig())
     return {key: repr(value) for key, value in flat(config).items() if value != usual[key]}
 
@@ -92,7 +92,7 @@ def run_view(
     rows: int = 0,
     lives: int = 1,
 ) -> Json:
-    """Everything about a run but its single steps. `known`: its columns; `rows`: steps that the page has already."""
+    """The run view: everything except single steps. `known`: its columns; `rows`: steps that the page already has."""
     summary, columns = summarise(run), known or columns_of(run)
     first = max(0, min(rows, len(columns.steps)) - _AGAIN)
     return {
@@ -118,7 +118,7 @@ def run_view(
 
 
 def live_view(live: LiveRun, *, rows: int = 0, lives: int = 0) -> Json:
-    """Of a run that may go on. `rows`, `lives`: what the page has."""
+    """The view of a run that may go on. `rows`, `lives`: what the page already has."""
     kept = sorted(steps_kept(live.directory))
     had = rows if lives == live.lives else 0
     view = run_view(live.run, known=live.columns, now=live.now, kept=kept, rows=had, lives=live.lives)
@@ -189,7 +189,7 @@ def _speeds(summary: Summary) -> list[tuple[str, str, str]]:
 
 
 def _notices(run: Run) -> list[list[Any]]:
-    """Time, words and loudness of what the console says beside the steps."""
+    """Time, text and style of the console's notices."""
     found = [(record.time, said) for record in counted(run.events) if (said := notice(record.event))]
     return [[time, *said] for time, said in found[-_MOST_NOTICES:]]
 
@@ -241,7 +241,7 @@ def drafter_view(run: Run) -> Json:
 
 
 def step_view(live: LiveRun, step: int) -> Json | None:
-    """A step's numbers, figures and file; None for one that is not over."""
+    """A step's numbers, figures and file; None if it is not finished."""
     run = live.run
     finished = next((one for one in steps_of(run) if one.step == step), None)
     if finished is None:
@@ -265,7 +265,7 @@ def step_view(live: LiveRun, step: int) -> Json | None:
 
 
 def read_step(path: Path) -> Json | None:
-    """None: it was not kept, or was removed to make room."""
+    """A step file; None if it was not kept."""
     try:
         found: Json = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -274,7 +274,7 @@ def read_step(path: Path) -> Json | None:
 
 
 def _lanes(step: StepFinished, lanes: Sequence[WorkerSpans]) -> Figure:
-    """What each worker did; of one worker, what the step waited for."""
+    """Activity of each worker; of a single worker the phases of the step."""
     if lanes:
         return workers_figure(step.step, [(one.worker, one.spans) for one in lanes])
     spans, at = [], 0.0
@@ -287,7 +287,7 @@ def _lanes(step: StepFinished, lanes: Sequence[WorkerSpans]) -> Figure:
 
 
 def _costs(costs: Sequence[Sequence[Any]]) -> Figure:
-    """Ticks that were timed most, measured beside expected, all workers' together."""
+    """The most frequent timed ticks, measured beside expected, over all workers."""
     sums: dict[tuple[int, str], list[float]] = {}
     for _, running, shape, ticks, measured_s, expected_s in costs:
         found = sums.setdefault((running, shape), [0.0, 0.0, 0.0])

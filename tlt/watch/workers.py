@@ -1,4 +1,4 @@
-"""Events of a fleet of several workers: what each did when, what was idle and what came of it, who was lost."""
+"""Events of a fleet of several workers: activity of each worker, idle time, lost and replaced workers."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from tlt.watch.event import Event
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpans(Event):
-    """What one worker did in a step."""
+    """Activity of one worker in a step."""
 
     step: int
     worker: int  # its rank
@@ -17,7 +17,7 @@ class WorkerSpans(Event):
 
 @dataclass(frozen=True, slots=True)
 class FleetRolledOut(Event):
-    """How the workers shared a rollout. Seconds of all workers are added up."""
+    """How the workers shared a rollout. Seconds are summed over workers."""
 
     step: int
     workers: int
@@ -36,7 +36,7 @@ class FleetRolledOut(Event):
 
 @dataclass(frozen=True, slots=True)
 class FleetPublished(Event):
-    """All workers hold one version of policy and drafter: their fingerprints are equal."""
+    """All workers hold the same version of policy and drafter: their fingerprints are equal."""
 
     step: int
     version: int  # of the policy
@@ -58,7 +58,7 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReturned(Event):
-    """Another worker has taken the place of a lost one, with the state of one that was not."""
+    """A worker replaced a lost one and has the fleet's state."""
 
     step: int
     worker: int
@@ -68,7 +68,7 @@ class WorkerReturned(Event):
 
 @dataclass(frozen=True, slots=True)
 class FleetWaits(Event):
-    """Something takes unusually long: who is waited for, and what for."""
+    """A phase takes unusually long: which workers are waited for."""
 
     step: int
     phase: str

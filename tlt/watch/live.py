@@ -1,8 +1,8 @@
-"""A run that is read while it goes on: new lines of its events, and only those.
+"""Follows a run's events while the run goes on: only new lines are read.
 
-What always holds: what `LiveRun.run` returns is what `read_run` would, but for what nobody draws: progress within a
-step that is over, the lengths of answers of all but a few steps, and lanes of workers of all but the last step. Memory
-grows with the number of steps, not of events. Never writes; a file that was replaced or cut is read again.
+Invariant: `LiveRun.run` equals `read_run`, except for events that no figure uses: progress within finished steps,
+lengths of completions of all but a few steps, and spans of workers of all but the last step. Memory grows with the
+number of steps, not of events. Never writes; a file that was replaced or truncated is read again from the start.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from typing import Any
 
 from tlt.errors import TltError
 from tlt.recipe import load_config
-from tlt.watch.columns import Columns, columns_of
 from tlt.watch.events import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -26,6 +25,7 @@ from tlt.watch.events import (
     parse_event,
 )
 from tlt.watch.figures import POOLED
+from tlt.watch.metrics import Columns, columns_of
 from tlt.watch.workers import WorkerSpans
 
 _PASSING = (PhaseStarted, RolloutProgress, StartupPhase)  # of these the newest counts
@@ -33,7 +33,7 @@ _MOST_LINES = 1024  # about workers, whose places are remembered, of one step
 
 
 class LiveRun:
-    """`refresh` now and then; `run` is what has been told so far."""
+    """`refresh` reads new lines; `run` is the run so far."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -53,7 +53,7 @@ class LiveRun:
         self._row: tuple[int, dict[str, Any]] | None = None
 
     def refresh(self) -> bool:
-        """Whether there was anything new."""
+        """Reads new lines; whether there were any."""
         path = self.directory / EVENTS_FILE
         with path.open("rb") as file:
             found = path.stat()
@@ -84,7 +84,7 @@ class LiveRun:
             self._records.append(record)
 
     def _keep_lengths(self) -> None:
-        """Of the first few steps and the last few."""
+        """Keeps the lengths of the first and the last few steps only."""
         self._lengths.append(len(self._records))
         if len(self._lengths) > 2 * POOLED:
             place = self._lengths.pop(POOLED)
@@ -101,7 +101,7 @@ class LiveRun:
 
     @property
     def columns(self) -> Columns:
-        """Of the run: steps that were known are not computed again."""
+        """The run's columns; known steps are not computed again."""
         known = self._columns
         if known is None or known[:2] != (self.lives, self.offset):
             same = known[2] if known and known[0] == self.lives else None
@@ -109,13 +109,13 @@ class LiveRun:
         return known[2]
 
     def once(self, make: Callable[["LiveRun"], dict[str, Any]]) -> dict[str, Any]:
-        """What was made of the run as it is now, if nothing was told since."""
+        """The result of `make`, cached until the next event."""
         if self._row is None or self._row[0] != self.offset:
             self._row = (self.offset, make(self))
         return self._row[1]
 
     def lanes_of(self, step: int) -> list[WorkerSpans]:
-        """What the workers did in a step, as it was computed last."""
+        """Spans of the workers in a step, as computed last."""
         found: list[WorkerSpans] = []
         with (self.directory / EVENTS_FILE).open("rb") as file:
             for place in self._lines.get(step, ()):
@@ -127,18 +127,18 @@ class LiveRun:
 
 
 class LiveRuns:
-    """The runs in a directory, or the run that it is, by name."""
+    """The runs in a directory, or the single run that the directory is, by name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._known: dict[str, LiveRun] = {}
 
     def refreshed(self) -> dict[str, LiveRun | TltError]:
-        """All of them as they are now; an error in the place of one that cannot be read."""
+        """All runs, refreshed; an error in place of a run that cannot be read."""
         return {home.name: self._read(home) for home in self._homes()}
 
     def one(self, name: str) -> LiveRun | TltError | None:
-        """None: there is no run of that name."""
+        """The run of that name, refreshed; None if there is none."""
         home = next((home for home in self._homes() if home.name == name), None)
         return None if home is None else self._read(home)
 

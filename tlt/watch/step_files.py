@@ -1,7 +1,7 @@
-"""Step files: which groups of a step are kept token by token, and which steps' files stay when room is short.
+"""Step files: which groups of a step keep their tokens, and which files are removed when space runs out.
 
-`steps/step_N.json` in the run's directory holds what is too large for an event. What always holds: a file is complete
-or absent, and all files together stay within their limit. Does not know what is in a file.
+`steps/step_N.json` in the run's directory holds what is too large for an event. Invariants: a file is complete or
+absent, and all files together stay within their limit. Does not depend on the content of a file.
 """
 
 import os
@@ -15,8 +15,8 @@ _NEWEST = 8  # step files that are never removed to make room for another
 
 
 def sampled_groups(step: int, longest: Sequence[int], wanted: int) -> frozenset[int]:
-    """Indices of the groups to keep: the one with the longest completion, which all others waited for, and others that
-    are evenly spaced and take turns. `longest`: tokens of the longest completion of each group."""
+    """Indices of the groups to keep: the one with the longest completion, and evenly spaced others that rotate over the
+    steps. `longest`: tokens of the longest completion of each group."""
     groups, count = len(longest), min(wanted, len(longest))
     if count < 2:
         return frozenset({step % groups} if count else ())
@@ -39,8 +39,8 @@ def steps_kept(directory: Path) -> dict[int, int]:
 
 
 def superfluous(sizes: Mapping[int, int], limit: int) -> list[int]:
-    """Steps whose files go, so that the others fit. The newest stay; of the older ones those stay longest whose number
-    is divisible by the largest power of two, so that what is left is spread over the whole run."""
+    """Steps whose files are removed so that the others fit. The newest stay if they can; of the older ones those stay
+    longest whose number is divisible by the largest power of two, so that the rest is spread over the whole run."""
     total, gone = sum(sizes.values()), []
     old = sorted(sizes)[:-_NEWEST]
     for step in sorted(old, key=lambda step: (step & -step, step)):
@@ -52,10 +52,10 @@ def superfluous(sizes: Mapping[int, int], limit: int) -> list[int]:
 
 
 class StepFiles:
-    """Writes the files of a run, and removes old ones."""
+    """Writes the step files of a run and removes old ones."""
 
     def __init__(self, directory: Path, limit_bytes: int, *, after: int = 0) -> None:
-        """`after`: the last step of the checkpoint that the run goes on from; files of later steps are removed."""
+        """`after`: the last step of the checkpoint that the run resumes from; files of later steps are removed."""
         self._directory, self._limit = directory, limit_bytes
         self._sizes = steps_kept(directory)
         self._remove([step for step in self._sizes if step > after])
