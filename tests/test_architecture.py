@@ -87,6 +87,7 @@ PLAIN = {
     "tlt.engine.waiting",
     "tlt.engine.pages",
     "tlt.spec.acceptance",
+    "tlt.spec.ahead",
     "tlt.spec.alarm",
     "tlt.spec.backlog",
     "tlt.spec.bandit",

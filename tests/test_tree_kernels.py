@@ -78,6 +78,28 @@ def test_a_walk_ends_where_there_is_no_room_for_more(steps: int) -> None:
         assert position[0, :2].tolist() == [4, steps]
 
 
+@pytest.mark.parametrize("steps", [33, 100, 128])
+def test_long_chains_are_walked_alike(steps: int) -> None:
+    """Chunks of written-ahead text: all of one comes true, half of another, nothing of a third."""
+    nodes, generator = 128, torch.Generator().manual_seed(steps)
+    trees = Trees.empty(3, nodes, DEVICE)
+    trees.fill([Draft((4,) * (nodes - 1), tuple(range(-1, nodes - 2)), (1.0,) * (nodes - 1))] * 3)
+    drawn = torch.full((3, nodes), 4, device=DEVICE)
+    drawn[1, 50], drawn[2, 0] = 5, 5
+    logprobs = torch.randn((2, 3 * nodes), generator=generator).to(DEVICE)
+    slot, start = (torch.arange(count, dtype=torch.int32, device=DEVICE) for count in (3 * nodes, 4))
+    outcomes = []
+    for module in (reference, trees_triton):
+        ints = torch.zeros((3, 5), dtype=torch.int64, device=DEVICE)
+        live = torch.tensor(3, dtype=torch.int32, device=DEVICE)
+        parts = (slot, drawn.flatten(), *logprobs)
+        walked = module.finish(ints, live, (trees.parent_RQ, trees.token_RQ), start * nodes, parts, steps)
+        assert walked[4].tolist() == [steps, min(steps, 51), 1]
+        outcomes.append([*walked, ints])
+    for expected, got in zip(*outcomes, strict=True):
+        assert torch.equal(expected, got)
+
+
 class Compiled:
     """Stands in for a kernel, and notes which versions of it would have to be compiled."""
 

@@ -138,7 +138,8 @@ class EngineCore:
         for request in batch:
             state = RequestState(request, self._submitted, now)
             self._in_flight[request.key] = state
-            self._speculation.begin(request.key, request.prompt_id, request.prompt, request.params)
+            asked = request.prompt_id, request.prompt, request.params, request.draft_tokens
+            self._speculation.begin(request.key, *asked)
             self._scheduler.submit(state)
             self._submitted += 1
 

@@ -17,6 +17,7 @@ class Request:
     prompt_id: str = ""  # what lengths are remembered under; the requests of a group have the same
     noise: Key | None = None  # the key it draws with, where that is not its own: several in flight may share one
     keep: bool = False  # keep its full pages when it ends: a request whose prompt goes on from it starts there
+    draft_tokens: tuple[int, ...] = ()  # a guess at the completion, such as one written ahead: changes its speed alone
 
     @property
     def noise_key(self) -> Key:
@@ -71,6 +72,8 @@ def check(request: Request, limits: Limits) -> None:
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"{name}: params is a {type(request.params).__name__}; expected SamplingParams")
     _check_tokens(f"{name}: the prompt", request.prompt, limits)
+    if request.draft_tokens:
+        _check_tokens(f"{name}: draft_tokens", request.draft_tokens, limits)
     total = len(request.prompt) + request.params.max_tokens
     if total > limits.context:
         raise RequestError(

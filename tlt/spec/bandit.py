@@ -59,7 +59,7 @@ class Bandit:
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
         """Never alarms: the paper's tuner has no notion of a collapse."""
-        if not outcome.shape.off and outcome.times.seconds:
+        if outcome.shape in self._rewards and outcome.times.seconds:
             accepted = sum(walked.accepted for walked in outcome.results)
             reward = (accepted / outcome.batch + 1.0) * outcome.batch / outcome.times.seconds
             self._rewards[outcome.shape].append(reward)
@@ -79,6 +79,9 @@ class Bandit:
 
     def drafter_changed(self, drafter: str) -> None:
         """Nothing to do: old rewards leave the windows by themselves."""
+
+    def prices(self, batch: int) -> None:
+        """Knows no costs."""
 
     def report(self) -> None:
         """Keeps no books."""

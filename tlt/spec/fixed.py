@@ -33,5 +33,8 @@ class Fixed:
     def drafter_changed(self, drafter: str) -> None:
         pass
 
+    def prices(self, batch: int) -> None:
+        """Knows no costs."""
+
     def report(self) -> None:
         """Keeps no books."""

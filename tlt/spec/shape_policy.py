@@ -12,6 +12,7 @@ from math import inf
 from typing import Protocol
 
 from tlt.spec.acceptance import AcceptResult
+from tlt.spec.ahead import Prices
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import INDEX, INGEST, UNTIMED, Measured, TickTimes
 from tlt.spec.shape import OFF, Shape
@@ -108,6 +109,9 @@ class ShapePolicy(Protocol):
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter is in place from the next tick on."""
+
+    def prices(self, batch: int) -> Prices | None:
+        """What a chunk of written-ahead text is compared with; None if it knows no costs."""
 
     def report(self) -> TunerReport | None:
         """Its books; None if it keeps none."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tlt.errors import ConfigError
 from tlt.spec.acceptance import AcceptResult, rank_hits_of
+from tlt.spec.ahead import AHEAD, MOST_CHUNK_TOKENS, ChunkPolicy, shown
+from tlt.spec.ahead_drafting import AheadDrafting
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
 from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, Running, StartedTrees
@@ -30,14 +32,17 @@ class SpeculationReport:
 
     ticks: Mapping[tuple[int, Shape], int]  # (running requests when the shape was chosen, shape) → ticks
     switches: int  # ticks whose shape differs from the tick before
-    verifies: int  # of single requests
-    accepted: int  # draft tokens
+    verifies: int  # of single requests, those of written-ahead text left out
+    accepted: int  # draft tokens of these
     drafting_s: float  # host time spent on drafts
     one_off_s: float  # one-off work for speculation: draft-extends and captures
     alarms: tuple[Alarm, ...]
     tuner: TunerReport | None  # None: the shape policy keeps no report
     timed: Mapping[tuple[int, Shape], tuple[int, float]] = field(default_factory=dict)  # timed ticks, seconds
     spans: tuple[tuple[float, int, str], ...] = ()  # from this reading of the clock on: requests, shape; the newest
+    accepted_by: Mapping[str, int] = field(default_factory=dict)  # drafters of the shape, joined by "+" → draft tokens
+    ahead_compared: int = 0  # written-ahead tokens, up to each request's first difference
+    ahead_turned: int = 0  # first differences
 
     @property
     def accept_length(self) -> float:
@@ -64,6 +69,9 @@ class SpeculationReport:
             tuner=self.tuner.since(before.tuner) if self.tuner and before.tuner else self.tuner,
             timed=_timed_since(self.timed, before.timed),
             spans=tuple(span for span in self.spans if not before.spans or span > before.spans[-1]),
+            accepted_by=dict(Counter(self.accepted_by) - Counter(before.accepted_by)),
+            ahead_compared=self.ahead_compared - before.ahead_compared,
+            ahead_turned=self.ahead_turned - before.ahead_turned,
         )
 
 
@@ -110,8 +118,10 @@ class Speculation:
         """Another version of the learned drafter, between two ticks; the same version again changes nothing."""
         raise ValueError("the engine does not speculate; expected a learned drafter to load weights into")
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """A request was submitted."""
+    def begin(
+        self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams, written: Sequence[int] = ()
+    ) -> None:
+        """A request was submitted; `written`: a guess at its completion."""
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
         """A request is complete, or failed."""
@@ -209,14 +219,23 @@ class Speculating(Speculation):
     """Drafters whose branches are merged into one tree per request, in the shape that the shape policy chooses."""
 
     def __init__(
-        self, drafters: Sequence[Drafter], shape_policy: ShapePolicy, *, deepest: int = 0, widest: int = 1
+        self,
+        drafters: Sequence[Drafter],
+        shape_policy: ShapePolicy,
+        *,
+        deepest: int = 0,
+        widest: int = 1,
+        most_chunk_tokens: int = MOST_CHUNK_TOKENS,
     ) -> None:
+        """`most_chunk_tokens`: nodes of a tick that verifies written-ahead text, at most."""
         on_device = [drafter for drafter in drafters if drafter.on_device]
         if len(on_device) > 1:
             names = sorted(drafter.name for drafter in on_device)
             raise ConfigError(f"drafters {names} run on the device; expected one at most: an engine feeds one sink")
         self._drafters = sorted(drafters, key=lambda drafter: drafter.on_device)  # the host works while a device does
-        self._named = {drafter.name: drafter for drafter in self._drafters}
+        self._chunks = ChunkPolicy(most_chunk_tokens)
+        self._ahead = AheadDrafting(self._chunks.turns)
+        self._named: dict[str, Drafter] = {drafter.name: drafter for drafter in [*self._drafters, self._ahead]}
         self._shape_policy = shape_policy
         self.state_sink = next((drafter.state_sink for drafter in on_device), NoSink())
         self.deepest, self.widest = deepest, widest
@@ -231,6 +250,7 @@ class Speculating(Speculation):
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
         self._timed: dict[tuple[int, Shape], tuple[int, float]] = {}
         self._spans: deque[tuple[float, int, str]] = deque(maxlen=MOST_SPANS)
+        self._accepted_by: Counter[str] = Counter()
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._one_off_s = 0.0
         self._alarms: list[Alarm] = []
@@ -255,6 +275,7 @@ class Speculating(Speculation):
             drafter.ready(shape, rows)
 
     def policy_changed(self) -> None:
+        self._chunks.turns.policy_changed()
         for drafter in self._drafters:
             drafter.policy_changed()
 
@@ -268,10 +289,17 @@ class Speculating(Speculation):
             drafter.load(weights, version)
             self._shape_policy.drafter_changed(drafter.name)
 
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+    def begin(
+        self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams, written: Sequence[int] = ()
+    ) -> None:
+        if written:  # beyond its first difference it still is an earlier completion of the prompt
+            self._ahead.give(key, written, params.max_tokens)
+            self._lifecycle.begin(key, prompt_id, prompt, params)
+            self._lifecycle.end(key, written)
         self._lifecycle.begin(key, prompt_id, prompt, params)
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
+        self._ahead.end(key, completion)
         self._lifecycle.end(key, completion)
 
     # ---- before a tick
@@ -286,6 +314,10 @@ class Speculating(Speculation):
         if not running:
             return OFF
         self._lifecycle.flush()
+        if not self._ahead.empty and (left := self._ahead.left(self._running())):
+            chunk = self._chunks.choose(running, left, self._shape_policy.prices(running))
+            if chunk is not None:
+                return chunk
         return self._shape_policy.choose(running, sum(drafter.lag(running) for drafter in self._drafters))
 
     def chosen(self, running: int, shape: Shape) -> None:
@@ -295,11 +327,11 @@ class Speculating(Speculation):
         if shape.off:
             self._plain[running] += 1
         else:
-            self._ticks[running, shape] += 1
+            self._ticks[running, shown(shape)] += 1
         if shape is not self._last:
             if shape != self._last:
                 self._switches += self._last is not None
-                self._spans.append((time.perf_counter(), running, str(shape)))
+                self._spans.append((time.perf_counter(), running, str(shown(shape))))
             self._last = shape
 
     def needs_no_tokens(self, shape: Shape) -> bool:
@@ -322,6 +354,8 @@ class Speculating(Speculation):
         if started_trees is None:
             columns, lookup = self._ask_all(drafters, keys, completions, shape)
             parts, host_parts = list(zip(*columns, strict=True)), {**indexed, **lookup}
+            if shape.drafters == (AHEAD,):  # nothing is looked up or indexed
+                host_parts = {}
         took = time.perf_counter() - started, host_parts, lag, 0.0 if lag else self._ingested()
         self._proposed.append(Proposed(keys, *took, self._versions, parts, started_trees))
         if started_trees is not None:
@@ -370,7 +404,7 @@ class Speculating(Speculation):
         self._learn()
         self._lifecycle.flush()
         proposed = self._proposed.popleft()
-        rows = looked_into(len(emitted), self._verifies)
+        rows = looked_into(len(emitted), self._verifies) if shape.drafters != (AHEAD,) else range(0)
         completions = {row: self._lifecycle.number(proposed.keys[row]) for row in rows}  # later they may have ended
         times = replace(times, parts={**times.parts, **proposed.host_parts})
         self._feedback = TickFeedback(shape, proposed, emitted, completions, times, context)
@@ -388,8 +422,7 @@ class Speculating(Speculation):
             return
         results, proposed = feedback.results(), feedback.proposed
         self._time(len(feedback.emitted), feedback.shape, feedback.times.seconds)
-        self._verifies += len(results)
-        self._accepted += sum(map(len, feedback.emitted)) - len(results)
+        self._count(feedback.shape, len(results), sum(map(len, feedback.emitted)) - len(results))
         self._drafting_s += proposed.drafting_s
         outcome = Outcome(
             feedback.shape,
@@ -405,6 +438,12 @@ class Speculating(Speculation):
         )
         self._one_off_s += outcome.one_off_s
         self._alarms += self._shape_policy.observe(outcome)
+
+    def _count(self, shape: Shape, verifies: int, accepted: int) -> None:
+        self._accepted_by["+".join(shape.drafters)] += accepted
+        if shape.drafters != (AHEAD,):
+            self._verifies += verifies
+            self._accepted += accepted
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, sum(drafter.arrived for drafter in self._drafters)
@@ -427,12 +466,16 @@ class Speculating(Speculation):
             tuner=self._shape_policy.report(),
             timed=dict(self._timed),
             spans=tuple(self._spans),
+            accepted_by=dict(self._accepted_by),
+            ahead_compared=self._chunks.turns.tokens,
+            ahead_turned=self._chunks.turns.turns,
         )
 
     def _time(self, running: int, shape: Shape, seconds: float | None) -> None:
         if seconds is not None:
-            ticks, total_s = self._timed.get((running, shape), (0, 0.0))
-            self._timed[running, shape] = (ticks + 1, total_s + seconds)
+            which = running, shown(shape)
+            ticks, total_s = self._timed.get(which, (0, 0.0))
+            self._timed[which] = (ticks + 1, total_s + seconds)
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:

@@ -5,6 +5,7 @@ Measurements run several shape policies in one engine: graphs and compiled kerne
 
 from collections.abc import Iterable, Sequence
 
+from tlt.spec.ahead import Prices
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import Measured
 from tlt.spec.fixed import Fixed
@@ -38,6 +39,9 @@ class SwappableShapePolicy:
 
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)
+
+    def prices(self, batch: int) -> Prices | None:
+        return self.now.prices(batch)
 
     def report(self) -> TunerReport | None:
         return self.now.report()

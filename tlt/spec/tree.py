@@ -87,19 +87,34 @@ def _pack(drafts: Sequence[Draft], nodes: int) -> np.ndarray:
     for node in range(nodes):
         packed[3 + node // WORD, :, node] = _signed(1 << (node % WORD))
     for row, draft in enumerate(drafts):
-        if len(draft) >= nodes:
+        size = len(draft) + 1
+        if size > nodes:
             raise ValueError(f"a draft of {len(draft)} nodes and its root do not fit a tree of {nodes}")
+        if size > WORD and draft.parents == tuple(range(-1, size - 2)):  # a chunk of text: rows have many nodes
+            _pack_chain(packed[:, row], draft.tokens)
+            continue
         sees, depth = [1], [0]
         for index, parent in enumerate(draft.parents, start=1):
             sees.append(sees[parent + 1] | 1 << index)
             depth.append(depth[parent + 1] + 1)
-        size = len(draft) + 1
         packed[0, row, 1:size] = draft.tokens
         packed[1, row, 1:size] = [parent + 1 for parent in draft.parents]
         packed[2, row, :size] = depth
         for word in range(words):
             packed[3 + word, row, :size] = [_signed(bits >> (WORD * word) & 0xFFFFFFFF) for bits in sees]
     return packed
+
+
+def _pack_chain(packed: np.ndarray, tokens: Sequence[int]) -> None:
+    """[3 + words, Q]: of one row, where each node follows the one before it."""
+    size = len(tokens) + 1
+    node = np.arange(size)
+    packed[0, 1:size] = tokens
+    packed[1, 1:size] = node[:-1]
+    packed[2, :size] = node
+    for word in range(len(packed) - 3):
+        bits = np.clip(node + 1 - WORD * word, 0, WORD)
+        packed[3 + word, :size] = ((1 << bits) - 1).astype(np.uint32).view(np.int32)
 
 
 def _signed(word: int) -> int:

@@ -13,6 +13,7 @@ from math import inf, sqrt
 from operator import itemgetter
 
 from tlt.spec.acceptance import Acceptance, Drafters
+from tlt.spec.ahead import Prices, shown
 from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.budget import Budget, CostKind
 from tlt.spec.costs import CAPTURE, DECODE, INDEX, INGEST, KEEP, CostModel, Measured
@@ -156,7 +157,7 @@ class Tuner:
         if outcome.lag:
             self._costs.caught_up(size, outcome.lag, outcome.caught_up_s - times.parts.get(INDEX, 0.0))
         self._ticks, self._to_come = self._ticks + 1, outcome.to_come
-        self._last, self._due_s, self._due = shape, outcome.due_s, None
+        self._last, self._due_s, self._due = shape if shape in self._index else OFF, outcome.due_s, None
         seconds = times.seconds
         if seconds is None:
             ingested_s = times.parts.get(INGEST, 0.0) + times.parts.get(INDEX, 0.0)
@@ -169,6 +170,8 @@ class Tuner:
         state = self._sizes.get(size)
         if state is not None and shape == state.shape and times.seconds is not None and not outcome.ingested:
             self._watch_cost(state, seconds - self._costs.context_s(shape, outcome.batch))
+        if shape not in self._index:  # a chunk of written-ahead text is no drafter's
+            return ()
         self._firsts.see(shape, size, times.one_off_s)
         if not outcome.results:
             return ()
@@ -207,6 +210,20 @@ class Tuner:
         """Accept length and seconds of a tick, as estimated now."""
         self._acceptance.refresh()
         return self._acceptance.length(shape), self._costs.seconds(shape, self._costs.pad(batch))
+
+    def prices(self, batch: int) -> Prices | None:
+        size = self._costs.pad(batch)
+        plain_s, state = self._costs.seconds(OFF, size), self._sizes.get(size)
+        if not plain_s:
+            return None
+
+        def seconds(shape: Shape) -> float:
+            return self._costs.seconds(shape, batch) or inf
+
+        def affords(shape: Shape, gain: float) -> bool:
+            return self._affords(max(0.0, seconds(shape) - plain_s), gain)
+
+        return Prices(seconds, max(1.0 / plain_s, state.rate if state else 0.0), affords)
 
     def report(self) -> TunerReport:
         tally = self._tally
@@ -450,7 +467,7 @@ class Tuner:
             tally.explored += 1
             one_off_s = outcome.caught_up_s + self._firsts.tried(captured_s, probe.worst)
             budget.tried(seconds + one_off_s - per_request / probe.rate)
-        tally.ticks[(size, outcome.shape)] += 1
+        tally.ticks[(size, shown(outcome.shape))] += 1
         tally.verifies += len(outcome.results)
         tally.accepted += accepted
 

@@ -111,7 +111,10 @@ def walk(parent_RQ: Tensor, token_RQ: Tensor, drawn_RQ: Tensor, steps: int) -> t
     for _ in range(steps - 1):
         follows_RQ = (parent_RQ == node[:, None]) & (token_RQ == drawn_RQ[rows, node][:, None])
         walking = walking & follows_RQ.any(dim=1)
+        if not walking.any():  # chunks of written-ahead text are long, and may differ early
+            break
         node = torch.where(walking, follows_RQ.int().argmax(dim=1), node)
         walked = walked + walking
         nodes.append(node)
+    nodes += [node] * (steps - len(nodes))
     return torch.stack(nodes, dim=1), walked

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_UNROLLED = 32  # steps of a walk whose loop is unrolled, at most: a longer one would take seconds to compile
+
 
 @triton.jit(do_not_specialize=["rows", "spare"])
 def _starts_kernel(size_ptr, count_ptr, start_ptr, rows, spare, BLOCK: tl.constexpr):
@@ -66,12 +68,34 @@ def _at(values, node, here):
     return tl.sum(tl.where(node == here, values, 0), axis=0)
 
 
+@triton.jit
+def _step(
+    step, here, walking, steps, parent, token, inside, slot, drawn, logprob, policy_logprob,
+    row, first, node, out, at_ptr, source_ptr, S, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Number `step` of a walk that stands at node `here`; step 0 stays at the root."""
+    counts = step < S
+    follows = (parent == here) & (token == _at(drawn, node, here)) & inside & counts & (step > 0)
+    child = tl.min(tl.where(follows, node, BLOCK), axis=0)
+    walking = walking & ((child < BLOCK) | (step == 0))
+    here = tl.where(walking & (step > 0), child, here)
+    steps += (walking & (step > 0)).to(tl.int32)
+    source = tl.where(walking & (here != step), _at(slot, node, here), -1)
+    tl.store(source_ptr + row * (S - 1) + step - 1, source, mask=counts & (step > 0))
+    tl.store(at_ptr + row * S + step, (first + here).to(tl.int64), mask=counts)
+    tl.store(out + step, _at(drawn, node, here).to(tl.int32), mask=counts)
+    tl.store(out + S + step, _at(logprob, node, here).to(tl.int32, bitcast=True), mask=counts)
+    tl.store(out + 2 * S + step, _at(policy_logprob, node, here).to(tl.int32, bitcast=True), mask=counts)
+    return here, walking, steps
+
+
 @triton.jit(do_not_specialize=["Q", "S"], do_not_specialize_on_alignment=["source_ptr", "target_ptr"])
 def _finish_kernel(
     ints_ptr, count_ptr, parent_ptr, token_ptr, start_ptr, slot_ptr, drawn_ptr, logprob_ptr, policy_logprob_ptr,
-    packed_ptr, source_ptr, target_ptr, at_ptr, steps_ptr, Q, S, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    packed_ptr, source_ptr, target_ptr, at_ptr, steps_ptr, Q, S, MOST: tl.constexpr, UNROLLED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: a row. There are S steps, as many as MOST at most."""
+    """Program: a row. There are S steps, as many as MOST at most; unrolled where these are few."""
     row = tl.program_id(0)
     node = tl.arange(0, BLOCK)
     first = tl.load(start_ptr + row)
@@ -86,20 +110,18 @@ def _finish_kernel(
     walking = here == 0
     steps = here + 1
     out = packed_ptr + row * (3 * S + 1)
-    for step in tl.static_range(MOST):
-        counts = step < S
-        if step > 0:
-            follows = (parent == here) & (token == _at(drawn, node, here)) & inside & counts
-            child = tl.min(tl.where(follows, node, BLOCK), axis=0)
-            walking = walking & (child < BLOCK)
-            here = tl.where(walking, child, here)
-            steps += walking.to(tl.int32)
-            source = tl.where(walking & (here != step), _at(slot, node, here), -1)
-            tl.store(source_ptr + row * (S - 1) + step - 1, source, mask=counts)
-        tl.store(at_ptr + row * S + step, (first + here).to(tl.int64), mask=counts)
-        tl.store(out + step, _at(drawn, node, here).to(tl.int32), mask=counts)
-        tl.store(out + S + step, _at(logprob, node, here).to(tl.int32, bitcast=True), mask=counts)
-        tl.store(out + 2 * S + step, _at(policy_logprob, node, here).to(tl.int32, bitcast=True), mask=counts)
+    if MOST <= UNROLLED:
+        for step in tl.static_range(MOST):
+            here, walking, steps = _step(
+                step, here, walking, steps, parent, token, inside, slot, drawn, logprob, policy_logprob,
+                row, first, node, out, at_ptr, source_ptr, S, BLOCK,
+            )  # fmt: skip
+    else:
+        for step in range(S):
+            here, walking, steps = _step(
+                step, here, walking, steps, parent, token, inside, slot, drawn, logprob, policy_logprob,
+                row, first, node, out, at_ptr, source_ptr, S, BLOCK,
+            )  # fmt: skip
     tl.store(target_ptr + row * (S - 1) + node - 1, slot, mask=(node > 0) & (node < S))
     tl.store(out + 3 * S, steps)
     tl.store(steps_ptr + row, steps.to(tl.int64))
@@ -158,6 +180,7 @@ def finish(
     steps_R = torch.empty(rows, dtype=torch.int64, device=device)
     _finish_kernel[(rows,)](
         ints_R5, count, *tree, start_R1, *drawn, packed, source, target, at_RS, steps_R,
-        nodes, steps, MOST=triton.next_power_of_2(steps), BLOCK=triton.next_power_of_2(nodes), num_warps=1,
+        nodes, steps, MOST=triton.next_power_of_2(steps), UNROLLED=_UNROLLED,
+        BLOCK=triton.next_power_of_2(nodes), num_warps=1,
     )  # fmt: skip
     return packed, source, target, at_RS, steps_R

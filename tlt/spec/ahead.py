@@ -1,0 +1,108 @@
+"""Written-ahead text as drafts: how much of it the policy still writes, and how many tokens of it a tick verifies.
+
+Text that an earlier version of the policy wrote with a request's own key differs from the request's completion only
+where an update moved a token past its margin, so that it agrees up to a first difference. What always holds: a chunk is
+verified only if it promises more tokens per second than what runs otherwise, and if the budget affords that nothing of
+it is accepted. Pure numbers: knows no engine and no tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from tlt.spec.shape import MOST_NODES, Shape
+
+AHEAD = "ahead"  # the drafter's name in shapes
+CHUNKS = (16, 32, 64, MOST_NODES)  # nodes of a chunk, the newest token included
+MOST_CHUNK_TOKENS = 8192  # nodes of a tick that verifies chunks, at most, unless the engine has memory for fewer
+_MARGIN = 0.02  # that a chunk must promise beyond what runs otherwise
+_TURNED, _KEPT = 1.0, 99.0  # tokens that a new estimate is worth: one of a hundred has turned
+_FADE = 0.5  # weight of what was seen, after another update of the policy
+
+
+class TurnRate:
+    """The share of written-ahead tokens that the policy writes differently, given that all before them agree."""
+
+    def __init__(self) -> None:
+        self._turned = self._kept = 0.0
+        self.tokens = self.turns = 0  # compared so far, up to first differences; first differences
+
+    def see(self, kept: int, turned: bool) -> None:
+        """So many more tokens agreed; then one differed, or nothing more is known."""
+        self._kept += kept
+        self._turned += turned
+        self.tokens += kept + turned
+        self.turns += turned
+
+    def policy_changed(self) -> None:
+        """Text to come was written by another version, one update ago as before: what was seen is a guess."""
+        self._kept *= _FADE
+        self._turned *= _FADE
+
+    @property
+    def rate(self) -> float:
+        turned = self._turned + _TURNED
+        return turned / (turned + self._kept + _KEPT)
+
+
+def emitted(rate: float, nodes: float) -> float:
+    """Tokens that a chain of so many nodes emits, its root included, if each draft turns with this rate."""
+    return (1.0 - (1.0 - rate) ** nodes) / rate if rate > 0.0 else nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the shape policy knows of a batch."""
+
+    seconds: Callable[[Shape], float]  # of a tick
+    rate: float  # tokens per second and request of the tick that runs otherwise
+    affords: Callable[[Shape, float], bool]  # a tick that may emit one token per request, by the share that it saves
+
+
+class ChunkPolicy:
+    """Chooses the chunk that a tick verifies."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """`most_tokens`: nodes of a tick, at most; the engine has memory for no more."""
+        self._most_tokens = most_tokens
+        self.turns = TurnRate()
+
+    def choose(self, batch: int, left: Sequence[int], prices: Prices | None) -> Shape | None:
+        """The chunk for a batch of which some requests have so many written-ahead tokens left; None: none pays.
+
+        `prices` is None where nothing is known of costs: the smallest chunk is taken to pay.
+        """
+        if not left or batch > self._most_tokens:
+            return None
+        shapes = [self._shape(batch, left, nodes) for nodes in CHUNKS if nodes == CHUNKS[0] or nodes < 2 * max(left)]
+        if prices is None:
+            return shapes[0]
+        promised = [(self._tokens(batch, left, shape) / prices.seconds(shape), shape) for shape in shapes]
+        best, shape = max(promised, key=lambda pair: pair[0])
+        otherwise = batch * prices.rate
+        if best <= otherwise * (1.0 + _MARGIN) or not prices.affords(shape, 1.0 - otherwise / best):
+            return None
+        return shape
+
+    def _shape(self, batch: int, left: Sequence[int], nodes: int) -> Shape:
+        """A chain for each request that has text, the newest token of the others. The sum is rounded up, so that few
+        sizes occur."""
+        tokens = _padded(batch + sum(min(tokens, nodes - 1) for tokens in left))
+        return Shape((AHEAD,), nodes - 1, 1, nodes, min(tokens, batch * nodes, self._most_tokens) / batch)
+
+    def _tokens(self, batch: int, left: Sequence[int], shape: Shape) -> float:
+        """Expected of the tick. Where it has no room for all chains, the ends of all of them are left out."""
+        rate, drafts = self.turns.rate, [min(tokens, shape.depth) for tokens in left]
+        room = min(1.0, (shape.tokens(batch) - batch) / sum(drafts))
+        return batch - len(left) + sum(emitted(rate, 1.0 + room * count) for count in drafts)
+
+
+def _padded(tokens: int) -> int:
+    """The next of four sizes per power of two."""
+    step = max(1, 1 << max(0, tokens.bit_length() - 3))
+    return step * ceil(tokens / step)
+
+
+def shown(shape: Shape) -> Shape:
+    """The shape as reports name it: chunks of one size are one shape, however many requests had text."""
+    return replace(shape, share=0.0) if shape.drafters == (AHEAD,) else shape
