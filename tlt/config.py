@@ -246,6 +246,8 @@ class EngineSettings:
     page_size: int = 16  # tokens in a page of the key-value cache
     kv_gib: float = 0.0  # KV cache in GiB. 0: 1 GiB on a CPU; on a GPU the free memory, or what `tlt plan` leaves if
     # the run trains
+    sleep: Literal["auto", "always", "never"] = "auto"  # whether the KV cache gives its memory back during updates.
+    # auto: on a GPU, if the run would not fit otherwise; always: also on a CPU; never: it keeps it
     prefill_tokens: int = 8192  # prompt tokens computed per tick, at most; longer prompts are split
     admission: Literal["longest", "fifo"] = "longest"  # admitted first. longest: the longest expected; fifo: the oldest
     graphs: bool = True  # use CUDA graphs (GPU only)

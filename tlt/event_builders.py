@@ -11,8 +11,9 @@ from statistics import fmean, pstdev
 from tlt.config import TrainSettings
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.session import DraftingResult
+from tlt.engine.engine import SleepReport
 from tlt.loop import ByDepth, RolloutReport, Step
-from tlt.memory_plan import MemoryPlan, table
+from tlt.memory_plan import GIB, MemoryPlan, table
 from tlt.spec.alarm import Alarm
 from tlt.spec.budget import Budget
 from tlt.spec.shape import Shape, by_batch
@@ -27,6 +28,7 @@ from tlt.watch.events import (
     AccountUpdated,
     AnswerShown,
     DrafterTrained,
+    EngineSlept,
     LearningRatePlanned,
     MemoryPlanned,
     RewardsFailed,
@@ -323,6 +325,11 @@ def training_forecast(step: int, found: Forecast) -> TrainingForecast:
 
 def memory_planned(plan: MemoryPlan) -> MemoryPlanned:
     return MemoryPlanned(tuple(table(plan)), plan.device_bytes)
+
+
+def engine_slept(step: int, reports: Sequence[SleepReport]) -> EngineSlept:
+    slowest = max(reports, key=lambda report: report.sleep_s + report.wake_s)
+    return EngineSlept(step, slowest.bytes / GIB, slowest.sleep_s, slowest.wake_s)
 
 
 def learning_rate_planned(train: TrainSettings, weights: int) -> LearningRatePlanned:

@@ -29,6 +29,7 @@ from tlt.event_builders import (
     acceptance_collapsed,
     account_updated,
     drafter_trained,
+    engine_slept,
     rollout_report,
     training_forecast,
     worker_trace,
@@ -78,8 +79,10 @@ class Worker:
 
     def __init__(self, config: RunConfig, peers: Peers = ALONE, emit: Emit = lambda event: None) -> None:
         self.config = config
+        sleeps = config.engine.sleep == "always"
         if device_of(config.model.device).type == "cuda":
-            plan_or_refuse(config)
+            sleeps = plan_or_refuse(config).sleeps
+        self._engine_settings = replace(config.engine, sleep="always" if sleeps else "never")
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = open_policy(config.model)
         copied = (
@@ -119,11 +122,11 @@ class Worker:
 
         `taken`: the trainers have what they need, and what torch only keeps for later is as good as free.
         """
-        config, model = self.config, self.policy.model
+        model, config = self.policy.model, replace(self.config, engine=self._engine_settings)
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
         free = free_bytes(model.embed.device)
-        kv_gib = gib_of_what_is_free(free) if taken else kv_bytes_beside_training(plan_or_refuse(config), free) / GIB
+        kv_gib = gib_of_what_is_free(free) if taken else kv_bytes_beside_training(plan, free) / GIB
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
 
     def _online_drafter(self, trained: Eagle, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
@@ -213,7 +216,7 @@ class Worker:
 
     def plain_engine(self) -> EngineCore:
         """Another engine for the same policy, that does not speculate."""
-        settings = self._with_room(taken=True).engine
+        settings = replace(self._with_room(taken=True).engine, sleep="never")
         plain = EngineCore(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
         plain.compile(filtered=self.config.sampling.filtered)
         plain.measure()  # as the engine was when it was built: what runs first takes longer
@@ -222,6 +225,8 @@ class Worker:
     # ---- learning
 
     def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
+        """The engine sleeps from here to `publish`, if it is configured to."""
+        self.engine.sleep()
         return self.trainer.update(experiences, observer)
 
     def publish(self, version: int) -> None:
@@ -426,6 +431,8 @@ class LocalFleet:
 
     def publish(self, step: int, version: int) -> None:
         self.worker.publish(version)
+        if self.worker.engine.slept:
+            self._emit(engine_slept(step, [self.worker.engine.slept]))
         started = time.perf_counter()
         swapped = self._charge(CostKind.SWAPPING, self.worker.swap_drafter)
         if swapped is not None:

@@ -48,6 +48,7 @@ class MemoryPart:
     name: str
     bytes: int
     later: bool = False  # allocated after the engine is built
+    asleep: bool = False  # of a phase: the KV cache's memory is given back meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,22 @@ class MemoryPlan:
 
     @property
     def peak(self) -> MemoryPart:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda part: part.bytes)
+        """The phase that needs most, with keys and values or without."""
+        return max(self.phases, key=lambda part: part.bytes + (0 if part.asleep else self.kv_bytes))
+
+    @property
+    def _beside_kv(self) -> int:
+        """The most that a phase needs while there are keys and values."""
+        return max(part.bytes for part in self.phases if not part.asleep)
+
+    @property
+    def sleeps(self) -> bool:
+        return any(part.asleep for part in self.phases)
 
     @property
     def left_bytes(self) -> int:
         """For keys and values, at most."""
-        return self.device_bytes - self.reserve_bytes - self.kept_bytes - self.peak.bytes
+        return self.device_bytes - self.reserve_bytes - self.kept_bytes - self._beside_kv
 
     @property
     def kv_bytes(self) -> int:
@@ -83,13 +93,14 @@ class MemoryPlan:
     @property
     def later_bytes(self) -> int:
         """What is still to be allocated when the engine is built, beside keys and values."""
-        return sum(part.bytes for part in self.kept if part.later) + self.peak.bytes + self.reserve_bytes
+        return sum(part.bytes for part in self.kept if part.later) + self._beside_kv + self.reserve_bytes
 
     @property
     def needed_bytes(self) -> int:
         """The smallest GPU that this fits on."""
         kv = self.given_kv_bytes or self.least_kv_bytes
-        return self.kept_bytes + self.peak.bytes + self.reserve_bytes + kv
+        asleep = max((part.bytes for part in self.phases if part.asleep), default=0)
+        return self.kept_bytes + self.reserve_bytes + max(self._beside_kv + kv, asleep)
 
     @property
     def fits(self) -> bool:
@@ -97,6 +108,13 @@ class MemoryPlan:
 
 
 def memory_plan(config: RunConfig, sizes: Sizes) -> MemoryPlan:
+    """With `engine.sleep` auto the engine sleeps during updates if the run would not fit otherwise."""
+    awake, asleep = (_plan(config, sizes, sleeps) for sleeps in (False, True))
+    sleeps = asleep.fits and not awake.fits if config.engine.sleep == "auto" else config.engine.sleep == "always"
+    return asleep if sleeps else awake
+
+
+def _plan(config: RunConfig, sizes: Sizes, sleeps: bool) -> MemoryPlan:
     policy, size = sizes.policy, sizes.itemsize
     device = int(sizes.device_bytes * min(1.0, config.cluster.gpus_per_worker))
     page = 2 * policy.layers * config.engine.page_size * policy.kv_heads * policy.head_dim * size
@@ -107,7 +125,7 @@ def memory_plan(config: RunConfig, sizes: Sizes) -> MemoryPlan:
     )
     return MemoryPlan(
         kept=tuple(part for part in (*_policy_parts(config, sizes), *_drafter_parts(config, sizes)) if part.bytes),
-        phases=tuple(_phases(config, sizes, device)),
+        phases=tuple(_phases(config, sizes, device, sleeps)),
         reserve_bytes=int(RESERVE_SHARE * device) + RESERVE_BYTES,
         device_bytes=device,
         most_kv_bytes=page * config.engine.rows * most,
@@ -227,9 +245,9 @@ def _drafter_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
 # ---- phases
 
 
-def _phases(config: RunConfig, sizes: Sizes, device: int) -> Iterator[MemoryPart]:
+def _phases(config: RunConfig, sizes: Sizes, device: int, sleeps: bool) -> Iterator[MemoryPart]:
     row = max(config.train.row_tokens, min(sizes.policy.max_positions, config.sampling.max_tokens))
-    yield MemoryPart(f"update, rows of {row:,} tokens", _update_bytes(config, sizes, row, device))
+    yield MemoryPart(f"update, rows of {row:,} tokens", _update_bytes(config, sizes, row, device), asleep=sleeps)
     yield MemoryPart("rollout: prefill and logits", forward_bytes(config, sizes))
     if sizes.drafter and not config.drafting.frozen:
         yield MemoryPart("drafter training", _drafting_bytes(config, sizes, sizes.drafter, device))
@@ -299,14 +317,18 @@ def _drafting_bytes(config: RunConfig, sizes: Sizes, drafter: DrafterSizes, devi
 
 
 def table(plan: MemoryPlan) -> list[tuple[str, int]]:
-    """Rows of the plan: what is kept, the largest first; the phase that needs most; the reserve; keys and values."""
+    """What the largest phase needs: what is kept, the largest first; the phase; the reserve; keys and values, unless
+    their memory is given back."""
     rows = [(part.name, part.bytes) for part in sorted(plan.kept, key=lambda part: -part.bytes)]
     rows.append((plan.peak.name, plan.peak.bytes))
     rows.append(("reserve for graphs and the allocator", plan.reserve_bytes))
+    return rows if plan.peak.asleep else [*rows, _keys_and_values(plan)]
+
+
+def _keys_and_values(plan: MemoryPlan) -> tuple[str, int]:
     given = " (engine.kv_gib)" if plan.given_kv_bytes else ""
     kv = plan.kv_bytes if plan.device_bytes and plan.fits else plan.given_kv_bytes or plan.least_kv_bytes
-    rows.append((f"keys and values{given}" if kv != plan.least_kv_bytes else "keys and values, at least", kv))
-    return rows
+    return f"keys and values{given}" if kv != plan.least_kv_bytes else "keys and values, at least", kv
 
 
 def table_lines(plan: MemoryPlan) -> list[str]:
@@ -315,9 +337,16 @@ def table_lines(plan: MemoryPlan) -> list[str]:
     if plan.device_bytes:
         rows.append(("the GPU" if plan.fits else "the GPU, which is too small", plan.device_bytes))
     width = max(len(name) for name, _ in rows)
-    others = ", ".join(f"{part.name} {gib(part.bytes)}" for part in plan.phases if part != plan.peak)
+    others = [(part.name, part.bytes) for part in plan.phases if part != plan.peak]
+    others += [_keys_and_values(plan)] if plan.peak.asleep else []
+    apart = ", ".join(f"{name} {gib(size)}" for name, size in others)
     lines = [f"{name:<{width}}  {gib(size):>10}" for name, size in rows]
-    return [*lines, f"Not at the same time as the largest phase: {others}"] if others else lines
+    lines += [f"Not at the same time as the largest phase: {apart}"] if apart else []
+    return (
+        [*lines, "The engine sleeps during updates: its keys and values give their memory back"]
+        if plan.sleeps
+        else lines
+    )
 
 
 def remedy_lines(config: RunConfig, sizes: Sizes) -> list[str]:

@@ -341,7 +341,6 @@ class Host:
 
     def publish(self, version: int, newest: NewestDrafter | None) -> Published:
         """`newest`: the drafter that some workers are to take over from the one of this rank."""
-        started = time.perf_counter()
         self._timeline.enter("publishing")
         if newest is not None:
             self._share_drafter(newest)
@@ -354,7 +353,7 @@ class Host:
             self._sessions.offered = self._loaded = self._worker.drafter.version
         found = self.fingerprint()
         self._timeline.end()
-        return Published(found, swapped, time.perf_counter() - started)
+        return Published(found, swapped, self._worker.engine.slept)
 
     def _share_drafter(self, newest: NewestDrafter) -> None:
         if newest.root == self._group_rank:

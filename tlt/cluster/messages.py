@@ -10,6 +10,7 @@ from tlt.cluster.drafter_state import DrafterWords
 from tlt.cluster.timeline import TimelineSpan
 from tlt.drafting.idle import HandOut, Report
 from tlt.drafting.session import DraftingResult
+from tlt.engine.engine import SleepReport
 from tlt.engine.request import Request
 from tlt.loop import RolloutReport
 from tlt.spec.alarm import Alarm
@@ -96,7 +97,7 @@ class Published:
 
     fingerprint: int  # of policy and drafter
     swapped: int | None  # version of the drafter, if a new one was swapped in
-    seconds: float
+    slept: SleepReport | None  # if the engine slept during the update
 
 
 @dataclass(frozen=True, slots=True)

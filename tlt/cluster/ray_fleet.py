@@ -30,7 +30,7 @@ from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
 from tlt.errors import ClusterError, ConfigError, StateLost
-from tlt.event_builders import drafter_trained, together
+from tlt.event_builders import drafter_trained, engine_slept, together
 from tlt.loop import Emit, RolloutReport
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import merge_policy
@@ -219,6 +219,8 @@ class RayFleet:
         swapped = max((one.swapped for one in published if one.swapped is not None), default=None)
         if swapped is not None:
             self._emit(DrafterSwapped(step, swapped))
+        if slept := [one.slept for one in published if one.slept]:
+            self._emit(engine_slept(step, slept))
         self._emit(FleetPublished(step, version, fingerprints.pop(), time.perf_counter() - started))
         self._tell_other_spans(step)
 

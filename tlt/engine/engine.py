@@ -52,6 +52,15 @@ class EngineReport:
     speculation: SpeculationReport | None  # None without speculation
 
 
+@dataclass(frozen=True, slots=True)
+class SleepReport:
+    """The KV cache's memory was given back during an update."""
+
+    bytes: int
+    sleep_s: float  # to give it back
+    wake_s: float  # to take it again
+
+
 class EngineCore:
     """`submit` requests, then `drain`; or `tick` until `idle`, for answers as they end, and `drain` for what failed."""
 
@@ -79,14 +88,15 @@ class EngineCore:
             context=model.config.max_positions,
             cache_tokens=(pages - 1) * settings.page_size - beyond,  # a prompt's partial page may lie twice
         )
-        cache = KVCache.allocate(model.config, pages, settings.page_size, model.embed.dtype, model.embed.device)
+        kept_in = pages, settings.page_size, model.embed.dtype, model.embed.device
+        self._cache = KVCache.allocate(model.config, *kept_in, sleeps=settings.sleep == "always")
         admission = ADMISSIONS[settings.admission]()
         self._scheduler = Scheduler(
             PageAllocator(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
         )
         self._runner = Runner(
             model,
-            cache,
+            self._cache,
             rows=settings.rows,
             graphs=settings.graphs,
             taps=taps,
@@ -106,6 +116,8 @@ class EngineCore:
         self._in_flight: dict[Key, RequestState] = {}
         self._failures: dict[Key, str] = {}
         self._torn = False  # a tick was begun and not ended
+        self._sleep_s: float | None = None  # asleep, and what that took
+        self.slept: SleepReport | None = None  # the last time
         self._positions, self._context_due = 0.0, 0  # mean position of a row; the tick of the next look at it
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
 
@@ -325,9 +337,27 @@ class EngineCore:
 
         Requests under way go on with the new policy; their completions name the version of the last token.
         """
+        self._wake()
         self._scheduler.forget_cache()
         self._speculation.policy_changed()
         self._version = version
+
+    def sleep(self) -> None:
+        """Gives the KV cache's memory back until `load_policy`, if `engine.sleep` is always.
+
+        Requests under way lose their keys and values, which the next version of the policy makes useless anyway.
+        """
+        if self._cache.memory:
+            started = time.perf_counter()
+            self._cache.give_back()
+            self._sleep_s = time.perf_counter() - started
+
+    def _wake(self) -> None:
+        if self._sleep_s is not None:
+            started = time.perf_counter()
+            self._cache.take()
+            self.slept = SleepReport(self._cache.bytes, self._sleep_s, time.perf_counter() - started)
+            self._sleep_s = None
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Another version of the learned drafter, between two ticks."""

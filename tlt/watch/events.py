@@ -303,6 +303,16 @@ class DrafterSwapped(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSlept(Event):
+    """The KV cache's memory was given back during the update. In a fleet, of the slowest worker."""
+
+    step: int
+    gib: float
+    sleep_s: float  # to give it back
+    wake_s: float  # to take it again
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 
@@ -473,6 +483,7 @@ _KINDS: dict[str, type[Event]] = {
         TrainingForecast,
         DrafterTrained,
         DrafterSwapped,
+        EngineSlept,
         CheckpointSaved,
         ReplayCompared,
         RewardsFailed,
