@@ -126,7 +126,10 @@ class Worker:
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
         free = free_bytes(model.embed.device)
-        kv_gib = gib_of_what_is_free(free) if taken else kv_bytes_beside_training(plan, free) / GIB
+        if taken:
+            kv_gib = gib_of_what_is_free(free)
+        else:
+            kv_gib = kv_bytes_beside_training(plan_or_refuse(self.config), free) / GIB
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
 
     def _online_drafter(self, trained: Eagle, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
