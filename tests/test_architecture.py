@@ -52,6 +52,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.memory_plan",
         "tlt.plan",
         "tlt.replay",
+        "tlt.multi_turn",
         "tlt.evaluate",
         "tlt.resume",
         "tlt.event_builders",
@@ -465,7 +466,7 @@ SURFACE = {
     "Completion": "(key: tlt.types.Key, prompt_tokens: tuple[int, ...], tokens: tuple[int, ...], text: str, "
     "logprobs: tuple[float, ...], policy_logprobs: tuple[float, ...], "
     "finish_reason: Literal['eos', 'stop', 'length', 'abort'], policy_version: int, timing: tlt.types.Timing, "
-    "drafted: bytes = b'') -> None",
+    "drafted: bytes = b'', loss_mask: bytes = b'') -> None",
     "Engine": "(policy: tlt.policy.Policy, config: tlt.config.RunConfig) -> None",
     "Rollout": "(prompt: tlt.types.Prompt, completion: tlt.types.Completion, reward: float) -> None",
     "RunConfig": "(run: tlt.config.RunSettings = <factory>, model: tlt.config.ModelSettings = <factory>, "

@@ -35,7 +35,7 @@ from tlt.errors import CheckpointError, StateLost
 from tlt.fleet import LocalFleet
 from tlt.loop import Fleet, Loop, RolloutReport, ask
 from tlt.tasks.judge import DirectJudge
-from tlt.types import Key, SamplingParams
+from tlt.types import Completion, Key, Prompt, SamplingParams
 from tlt.watch.events import DrafterTrained, Event, ReplayCompared
 from tlt.watch.workers import FleetPublished, FleetRolledOut, WorkerLost, WorkerReturned, WorkerSpans
 
@@ -64,8 +64,10 @@ class Story:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def run(config: RunConfig, fleet: Fleet, story: Story, steps: int = STEPS, first: int = 0) -> Story:
-    task = Letters()
+def run(
+    config: RunConfig, fleet: Fleet, story: Story, steps: int = STEPS, first: int = 0, task: Letters | None = None
+) -> Story:
+    task = task or Letters()
     loop = Loop(config, task, letters(), DirectJudge(task), fleet, story.events.append)
     for number in range(first, steps):
         step = loop.step(number)
@@ -165,6 +167,35 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
     assert sum(event.joins for event in rolled) > 0  # two were dry, and trained the drafter together
     assert sum(event.swaps for event in rolled) > 0  # and the third took what they had learned while it wrote
     assert sum(event.drafting_s for event in rolled) > 0
+
+
+class TalkingLetters(Letters):
+    """Replies up to four times to a completion, depending on its length."""
+
+    def reply(self, prompt: Prompt, completion: Completion) -> str | None:
+        said = completion.loss_mask.count(0) // 3
+        return "XYZ" if said < len(completion.tokens) % 5 else None
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_completions_of_several_turns_are_those_of_one_worker(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """In rollout, update and replay; also where a worker is lost between turns."""
+    monkeypatch.setattr("tlt.fleet.open_policy", open_tiny)
+    config = replace(crowd.config, sampling=SamplingParams(max_tokens=48, stop=tuple("BHNT")))
+    config = replace(config, run=replace(config.run, replay_every=1))
+    story = Story()
+    expected = run(config, LocalFleet(config, story.events.append), story, task=TalkingLetters())
+    if killed:
+        crowd.arm(0, "rollout", 8)
+    found = run(config, crowd.fleet, crowd.story, task=TalkingLetters())
+    same(found, expected)
+    assert len(found.of(WorkerLost)) == killed
+    assert max(len(tokens) for tokens in found.tokens[0].values()) > 3 * 4
+    replays = found.of(ReplayCompared)
+    assert len(replays) == STEPS
+    assert all(replay.identical for replay in replays)
 
 
 def test_a_replay_is_timed_as_the_rollout_is(crowd: Crowd, alone: Story, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,25 @@ def test_what_a_lost_worker_had_is_answered_by_others_once() -> None:
     for number in (0, 1, 2):
         assert dispatch.completed(1, completion(number))
     assert dispatch.open == 0
+
+
+def test_a_next_turn_goes_where_its_pages_are_or_to_another_if_the_worker_is_lost() -> None:
+    dispatch = Dispatch(rows=1)
+    dispatch.begin([request(n, f"p{n}") for n in range(4)], workers=[0, 1])
+    worker_of = {number: worker for worker, numbers in handed_out(dispatch) for number in numbers}
+    number = next(number for number, worker in worker_of.items() if worker == 0)
+    (other,) = [n for n, worker in worker_of.items() if worker == 1][:1]
+    further = replace(request(number, f"p{number}"), prompt=(1, 5, 6))
+    for n, worker in ((number, 0), (other, 1)):
+        assert dispatch.completed(worker, completion(n))
+    dispatch.add([further, replace(request(other, f"p{other}"), prompt=(1, 5, 6))])
+    assert dispatch.open == 4
+    assert dispatch.lost(1) == 1
+    handed = handed_out(dispatch)
+    assert handed[0] == (0, [number])
+    assert dispatch.completed(0, completion(number))
+    handed += handed_out(dispatch)
+    assert (0, [other]) in handed
 
 
 # ---- shares of an update

@@ -184,12 +184,12 @@ def stopping(config: RunConfig, emit: Emit) -> LocalFleet:
     fleet = LocalFleet(config, emit)
     rollout, update, turns = fleet.rollout, fleet.update, 0
 
-    def stopped_rollout(step: int, requests: Sequence[Any]) -> Iterator[Completion]:
+    def stopped_rollout(step: int, requests: Sequence[Any], replies: Any) -> Iterator[Completion]:
         nonlocal turns
         turns += step == 2
         if turns == 2:
             raise Stopped
-        return rollout(step, requests)
+        return rollout(step, requests, replies)
 
     def stopped_update(experiences: Sequence[Experience]) -> UpdateResult:
         if turns:

@@ -18,6 +18,7 @@ from tlt.errors import ConfigError
 from tlt.evaluate import Evaluation, evaluated, pass_at, sampling_of, score_of
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, ask
+from tlt.multi_turn import Replies
 from tlt.policy import TINY_POLICY
 from tlt.recipe import to_toml
 from tlt.tasks.held_out import held_out_of
@@ -148,7 +149,7 @@ def test_no_key_of_training_is_used(tmp_path: Path) -> None:
     config = small(tmp_path, *EVAL, "--eval.answers=2", "--eval.temperature=1", "--sampling.stop_token_ids=7,8")
     asked: list[Request] = []
 
-    def answer(_: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def answer(_: int, requests: Sequence[Request], replies: object) -> Iterator[Completion]:
         asked.extend(requests)
         for request in requests:
             yield Completion(request.key, (1,), (2,), "", (), (), "eos", 0, Timing(0.0, 0.0))
@@ -212,12 +213,12 @@ def ends_in_evaluation(count: int) -> Callable[[RunConfig, Emit], LocalFleet]:
         fleet, made = LocalFleet(config, emit), 0
         evaluate = fleet.evaluate
 
-        def ends(step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+        def ends(step: int, requests: Sequence[Request], replies: Replies | None) -> Iterator[Completion]:
             nonlocal made
             made += 1
             if made == count:
                 raise Ended
-            yield from evaluate(step, requests)
+            yield from evaluate(step, requests, replies)
 
         fleet.evaluate = ends  # type: ignore[method-assign]
         return fleet

@@ -139,7 +139,7 @@ class Scripted:
         self._draw = random.Random(seed)
         self.told: list[tuple[str, object]] = []
 
-    def rollout(self, step: int, requests: Sequence[object]) -> Iterator[Completion]:
+    def rollout(self, step: int, requests: Sequence[object], replies: object = None) -> Iterator[Completion]:
         shuffled = list(requests)
         self._draw.shuffle(shuffled)
         for request in shuffled:
@@ -158,7 +158,7 @@ class Scripted:
     def publish(self, step: int, version: int) -> None:
         self.told.append(("publish", version))
 
-    def replay(self, requests: Sequence[object]) -> tuple[list[Completion], float]:
+    def replay(self, requests: Sequence[object], replies: object = None) -> tuple[list[Completion], float]:
         return list(Scripted(99).rollout(0, requests)), 2.0
 
     def snapshot(self) -> Callable[[Path], None]:

@@ -43,7 +43,7 @@ def test_the_programs_of_the_page_run_and_print_what_it_says(tmp_path: Path, mon
     (recipe,) = blocks("toml")
     Path(recipe.splitlines()[0].removeprefix("# ")).write_text(recipe, encoding="utf-8")
     programs = blocks("python")
-    assert len(programs) == 4
+    assert len(programs) == 5
     for program in programs:
         printed = StringIO()
         with redirect_stdout(printed):

@@ -14,6 +14,7 @@ from tlt.engine.request import Request
 from tlt.errors import ConfigError, ModelError, TaskError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit
+from tlt.multi_turn import Replies
 from tlt.policy import TINY_POLICY
 from tlt.tasks.context import refuse_long_prompts
 from tlt.text import Tokenizer
@@ -78,8 +79,8 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
 class Rounding(LocalFleet):
     """Its engine's log-probabilities differ by a rounding from those of the usual one, on any CPU."""
 
-    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
-        for completion in super().rollout(step, requests):
+    def rollout(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
+        for completion in super().rollout(step, requests, replies):
             off = tuple(logprob - 1e-6 for logprob in completion.policy_logprobs)
             yield replace(completion, policy_logprobs=off)
 

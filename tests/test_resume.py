@@ -23,6 +23,7 @@ from tlt.engine.request import Request
 from tlt.errors import CheckpointError, ConfigError
 from tlt.fleet import LocalFleet
 from tlt.loop import Emit, Fleet
+from tlt.multi_turn import Replies
 from tlt.recipe import to_toml
 from tlt.resume import ResumePoint, checkpoints_of, starting_point
 from tlt.train import policy_files
@@ -166,8 +167,8 @@ def train_until_killed(config: RunConfig, where: str) -> None:
         fleet = LocalFleet(config, emit)
         rollout = fleet.rollout
 
-        def killed_rollout(step: int, requests: Sequence[Request]) -> Iterator[Completion]:
-            for completion in rollout(step, requests):
+        def killed_rollout(step: int, requests: Sequence[Request], replies: Replies | None) -> Iterator[Completion]:
+            for completion in rollout(step, requests, replies):
                 if where == "rollout" and step == 4:
                     kill()
                 yield completion

@@ -5,6 +5,7 @@ one full batch and one more group. Expected lengths come from earlier completion
 assigned once, unless its worker is lost. Knows keys and lengths; does not know how requests are sent.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from tlt.engine.request import Request
@@ -22,6 +23,8 @@ class Dispatch:
         self._waiting: list[tuple[Request, ...]] = []  # ascending by expected length; taken from the end
         self._at: dict[int, dict[Key, Request]] = {}  # requests of each worker
         self._spare = 0  # requests of a worker beyond its rows, so that no row waits for the next assignment
+        self._wrote: dict[Key, int] = {}  # the worker that completed a request
+        self._further: deque[tuple[int, Request]] = deque()  # next turns, and the workers that hold their KV cache
 
     def copy(self) -> "Dispatch":
         """An independent copy of the expected lengths, without requests."""
@@ -36,11 +39,11 @@ class Dispatch:
     @property
     def open(self) -> int:
         """Requests without a completion."""
-        return self.waiting + sum(len(held) for held in self._at.values())
+        return self.waiting + len(self._further) + sum(len(held) for held in self._at.values())
 
     def begin(self, requests: Sequence[Request], workers: Iterable[int]) -> None:
         """Groups are not split, as they share their prompt's KV cache, unless there are fewer groups than workers."""
-        self._at = {worker: {} for worker in workers}
+        self._at, self._wrote = {worker: {} for worker in workers}, {}
         units = _groups(requests)
         if len(units) < len(self._at):
             units = [(request,) for request in requests]
@@ -50,8 +53,14 @@ class Dispatch:
     def next(self, *, crowded: bool = False) -> tuple[int, tuple[Request, ...]] | None:
         """The next assignment: worker and requests. None if no request waits or no worker has room.
 
-        `crowded`: workers without room count too.
+        `crowded`: workers without room count too. A next turn goes to the worker of the turn before, if it is not lost.
         """
+        while self._further:
+            worker, request = self._further.popleft()
+            if worker in self._at:
+                self._at[worker][request.key] = request
+                return worker, (request,)
+            self._waiting.append((request,))
         with_room = [worker for worker, held in self._at.items() if crowded or self._has_room(len(held))]
         if not self._waiting or not with_room:
             return None
@@ -68,10 +77,15 @@ class Dispatch:
         request = self._at.get(worker, {}).pop(completion.key, None)
         if request is None:
             return False
+        self._wrote[completion.key] = worker
         length = len(completion.tokens)
         known = self._expected.get(request.prompt_id, length)
         self._expected[request.prompt_id] = _MEMORY * known + (1 - _MEMORY) * length
         return True
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Next turns of completed requests."""
+        self._further.extend((self._wrote[request.key], request) for request in requests)
 
     def lost(self, worker: int) -> int:
         """Puts the worker's open requests at the front of the queue. Returns their number."""

@@ -27,11 +27,13 @@ from tlt.errors import ConfigError
 from tlt.event_builders import RewardMetrics, rewards_failed
 from tlt.loop import Emit
 from tlt.model.weights import read_config
+from tlt.multi_turn import Replies, replies_of
 from tlt.outputs import write_new
 from tlt.policy import open_policy, source_of
 from tlt.tasks.context import fit_prompts
 from tlt.tasks.held_out import HeldOut, evaluation_seed, held_out_of
 from tlt.tasks.judging import Judged, Judging
+from tlt.tasks.task import MultiTurnTask
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key, SamplingParams
 from tlt.watch.directory import ROLLOUTS, held
@@ -50,7 +52,7 @@ from tlt.watch.progress import WorkProgress
 from tlt.watch.session import Watched
 from tlt.watch.summary import evaluation_in_words
 
-Answer = Callable[[int, Sequence[Request]], Iterator[Completion]]
+Answer = Callable[[int, Sequence[Request], Replies | None], Iterator[Completion]]
 _PROGRESS_S = 1.0  # between two words about an evaluation under way
 _LOWER_IS_BETTER = ("reward_error", "length", "truncated")
 VERB = "eval"
@@ -119,7 +121,7 @@ class Evaluation:
         """`keep`: the answers of the last evaluation stay in `judged`."""
         self._config, self._emit = config, emit
         self._asked = {one.name: _requests(index, one, config, tokenizer) for index, one in enumerate(sets)}
-        self._sets = sets
+        self._sets, self._tokenizer = sets, tokenizer
         self._told = [one for one in told if one.name in self._asked]
         self.judged: dict[str, list[Judged]] = {}
         self._keep = keep
@@ -161,7 +163,9 @@ class Evaluation:
         by_step = self._config.task.reward_batch == "step"
         with Judging(one.judge, list(zip(one.prompts, keys, strict=True)), by_step=by_step) as judging:
             requests = [request for group in asked for request in group]
-            for completion in self._shown(step, requests, answer):
+            prompts = {key: prompt for prompt, of_one in zip(one.prompts, keys, strict=True) for key in of_one}
+            replies = replies_of(one.task, self._tokenizer, prompts)
+            for completion in self._shown(step, requests, partial(answer, step, requests, replies)):
                 judging.hand_in(completion)
             judged = judging.judged()
         for failure in rewards_failed(step, (verdict for group in judged for verdict in group.verdicts)):
@@ -170,9 +174,11 @@ class Evaluation:
             self.judged[one.name] = judged
         return evaluated(step, one.name, judged, self._config.eval, time.perf_counter() - started)
 
-    def _shown(self, step: int, requests: Sequence[Request], answer: Answer) -> Iterator[Completion]:
+    def _shown(
+        self, step: int, requests: Sequence[Request], answer: Callable[[], Iterator[Completion]]
+    ) -> Iterator[Completion]:
         tokens, told = 0, time.perf_counter()
-        for finished, completion in enumerate(answer(step, requests), start=1):
+        for finished, completion in enumerate(answer(), start=1):
             yield completion
             tokens += len(completion.tokens)
             if time.perf_counter() - told > _PROGRESS_S:
@@ -216,7 +222,8 @@ def _requests(index: int, one: HeldOut, config: RunConfig, tokenizer: Tokenizer)
         first = (index << 32) + place * answers
         keys = [Key(seed, first + answer) for answer in range(answers)]
         # training may ask a prompt of the same id, whose lengths and texts are remembered under it
-        found.append(tuple(Request(key, tokens, params, f"eval/{one.name}/{prompt.id}") for key in keys))
+        named, keep = f"eval/{one.name}/{prompt.id}", isinstance(one.task, MultiTurnTask)
+        found.append(tuple(Request(key, tokens, params, named, keep=keep) for key in keys))
     return found
 
 
@@ -265,7 +272,10 @@ def _model_name(path: str) -> str:
     return re.sub(r"[^\w.-]", "-", named) or "policy"
 
 
-def _answers(engine: EngineCore, console: Console, _: int, requests: Sequence[Request]) -> Iterator[Completion]:
+def _answers(
+    engine: EngineCore, console: Console, _: int, requests: Sequence[Request], replies: Replies | None
+) -> Iterator[Completion]:
+    """Tasks of recipes have no replies."""
     engine.submit(requests)
     finished = 0
     with WorkProgress("answers", len(requests), console, time.perf_counter) as shown:

@@ -37,6 +37,7 @@ from tlt.event_builders import (
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes, most_reserved
 from tlt.model.transformer import Transformer
+from tlt.multi_turn import MultiTurn, Replies
 from tlt.plan import kv_bytes_beside_training, plan_or_refuse
 from tlt.policy import base_name, device_of, open_policy
 from tlt.spec.budget import Budget, CostKind
@@ -336,17 +337,17 @@ class LocalFleet:
         if self._since:
             self._apart_s += seconds
 
-    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def rollout(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
         first = step != self._step or not self._lengths
         if first:
             self._lengths, self._rollout_s, self._saved_s = [], 0.0, 0.0
         self._step = step
         self.worker.begin_rollout(step)
-        return self._rolled_out(requests, first)
+        return self._rolled_out(requests, replies, first)
 
-    def _rolled_out(self, requests: Sequence[Request], first: bool) -> Iterator[Completion]:
+    def _rolled_out(self, requests: Sequence[Request], replies: Replies | None, first: bool) -> Iterator[Completion]:
         started = time.perf_counter()
-        for completion in self._write(requests):
+        for completion in self._write(requests, replies):
             self._lengths.append(len(completion.tokens))
             yield completion
         ended = time.perf_counter()
@@ -358,11 +359,17 @@ class LocalFleet:
             self._planner.rolled_out(self._lengths, self._rollout_s, step_s, saved_s, first=first)
         self._since, self._apart_s = ended, 0.0
 
-    def _write(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        self.worker.submit(requests)
-        while not self.worker.idle:
-            yield from self.worker.tick()
-            self._sound()
+    def _write(self, requests: Sequence[Request], replies: Replies | None) -> Iterator[Completion]:
+        with MultiTurn(requests, replies) as turns:
+            self.worker.submit(requests)
+            while turns.waiting or not self.worker.idle:
+                if not self.worker.idle:
+                    for completion in self.worker.tick():
+                        turns.hand_in(completion)
+                    self._sound()
+                complete, further = turns.take(None if self.worker.idle else 0.0)
+                self.worker.submit(further)
+                yield from complete
         self.worker.finish()
 
     def _sound(self) -> None:
@@ -443,11 +450,11 @@ class LocalFleet:
         if self._planner:
             self._emit(account_updated(step, self._planner.account))
 
-    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+    def replay(self, requests: Sequence[Request], replies: Replies | None = None) -> tuple[list[Completion], float]:
         begun = time.perf_counter()
         self.worker.begin_replay()
         started = time.perf_counter()
-        completions = list(self._write(requests))
+        completions = list(self._write(requests, replies))
         seconds = time.perf_counter() - started
         self.worker.end_replay()
         self._apart_s += time.perf_counter() - begun
@@ -455,10 +462,10 @@ class LocalFleet:
             self._planner.replayed(seconds)
         return completions, seconds
 
-    def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def evaluate(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
         self._step = step
         self.worker.begin_evaluation()
-        yield from self._write(requests)
+        yield from self._write(requests, replies)
         self.worker.end_evaluation()
 
     def snapshot(self) -> Callable[[Path], None]:

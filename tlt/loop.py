@@ -8,17 +8,19 @@ Knows nothing of engines, processes or devices: a fleet is whoever has these met
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from tlt.config import GrpoSettings, RunConfig
 from tlt.engine.request import Request
 from tlt.errors import TaskError
+from tlt.multi_turn import Replies, replies_of
 from tlt.replay import replayed
 from tlt.spec.shape import TicksByBatch
 from tlt.tasks.judge import Judge
 from tlt.tasks.judging import Judged, Judging
-from tlt.tasks.task import Task
+from tlt.tasks.task import MultiTurnTask, Task
 from tlt.text import Tokenizer
 from tlt.train.grpo import advantages
 from tlt.train.policy import UpdateResult
@@ -55,8 +57,9 @@ class RolloutReport:
 class Fleet(Protocol):
     """All workers, each with an engine, a share of the policy's trainer, and the drafter's."""
 
-    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def rollout(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
         """Every request's answer, once, as it ends. Workers that run dry may train the drafter until the last is in.
+        An answer that gets `replies` ends with its last turn.
 
         Preparations end before this returns; the rollout runs while its answers are taken.
         """
@@ -73,11 +76,11 @@ class Fleet(Protocol):
     def publish(self, step: int, version: int) -> None:
         """From now on every engine writes with the updated policy, and drafts with the newest drafter."""
 
-    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+    def replay(self, requests: Sequence[Request], replies: Replies | None = None) -> tuple[list[Completion], float]:
         """The same requests once more without speculation, and the seconds of the rollout alone: they do not include
         building, compiling and measuring the engines that write it."""
 
-    def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def evaluate(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
         """Every request's answer, once, as it ends, by the engines of the rollout. No drafter learns from them."""
 
     def leave_out(self, seconds: float) -> None:
@@ -205,7 +208,7 @@ class Loop:
         """Seconds from the first request to the last answer."""
         requests = [request for one in asked for request in one.requests]
         self.emit(PhaseStarted(number, "rollout"))
-        completions = self.fleet.rollout(number, requests)
+        completions = self.fleet.rollout(number, requests, self._replies(asked))
         tokens, told = 0, (started := time.perf_counter())
         for finished, completion in enumerate(completions, start=1):
             judging.hand_in(completion)
@@ -224,7 +227,12 @@ class Loop:
         asked, judged, seconds = rolled.turns[0]
         requests = [request for one in asked for request in one.requests]
         completions = [rollout.completion for one in judged for rollout in one.group.rollouts]
-        self.emit(replayed(number, self.config, requests, completions, seconds, self.fleet.replay))
+        replay = partial(self.fleet.replay, replies=self._replies(asked))
+        self.emit(replayed(number, self.config, requests, completions, seconds, replay))
+
+    def _replies(self, asked: Sequence[Asked]) -> Replies | None:
+        prompts = {request.key: one.prompt for one in asked for request in one.requests}
+        return replies_of(self.task, self.tokenizer, prompts)
 
 
 @dataclass(slots=True)
@@ -275,13 +283,13 @@ def ask(
             f"{type(task).__module__}.{type(task).__qualname__}.sample({number}, {count}) returned no prompts; "
             f"expected {count}, one at least: begin again with the first where they end, or lower run.steps to {taken}"
         )
-    asked = []
+    asked, several = [], isinstance(task, MultiTurnTask)  # the pages of a turn are kept for the next one
     for place, prompt in enumerate(prompts):
         if places is None or place in places:
             tokens = tuple(tokenizer.encode_prompt(prompt.content))
             first = (taken << 32) + (turn * count + place) * group
             keys = [Key(config.run.seed, first + completion) for completion in range(group)]
-            requests = tuple(Request(key, tokens, config.sampling, prompt.id) for key in keys)
+            requests = tuple(Request(key, tokens, config.sampling, prompt.id, keep=several) for key in keys)
             asked.append(Asked(prompt, requests, place))
     return asked
 

@@ -106,6 +106,12 @@ class Completion:
     policy_version: int  # of the weights that wrote the last token
     timing: Timing
     drafted: bytes = b""  # of each token: 1 if it was an accepted draft, 0 if the policy's forward pass drew it
+    loss_mask: bytes = b""  # of each token: 1 if the policy drew it, 0 if the task replied it; empty: all are drawn
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens that the policy drew, and that it learns from."""
+        return self.loss_mask.count(1) if self.loss_mask else len(self.tokens)
 
     def __repr__(self) -> str:
         text = shown(self.text, _SHOWN)

@@ -14,11 +14,13 @@ from tlt.dispatch import Dispatch
 from tlt.drafting.idle import Coordinator, State
 from tlt.event_builders import acceptance_collapsed
 from tlt.loop import Emit
+from tlt.multi_turn import MultiTurn
 from tlt.types import Completion
 from tlt.watch.workers import FleetWaits
 
 _SHARE_S = 0.5  # seconds between two deliveries of the other workers' completions to a worker that trains the drafter
 _REMIND_S = 5.0  # seconds between two repetitions of an unconfirmed message
+_REPLY_S = 0.01  # seconds that a reply is waited for before the next messages are
 _QUIET_S = 60.0  # seconds without any status update after which an event is emitted
 
 
@@ -50,11 +52,15 @@ class Epoch:
             worker_id: actor.run_rollout.remote(epoch, peers, self._step) for worker_id, actor in peers.items()
         }
 
-    def completions(self) -> Iterator[Completion]:
+    def completions(self, turns: MultiTurn) -> Iterator[Completion]:
         """Yields until every request has its completion. Workers without requests train the drafter meanwhile."""
-        while self._dispatch.open:
+        while self._dispatch.open or turns.waiting:
             self._hand_out()
-            yield from self._receive()
+            for completion in self._receive():
+                turns.hand_in(completion)
+            complete, further = turns.take(_REPLY_S)
+            self._dispatch.add(further)
+            yield from complete
         self._coordinator.close()
 
     def draft(self, until: Callable[[], bool]) -> None:

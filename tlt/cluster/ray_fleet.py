@@ -32,6 +32,7 @@ from tlt.engine.request import Request
 from tlt.errors import ClusterError, ConfigError, StateLost
 from tlt.event_builders import drafter_trained, engine_slept, together
 from tlt.loop import Emit, RolloutReport
+from tlt.multi_turn import MultiTurn, Replies
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import merge_policy
 from tlt.types import Completion, Experience
@@ -90,26 +91,27 @@ class RayFleet:
 
     # ---- rollout
 
-    def rollout(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def rollout(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
         first = step != self._step
         self._step = step
         self._recover("rollout")
         if first:
             self._dispatch_before = self._dispatch.copy()
-        return self._rolled_out(requests)
+        return self._rolled_out(requests, replies)
 
-    def _rolled_out(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        yield from self._write(requests, drafting=self._drafts)
+    def _rolled_out(self, requests: Sequence[Request], replies: Replies | None) -> Iterator[Completion]:
+        yield from self._write(requests, replies, drafting=self._drafts)
         self._reports = self._written.reports
         self._tell_rollout()
 
-    def _write(self, requests: Sequence[Request], *, drafting: bool) -> Iterator[Completion]:
+    def _write(self, requests: Sequence[Request], replies: Replies | None, *, drafting: bool) -> Iterator[Completion]:
         """Yields completions, and then sets `_written`."""
         started = time.perf_counter()
         self._dispatch.begin(requests, self._actors.members)
         epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, self._step)
         epoch.begin(drafting=drafting)
-        yield from epoch.completions()
+        with MultiTurn(requests, replies) as turns:
+            yield from epoch.completions(turns)
         answered = time.perf_counter()
         reports = epoch.end()
         self._written = _Written(answered - started, time.perf_counter() - answered, reports)
@@ -132,21 +134,21 @@ class RayFleet:
         epoch.draft(until)
         self._tell_drafting(epoch.end())
 
-    def replay(self, requests: Sequence[Request]) -> tuple[list[Completion], float]:
+    def replay(self, requests: Sequence[Request], replies: Replies | None = None) -> tuple[list[Completion], float]:
         """Dispatches the requests as the rollout did, with its expected lengths: only the engines differ."""
         self._enter("replay")
         self._actors.ask_all("begin_replay")
         after, self._dispatch = self._dispatch, self._dispatch_before
-        completions = list(self._write(requests, drafting=False))
+        completions = list(self._write(requests, replies, drafting=False))
         self._dispatch = after
         self._actors.ask_all("end_replay")
         return completions, self._written.seconds
 
-    def evaluate(self, step: int, requests: Sequence[Request]) -> Iterator[Completion]:
+    def evaluate(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
         self._step = step
         self._recover("evaluation")
         self._actors.ask_all("begin_evaluation")
-        yield from self._write(requests, drafting=False)
+        yield from self._write(requests, replies, drafting=False)
         self._actors.ask_all("end_evaluation")
 
     def leave_out(self, seconds: float) -> None:

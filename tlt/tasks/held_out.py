@@ -24,6 +24,7 @@ class HeldOut:
     name: str
     prompts: tuple[Prompt, ...]
     judge: Judge
+    task: Task  # replies to turns, if it does
 
 
 def evaluation_seed(config: RunConfig) -> int:
@@ -35,7 +36,7 @@ def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | N
     """The sets that `[eval]` asks for. `task`: the user's own, if training has one; `eval_task`: its held-out side."""
     if config.eval.paths:
         named = zip(evaluation_names(config.eval.paths), config.eval.paths, strict=True)
-        return [_of_file(name, path, config) for name, path in named]
+        return [_of_file(name, path, config, task) for name, path in named]
     if eval_task is not None:
         return [_drawn("held_out", eval_task, config)]
     if task is None and config.task.name in BUILT_IN:
@@ -49,12 +50,13 @@ def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | N
     )
 
 
-def _of_file(name: str, path: str, config: RunConfig) -> HeldOut:
+def _of_file(name: str, path: str, config: RunConfig, training: Task | None) -> HeldOut:
     settings = replace(config.task, name="files", path=path)
     if config.eval.reward:
         settings = replace(settings, reward=config.eval.reward, rewards=(), reward_weights=())
     task = FileTask(settings, seed=config.run.seed, max_tokens=_limit(config))
-    return HeldOut(name, tuple(task.prompts[: config.eval.prompts or None]), task.judge)
+    prompts = tuple(task.prompts[: config.eval.prompts or None])
+    return HeldOut(name, prompts, task.judge, training or task)
 
 
 def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
@@ -68,7 +70,7 @@ def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
     if not prompts:
         raise TaskError("the task returned no prompts to evaluate; expected at least one")
     limited = replace(config, sampling=replace(config.sampling, max_tokens=_limit(config)))
-    return HeldOut(name, tuple(prompts.values()), judge_of(task, limited))
+    return HeldOut(name, tuple(prompts.values()), judge_of(task, limited), task)
 
 
 def _limit(config: RunConfig) -> int:

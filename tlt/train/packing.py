@@ -27,6 +27,7 @@ class Example:
 
     tokens: tuple[int, ...]
     answer_start: int
+    loss_mask: bytes = b""  # of the completion's tokens: 0 where one does not count; empty: all count
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,14 @@ def _lay_out(examples: Sequence[Example], members: tuple[int, ...]) -> PackedRow
     # torch reads an array several times faster than a list
     tokens = array("q", chain.from_iterable(example.tokens for example in chosen))
     positions_T = np.arange(len(tokens)) - np.repeat(ends_S - sizes_S, sizes_S)
+    mask_T = positions_T >= np.repeat(answers_S, sizes_S)
+    for example, end in zip(chosen, ends_S, strict=True):
+        if example.loss_mask:
+            mask_T[end - len(example.loss_mask) : end] = np.frombuffer(example.loss_mask, dtype=bool)
     return PackedRow(
         tokens_T=torch.frombuffer(tokens, dtype=torch.int64),
         positions_T=torch.from_numpy(positions_T),
-        mask_T=torch.from_numpy(positions_T >= np.repeat(answers_S, sizes_S)),
+        mask_T=torch.from_numpy(mask_T),
         starts=(0, *ends_S.tolist()),
         members=members,
     )
@@ -105,4 +110,9 @@ def _check_answer(index: int, example: Example) -> None:
         raise TltError(
             f"example {index}: the answer starts at token {example.answer_start} of {len(example.tokens)}; "
             "expected at least one token of prompt before it and one token of answer"
+        )
+    if example.loss_mask and len(example.loss_mask) != len(example.tokens) - example.answer_start:
+        raise TltError(
+            f"example {index}: a loss mask of {len(example.loss_mask)} for an answer of "
+            f"{len(example.tokens) - example.answer_start} tokens; expected one mark per token"
         )

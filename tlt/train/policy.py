@@ -27,9 +27,9 @@ Does not know groups, rewards, engines, runs or files.
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -247,7 +247,7 @@ class PolicyTrainer:
         for experience in counted:
             _check_experience(experience)
         learned = [e for e in counted if e.advantage != 0 or self._grpo.kl]
-        tokens = sum(len(e.rollout.completion.tokens) for e in counted)
+        tokens = sum(e.rollout.completion.drawn_tokens for e in counted)
         counts = torch.tensor([len(counted), tokens, len(learned)], device=self._model.embed.device)
         self._sum_over_workers([counts])
         all_answers, all_tokens, all_learned = counts.tolist()
@@ -279,7 +279,7 @@ class PolicyTrainer:
         device = self._model.embed.device
         wide = np.float64 if self._model.embed.dtype == torch.float64 else np.float32
         members = [experiences[index] for index in packed.members]
-        sizes_S = np.array([len(e.rollout.completion.tokens) for e in members])
+        sizes_S = np.array([e.rollout.completion.drawn_tokens for e in members])
         weights = [grpo.token_weight(size, totals, self._grpo) for size in sizes_S.tolist()]
         # numpy: torch would wake all its threads for a few thousand numbers
         old = array("d", chain.from_iterable(self._old(e.rollout.completion) for e in members))
@@ -312,9 +312,10 @@ class PolicyTrainer:
         _, anchor_N = _anchors(now_N, row.old_N, row.anchor_N, self._grpo, self._round_off)
         return replace(row, sequence_N=grpo.sequence_old(now_N, anchor_N, row.sizes_S))
 
-    def _old(self, completion: Completion) -> tuple[float, ...]:
-        """The engine's log-probabilities under the distribution the ratio is of."""
-        return completion.policy_logprobs if self._temperature == 1 else completion.logprobs
+    def _old(self, completion: Completion) -> Iterable[float]:
+        """The engine's log-probabilities of the drawn tokens under the distribution the ratio is of."""
+        logprobs = completion.policy_logprobs if self._temperature == 1 else completion.logprobs
+        return compress(logprobs, completion.loss_mask) if completion.loss_mask else logprobs
 
     def _anchored(self, row: "_Row") -> "_Row":
         # gradients are enabled, so that the operations are those of the training pass
@@ -435,15 +436,24 @@ def _keep_sampled(part: _Minibatch, index: int, entropy_N: Tensor, kept: dict[Ke
     for member in part.packed[index].members:
         experience = part.learned[member]
         completion = experience.rollout.completion
-        end = start + len(completion.tokens)
-        if experience.sampled:
-            kept.setdefault(completion.key, entropy_N[start:end])
+        end = start + completion.drawn_tokens
+        if experience.sampled and completion.key not in kept:
+            kept[completion.key] = _spread(entropy_N[start:end], completion.loss_mask)
         start = end
+
+
+def _spread(drawn_N: Tensor, loss_mask: bytes) -> Tensor:
+    """The values of a completion's drawn tokens as values of all its tokens: 0 for replies."""
+    if not loss_mask:
+        return drawn_N
+    places_N = upload(torch.from_numpy(np.flatnonzero(np.frombuffer(loss_mask, dtype=bool))), drawn_N.device)
+    return drawn_N.new_zeros(len(loss_mask)).index_copy_(0, places_N, drawn_N)
 
 
 def _example(experience: Experience) -> Example:
     completion = experience.rollout.completion
-    return Example(completion.prompt_tokens + completion.tokens, answer_start=len(completion.prompt_tokens))
+    prompt = completion.prompt_tokens
+    return Example(prompt + completion.tokens, answer_start=len(prompt), loss_mask=completion.loss_mask)
 
 
 def _length(completion: Completion) -> int:
