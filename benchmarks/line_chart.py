@@ -57,6 +57,30 @@ def svg(inside: Sequence[str], label: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>'
 
 
+STYLE = """
+svg { background: #fff; font-family: system-ui, sans-serif; }
+text { font-size: 11.5px; fill: #5f6368; } .key { font-size: 12.5px; fill: #202124; }
+.grid { stroke: #e8eaed; } .base, .tick { stroke: #9aa0a6; } .hit { fill: transparent; }
+.line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+.faint { stroke-width: 1; opacity: 0.4; } .dot { fill: currentColor; }
+.c1 { color: #80868b; } .c2 { color: #1967d2; } .c3 { color: #e37400; } .c4 { color: #188038; }
+"""
+
+
+def standalone(chart: str, keys: Sequence[tuple[str, str]], *, at_bottom: bool = False) -> str:
+    """A chart as an SVG file of its own. `keys`: colour and label of each line, at the top right or bottom right."""
+    first = HEIGHT - BOTTOM - 8 - 18 * len(keys) if at_bottom else TOP + 16
+    said = "".join(
+        f'<g class="{colour}"><path class="line" d="M{WIDTH - 200} {first + 18 * number}h22"/></g>'
+        f'<text class="key" x="{WIDTH - 172}" y="{first + 4 + 18 * number}">{escape(label)}</text>'
+        for number, (colour, label) in enumerate(keys)
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+    body = chart.replace("<svg", head, 1).replace("</svg>", f"{said}</svg>")
+    start = body.index(">") + 1
+    return f"{body[:start]}<style>{STYLE}</style>{body[start:]}\n"
+
+
 # ---- scales
 
 
