@@ -17,6 +17,7 @@ from tlt.watch.console import Lines, Progress, _Now
 from tlt.watch.events import (
     AcceptanceCollapsed,
     CheckpointsPlanned,
+    Evaluated,
     Event,
     HealthWarning,
     ReaderFailed,
@@ -82,9 +83,18 @@ COLLAPSED = AcceptanceCollapsed(6, "eagle", "chain", 1.1, 3.4, 100)
 FAULT = ReplayCompared(4, 10, 1.0, 1.0, identical=False, exact=True)
 
 
+def held_out(step: int, reward: float, error: float = 0.03, name: str = "test") -> Evaluated:
+    return Evaluated(step, name, 256, 256, reward, error, ((1, reward),), 9.0, 0.0, 1.0)
+
+
+FELL = [held_out(0, 0.4), *steps(1), held_out(1, 0.6), *steps(1, 2), held_out(2, 0.5)]
+
+
 @pytest.mark.parametrize(
     ("events", "name", "level", "says"),
     [
+        (FELL, "rewards", "bad", "reward on held-out test fell from 0.600 to 0.500"),
+        ([*FELL, held_out(2, 0.9, name="other")], "rewards", "bad", "reward on held-out test fell from 0.600 to 0.500"),
         (steps(3, **SILENT, reward_std=0.5), "learning", "bad", "no group had a signal for 3 steps"),
         (steps(3, **SILENT, reward_std=0.0, mean_reward=0.0), "learning", "bad", "3 steps: every answer earned 0"),
         (steps(3, grad_norm=0.0), "learning", "bad", "the gradient was 0 for 3 steps"),
@@ -138,6 +148,8 @@ def test_only_tokens_that_lose_their_gradient_one_by_one_are_clipped_too_much(ob
         steps(5, truncated=0.05),
         [FAULT.__class__(4, 10, 1.0, 1.0, identical=False), *steps(1)],  # rounding, where it is allowed
         steps(8, entropy=0.01),  # it was never higher
+        [*FELL, *steps(1, 3), held_out(3, 0.52)],  # within two standard errors
+        steps(2, saved_s=-1.0),  # an accident
     ],
 )
 def test_a_light_goes_back_and_does_not_cry_wolf(events: list[Event]) -> None:
@@ -152,6 +164,14 @@ def test_a_warning_comes_once_and_again_after_it_was_over() -> None:
     ]
     assert [index for index, lights in enumerate(told, start=1) if lights] == [1, 8, 16]  # look; bad; look again
     assert {light for lights in told for light in lights} == {"truncation"}
+
+
+def test_a_fall_on_held_out_prompts_is_warned_of_when_it_is_seen() -> None:
+    health = Health(CONFIG)
+    *before, last = FELL
+    assert not [warning for event in before for warning in health.see(event)]
+    (warning,) = health.see(last)
+    assert (warning.step, warning.light, warning.remedy[-20:]) == (2, "rewards", "--resume-from step_1")
 
 
 def test_what_to_do_goes_by_the_settings() -> None:

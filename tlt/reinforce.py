@@ -174,11 +174,14 @@ class _Run:
         checkpoint_s = time.perf_counter() - computed
         step_s = time.perf_counter() - started - step.times.replay
         self._log.emit(step_finished(step, checkpoint_s=checkpoint_s, step_s=step_s))
-        for warning in self._health.take_warnings():
-            self._log.emit(warning)
+        self._warn()
         if fill:  # after the event: whoever resumes from this checkpoint does not compute the step again
             self._saver.save(step.number, fill)
         self._saver.tell()
+
+    def _warn(self) -> None:
+        for warning in self._health.take_warnings():
+            self._log.emit(warning)
 
     def _tell(self, step: Step) -> None:
         verdicts = [verdict for one in step.judged for verdict in one.verdicts]
@@ -212,6 +215,7 @@ class _Run:
         started = time.perf_counter()
         if evaluation.due(step):
             evaluation.run(step, fleet.evaluate)
+            self._warn()
         self._checkpoints.best = best = evaluation.best
         if best == step > self._saver.newest:
             self._saver.save(step, self._copy(fleet, step))

@@ -8,6 +8,7 @@ Does not depend on the code that emits, shows or writes.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import hypot
 from statistics import fmean, median
 from typing import Literal
 
@@ -15,6 +16,7 @@ from tlt.config import RunConfig
 from tlt.watch.events import (
     AcceptanceCollapsed,
     CheckpointsPlanned,
+    Evaluated,
     Event,
     HealthWarning,
     ReaderFailed,
@@ -36,6 +38,7 @@ _MISMATCH = 0.1  # nats per token between trainer and engine
 _CLIPPED = 0.3  # share of the answer tokens
 _ENTROPY_LEFT, _ENTROPY_LOW = 0.1, 0.05  # of what it was at first; nats per token
 _LOSS_OF_TIME = 0.02  # of the rollouts' seconds
+_ERRORS = 2.0  # standard errors of a difference that is no accident
 _SLOWER = 0.5  # of the tokens per second that it once had
 _MEMORY_GROWN, _MEMORY_BYTES = 1.3, 2**31  # times, and bytes, above what it was; a replay has its own KV cache
 _LONG, _LITTLE = 10, 0.1  # a run of so many steps learned next to nothing in so small a share of them
@@ -70,6 +73,8 @@ class Health:
         self._fault: ReplayCompared | None = None
         self._planned: CheckpointsPlanned | None = None
         self._lost: dict[int, str] = {}
+        self._best_held_out: dict[str, Evaluated] = {}  # of each set, the evaluation with the highest reward
+        self._last_held_out: dict[str, Evaluated] = {}
         self._readers: list[str] = []
         self._told: dict[str, Level] = {}  # the last level of each light
 
@@ -87,6 +92,11 @@ class Health:
                 self._collapsed = event
             case ReplayCompared(exact=True, identical=False):
                 self._fault = event
+            case Evaluated():
+                best = self._best_held_out.get(event.name, event)
+                self._best_held_out[event.name] = max(best, event, key=lambda told: told.mean_reward)
+                self._last_held_out[event.name] = event
+                return list(self._worse(event.step))
             case CheckpointsPlanned():
                 self._planned = event
             case WorkerLost(worker=worker, reason=reason):
@@ -197,6 +207,9 @@ class Health:
             says = f"{failed} of {answers} rewards failed" if answers else f"{failed} rewards failed"
             cure = "see what they said in events.jsonl (RewardsFailed); raise task.reward_timeout_s if they hang"
             return HealthLight("rewards", "bad" if failed > _FAILED * answers else "warn", says, cure)
+        for name, last in self._last_held_out.items():
+            if light := _fallen(self._best_held_out[name], last):
+                return light
         spread = max(step.reward_std for step in self._recent)
         if self._best_reward - mean > spread:
             says = f"mean reward fell from {self._best_reward:.3f} to {mean:.3f}"
@@ -225,7 +238,7 @@ class Health:
             cure = "decoding goes on without it until it helps again; a lower train.learning_rate moves the policy less"
             return HealthLight("speculation", "warn", f"acceptance of {collapsed.drafter} fell {fell}", cure)
         rollout_s, saved_s = (sum(getattr(step, name) for step in self._recent) for name in ("rollout_s", "saved_s"))
-        if saved_s < -_LOSS_OF_TIME * rollout_s:
+        if len(self._recent) >= _STREAK and saved_s < -_LOSS_OF_TIME * rollout_s:
             says = f"drafts cost {-saved_s:.1f} s of the last {rollout_s:.1f} s of rollout"
             return HealthLight("speculation", "warn", says, "spec.drafter none decodes plainly")
         drafting = [step for step in self._recent if step.verifies or step.accept_length > 1]
@@ -272,6 +285,15 @@ class Health:
         return HealthLight(
             "machine", "warn", says, "see what else runs on the machine, and whether answers became longer"
         )
+
+
+def _fallen(best: Evaluated, last: Evaluated) -> HealthLight | None:
+    """The light of a set of held-out prompts whose reward fell by more than its standard error explains."""
+    if best.mean_reward - last.mean_reward <= _ERRORS * hypot(best.reward_error, last.reward_error):
+        return None
+    says = f"reward on held-out {last.name} fell from {best.mean_reward:.3f} to {last.mean_reward:.3f}"
+    where = f"go on from step {best.step}: --resume-from step_{best.step}" if best.step else "begin again"
+    return HealthLight("rewards", "bad", says, f"lower train.learning_rate or raise grpo.kl, and {where}")
 
 
 class HealthReader:
