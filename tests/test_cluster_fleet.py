@@ -158,6 +158,7 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
     assert not story.of(WorkerLost)
     published = story.of(FleetPublished)
     assert [event.version for event in published] == [1, 2]
+    assert {event.gathered_gb for event in published} == {0.0}  # engines read the trainers' tensors
     assert len({event.fingerprint for event in published}) == STEPS
     names = {span[0] for event in story.of(WorkerSpans) for span in event.spans}
     assert {"rolling", "drafting", "updating", "publishing"} <= names
@@ -461,6 +462,9 @@ def test_a_policy_in_shards_learns_the_same(
             writing.result()
         prints = fleet._actors.ask_all("fingerprint").answers.values()
         assert len(set(prints)) == 1
+        weights = sum(weight.nbytes for weight in open_tiny().model.parameters())
+        assert {event.gathered_gb for event in story.of(FleetPublished)} == {weights / 1e9}
+        assert min(event.gather_s for event in story.of(FleetPublished)) > 0
         ray.get(fleet._actors.members[fleet._actors.ranks[1]].actor.arm.remote("publish"))
         with pytest.raises(StateLost, match="its part of the policy"):
             run(config, fleet, Story(), steps=1)

@@ -7,6 +7,7 @@ bfloat16 matmul.
 
 import multiprocessing
 import multiprocessing.context
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +36,14 @@ from tlt.types import Completion, Experience, Key, Prompt, Rollout, Timing
 
 CONFIG = RunConfig(train=TrainSettings(learning_rate=1e-2, row_tokens=24, minibatches=2))
 STEPS = 3
+BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}  # some CPUs name AMX, which ends a process there
 Work = Callable[[int, int, Path], dict[Any, Any]]  # rank, workers, directory
 WIDE = (torch.float64, torch.float32)
 # How far two workers may be from one. Norms: relative. Weights: relative to the distance they were moved in all steps.
-NORM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02}
-WEIGHT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.25}
+# In bfloat16 activations have 8 bits, and a row's gradients depend on the rows beside it that far (measured: 0.4 % of
+# norms, 2.7 % of distances); there the float32 masters are compared, and the weights are the masters, rounded.
+NORM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.01}
+WEIGHT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 def experiences(step: int) -> list[Experience]:
@@ -117,7 +121,13 @@ def learn_in_shards(dtype: torch.dtype, rank: int, size: int, directory: Path) -
     norms += [second.learn(step) for step in range(1, STEPS)]
     assert norms[1:] == undisturbed
     second.trainer.publish()
-    return {"weights": second.model.state_dict(), "norms": norms, "held": held}
+    return {"weights": second.model.state_dict(), "norms": norms, "held": held, "masters": masters_of(second.trainer)}
+
+
+def masters_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
+    """The float32 masters of weights in half precision. With shards, all workers call it."""
+    masters = trainer.state()["optimizer"]["masters"]
+    return [getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().clone() for tensor in masters]
 
 
 def go_on_in_shards(dtype: torch.dtype, rank: int, size: int, directory: Path) -> dict[str, Any]:
@@ -155,7 +165,7 @@ def learn_alone(dtype: torch.dtype, directory: Path | None = None) -> dict[str, 
         if directory and step == 0:
             live = {POLICY: trainer.weights(), OPTIMIZER: trainer.state()}
             WholePolicyFiles().write(live, model.config, TINY_POLICY, directory)
-    return {"weights": model.state_dict(), "norms": norms}
+    return {"weights": model.state_dict(), "norms": norms, "masters": masters_of(trainer)}
 
 
 def bfloat16_steps(cut: Any) -> dict[str, Any]:
@@ -191,6 +201,7 @@ def bfloat16_steps_in_shards(size: int) -> dict[str, Any]:
 
 def in_a_group(rank: int, size: int, work: Work, directory: Path) -> None:
     """What runs in each of the processes."""
+    os.environ.update(BFLOAT16)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=size)
     found = work(rank, size, directory)
@@ -219,7 +230,38 @@ def go_on_in_each(rank: int, size: int, directory: Path) -> dict[Any, Any]:
     return {checkpoint: go_on_in_shards(torch.float64, rank, size, Path(checkpoint)) for checkpoint in checkpoints}
 
 
+def gather_in_buckets(rank: int, size: int, directory: Path) -> dict[Any, Any]:
+    """Weights of uneven shards in buckets of every size; and those of a policy that was not trained yet."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from tlt.train.sharded import gather_into
+
+    mesh, _ = meet(size)
+    expected = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(7)) for shape in ((7, 3), (1,), (4, 2), (5,))
+    ]
+    sharded = [distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for whole in expected]
+    gathered = []
+    for at_once in (1, 60, 10**6):
+        found = [torch.zeros_like(whole) for whole in expected]
+        gather_into(found, sharded, mesh, at_once=at_once)
+        gathered.append(found)
+    worker = Sharded(whole_policy(), mesh, None)
+    before = {name: weight.clone() for name, weight in worker.model.state_dict().items()}
+    for weight in worker.model.parameters():
+        weight.data.zero_()
+    told = worker.trainer.publish()
+    return {
+        "expected": expected,
+        "gathered": gathered,
+        "before": before,
+        "after": worker.model.state_dict(),
+        "bytes": told,
+    }
+
+
 def in_one(dtype: torch.dtype, directory: Path) -> None:
+    os.environ.update(BFLOAT16)
     torch.set_num_threads(1)
     torch.save(learn_alone(dtype), directory / "alone.pt")
 
@@ -253,8 +295,11 @@ def in_shards(directory: Path) -> dict[Any, Any]:
 
 def same_within_tolerance(ours: dict[str, Any], theirs: dict[str, Any], dtype: torch.dtype) -> None:
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=NORM_TOLERANCE[dtype])
-    for name, start in whole_policy(dtype).state_dict().items():
-        weight, expected = ours["weights"][name].double(), theirs["weights"][name].double()
+    names = [name for name, _ in whole_policy(dtype).named_parameters()]
+    wide = [dict(zip(names, run.get("masters") or run["weights"].values(), strict=True)) for run in (ours, theirs)]
+    for name, start in whole_policy(dtype).named_parameters():
+        weight, expected = (run[name].double() for run in wide)
+        assert torch.equal(ours["weights"][name], wide[0][name].to(dtype)), "the masters, rounded"
         off, moved = (weight - expected).norm().item(), (expected - start.double()).norm().item()
         assert moved > 0, name
         assert off <= WEIGHT_TOLERANCE[dtype] * moved, name
@@ -282,6 +327,15 @@ def test_the_optimizer_takes_the_same_steps_on_shards_in_bfloat16(in_shards: dic
     for weight, expected in zip(ours["weights"], whole["weights"], strict=True):
         assert weight.dtype == torch.bfloat16
         torch.testing.assert_close(weight, expected, rtol=2**-7, atol=0.0)  # one unit in the last place
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_engine_gets_the_whole_policy(tmp_path: Path, size: int) -> None:
+    found = run_group(size, gather_in_buckets, tmp_path)
+    for gathered in found["gathered"]:
+        torch.testing.assert_close(gathered, found["expected"], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(found["after"], found["before"], rtol=0.0, atol=0.0)
+    assert found["bytes"] == sum(weight.nbytes for weight in whole_policy().parameters())
 
 
 def test_a_worker_holds_half_of_the_weights(in_shards: dict[Any, Any]) -> None:

@@ -48,6 +48,7 @@ from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
 from tlt.fleet import Peers, Worker
+from tlt.machine import wait_for
 from tlt.model.fingerprint import fingerprint
 from tlt.model.transformer import Transformer
 from tlt.train.policy import UpdateResult
@@ -344,16 +345,24 @@ class Host:
         self._timeline.enter("publishing")
         if newest is not None:
             self._share_drafter(newest)
-        if isinstance(self._worker.trainer, ShardedTrainer):
-            with all_reduce_errors():
-                self._worker.trainer.publish()
+        gathered, gather_s = self._gather_policy()
         self._worker.publish(version)
         swapped = self._worker.swap_drafter()
         if self._worker.drafter:
             self._sessions.offered = self._loaded = self._worker.drafter.version
         found = self.fingerprint()
         self._timeline.end()
-        return Published(found, swapped, self._worker.engine.slept)
+        return Published(found, swapped, self._worker.engine.slept, gathered, gather_s)
+
+    def _gather_policy(self) -> tuple[int, float]:
+        """Brings the policy from its shards to the engine. Returns bytes and seconds."""
+        if not isinstance(self._worker.trainer, ShardedTrainer):
+            return 0, 0.0  # the engine reads the trainer's own tensors
+        started = time.perf_counter()
+        with all_reduce_errors():
+            gathered = self._worker.trainer.publish()
+            wait_for(self._worker.policy.model.embed.device)
+        return gathered, time.perf_counter() - started
 
     def _share_drafter(self, newest: NewestDrafter) -> None:
         if newest.root == self._group_rank:

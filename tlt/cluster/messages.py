@@ -98,6 +98,8 @@ class Published:
     fingerprint: int  # of policy and drafter
     swapped: int | None  # version of the drafter, if a new one was swapped in
     slept: SleepReport | None  # if the engine slept during the update
+    gathered: int  # bytes of the policy that came from shards
+    gather_s: float
 
 
 @dataclass(frozen=True, slots=True)

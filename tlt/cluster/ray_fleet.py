@@ -223,7 +223,9 @@ class RayFleet:
             self._emit(DrafterSwapped(step, swapped))
         if slept := [one.slept for one in published if one.slept]:
             self._emit(engine_slept(step, slept))
-        self._emit(FleetPublished(step, version, fingerprints.pop(), time.perf_counter() - started))
+        gathered, gather_s = max(((one.gathered, one.gather_s) for one in published), key=lambda each: each[1])
+        seconds = time.perf_counter() - started
+        self._emit(FleetPublished(step, version, fingerprints.pop(), seconds, gathered / 1e9, gather_s))
         self._tell_other_spans(step)
 
     def _newest_drafter(self) -> NewestDrafter | None:

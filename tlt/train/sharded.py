@@ -7,10 +7,11 @@ passes as the worker with the most rows.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,6 +21,10 @@ from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.model.transformer import Transformer
 from tlt.train.policy import PolicyTrainer, SumOverWorkers
+
+dist: Any = torch.distributed  # without types that all versions of torch know
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+_AT_ONCE = 2**27  # bytes of weights that are gathered together
 
 
 class ShardedTrainer(PolicyTrainer):
@@ -65,10 +70,11 @@ class ShardedTrainer(PolicyTrainer):
         return int(passes.max())
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Writes the trained weights into the engine's copy."""
-        for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
-            whole.copy_(_gathered(shards))
+    def publish(self) -> int:
+        """Writes the trained weights into the engine's copy. Returns their bytes."""
+        pairs = list(zip(self._model.parameters(), self._whole.parameters(), strict=True))
+        gather_into([whole for _, whole in pairs], [shards for shards, _ in pairs], self._mesh)
+        return sum(whole.nbytes for _, whole in pairs)
 
     def weights(self) -> dict[str, Tensor]:
         """This worker's shards of the weights, by the model's own names."""
@@ -95,5 +101,53 @@ def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
     return shards
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+@torch.no_grad()
+def gather_into(
+    wholes: Sequence[Tensor], sharded: Sequence[Tensor], mesh: DeviceMesh, *, at_once: int = _AT_ONCE
+) -> None:
+    """Every worker's shards become whole tensors, on their device. While a bucket of about `at_once` bytes is copied to
+    where it belongs, the next one is gathered."""
+    pending: _Bucket | None = None
+    for pairs in _buckets(wholes, sharded, at_once):
+        bucket = _Bucket(pairs, mesh)
+        if pending:
+            pending.write()
+        pending = bucket
+    if pending:
+        pending.write()
+
+
+class _Bucket:
+    """Shards that are gathered together. A worker with fewer rows of a tensor than the first one sends padding."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, DTensor]], mesh: DeviceMesh) -> None:
+        self._wholes, workers = [whole for whole, _ in pairs], mesh.size()
+        self._sizes = [-(-len(whole) // workers) * whole[0].numel() for whole in self._wholes]  # of the first worker
+        own = pairs[0][1].to_local().new_zeros(sum(self._sizes))
+        for part, (_, shards) in zip(torch.split(own, self._sizes), pairs, strict=True):
+            local = shards.to_local()
+            part[: local.numel()] = local.reshape(-1)
+        gathered = own.new_empty(workers * len(own))
+        self._work = _all_gather(gathered, own, group=mesh.get_group(), async_op=True)
+        self._all = gathered.view(workers, len(own))
+
+    def write(self) -> None:
+        self._work.wait()
+        for whole, parts in zip(self._wholes, torch.split(self._all, self._sizes, dim=1), strict=True):
+            whole.copy_(parts.reshape(-1)[: whole.numel()].view(whole.shape))
+
+
+def _buckets(
+    wholes: Sequence[Tensor], sharded: Sequence[Tensor], at_once: int
+) -> Iterator[list[tuple[Tensor, DTensor]]]:
+    bucket: list[tuple[Tensor, DTensor]] = []
+    size = 0
+    for whole, shards in zip(wholes, sharded, strict=True):
+        assert isinstance(shards, DTensor), "every parameter is sharded"
+        if bucket and size + whole.nbytes > at_once:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((whole, shards))
+        size += whole.nbytes
+    if bucket:
+        yield bucket

@@ -42,6 +42,8 @@ class FleetPublished(Event):
     version: int  # of the policy
     fingerprint: int
     seconds: float
+    gathered_gb: float = 0.0  # of the policy, from shards into every engine; 0: engines read the trainers' own tensors
+    gather_s: float = 0.0  # that took, on the slowest worker
 
 
 @dataclass(frozen=True, slots=True)
