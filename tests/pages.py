@@ -107,18 +107,18 @@ def told_step(number: int, **changes: float) -> list[Event]:
 
 
 def whole_story(steps: int = 6) -> list[Event]:
+    later: dict[int, list[Event]] = {
+        2: [
+            DrafterTrained(2, 1, 40, 9000, 3.2, 2.1, 1.5, "it pays, then time was up", 1.2, 2.4),
+            DrafterSwapped(2, 1, 0.01),
+        ],
+        3: [ReplayCompared(3, 1000, tlt_s=4.0, plain_s=7.0, identical=True)],
+        4: [RewardsFailed(4, "raised", 2, "p", MARKUP)],
+    }
     events: list[Event] = [MACHINE, TrainingForecast(1, True, 0.12, steps - 1, 40, 2.0, 9.0)]
     for number in range(1, steps + 1):
-        events += told_step(number)
-        events.append(AnswerShown(number, "p", MARKUP, MARKUP, 1.0, 3))
-    events += [
-        DrafterTrained(2, 1, 40, 9000, 3.2, 2.1, 1.5, "it pays, then time was up", 1.2, 2.4),
-        DrafterSwapped(2, 1, 0.01),
-        ReplayCompared(3, 1000, tlt_s=4.0, plain_s=7.0, identical=True),
-        RewardsFailed(4, "raised", 2, "p", MARKUP),
-        RunFinished(90.0),
-    ]
-    return events
+        events += [*told_step(number), AnswerShown(number, "p", MARKUP, MARKUP, 1.0, 3), *later.get(number, [])]
+    return [*events, RunFinished(90.0)]
 
 
 def completion(group: int, index: int, text: str = "one two three", **changes: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from tlt.watch.workers import WorkerLost, WorkerReturned
 
 
 class Same(ToyTask):
-    """Every answer earns the same, or that of one prompt in four does not."""
+    """Every completion earns the same, or that of one prompt in four does not."""
 
     def __init__(self, odd: str = "") -> None:
         super().__init__(small(Path()).task.toy, seed=0)
@@ -96,7 +96,7 @@ FELL = [held_out(0, 0.4), *steps(1), held_out(1, 0.6), *steps(1, 2), held_out(2,
         (FELL, "rewards", "bad", "reward on held-out test fell from 0.600 to 0.500"),
         ([*FELL, held_out(2, 0.9, name="other")], "rewards", "bad", "reward on held-out test fell from 0.600 to 0.500"),
         (steps(3, **SILENT, reward_std=0.5), "learning", "bad", "no group had a signal for 3 steps"),
-        (steps(3, **SILENT, reward_std=0.0, mean_reward=0.0), "learning", "bad", "3 steps: every answer earned 0"),
+        (steps(3, **SILENT, reward_std=0.0, mean_reward=0.0), "learning", "bad", "3 steps: every completion earned 0"),
         (steps(3, grad_norm=0.0), "learning", "bad", "the gradient was 0 for 3 steps"),
         (steps(5, no_signal=0.9), "learning", "warn", "90% of the groups have no signal"),
         (steps(5, mismatch_mean=0.2), "learning", "warn", "trainer and engine differ by 0.2 nats per token"),
@@ -105,8 +105,8 @@ FELL = [held_out(0, 0.4), *steps(1), held_out(1, 0.6), *steps(1, 2), held_out(2,
         ([*steps(5, mean_reward=0.9), *steps(5, 6, mean_reward=0.1)], "rewards", "bad", "fell from 0.900 to 0.100"),
         ([rollout(1), RewardsFailed(1, "raised", 2, "p", ""), step(1)], "rewards", "warn", "2 of 100 rewards failed"),
         ([rollout(1), RewardsFailed(1, "raised", 20, "p", ""), step(1)], "rewards", "bad", "20 of 100 rewards failed"),
-        (steps(2, truncated=0.2), "truncation", "warn", "20% of the answers ran into sampling.max_tokens (256)"),
-        (steps(2, truncated=0.6), "truncation", "bad", "60% of the answers ran into sampling.max_tokens (256)"),
+        (steps(2, truncated=0.2), "truncation", "warn", "20% of the completions ran into sampling.max_tokens (256)"),
+        (steps(2, truncated=0.6), "truncation", "bad", "60% of the completions ran into sampling.max_tokens (256)"),
         ([*steps(6), COLLAPSED], "speculation", "warn", "acceptance of eagle fell from 3.40 to 1.10"),
         ([FAULT, *steps(5)], "speculation", "bad", "step 4 was decoded to other tokens without drafts"),
         (steps(5, saved_s=-1.0), "speculation", "warn", "drafts cost 5.0 s of the last 20.0 s of rollout"),
@@ -202,7 +202,7 @@ def shown(run: Run, lines: type[Lines] = Lines) -> str:
 
 @pytest.fixture(scope="module")
 def useless(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every answer earns the same, for four steps."""
+    """Every completion earns the same, for four steps."""
     flags = ("--run.steps=4", "--watch.report=true", "--checkpoint.every=0")
     return tlt.train(small(tmp_path_factory.mktemp("useless"), *flags), Same())
 
@@ -210,19 +210,21 @@ def useless(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_without_a_signal_says_so_in_its_events(useless: Run) -> None:
     (warning,) = [one for one in events_of(useless, HealthWarning) if one.light == "learning"]
     assert (warning.step, warning.light, warning.bad) == (3, "learning", True)
-    assert warning.message == "no group had a signal for 3 steps: every answer earned 0.25"
+    assert warning.message == "no group had a signal for 3 steps: every completion earned 0.25"
 
 
 def test_and_on_the_console(useless: Run) -> None:
     told = shown(useless)
     assert "● learning  ● rewards  ● truncation" in told.partition("mean reward")[0]  # above the first heading
-    assert "learning: no group had a signal for 3 steps: every answer earned 0.25; read the answers" in told
+    assert "learning: no group had a signal for 3 steps: every completion earned 0.25; read the completions" in told
 
 
 def test_and_in_its_last_lines_and_report(useless: Run) -> None:
     summary = summarise(useless)
     first = last_lines(summary, "there")[0]
-    assert first.startswith("Nothing was learned: in 4 steps no group had a signal, as all answers to a prompt earned")
+    assert first.startswith(
+        "Nothing was learned: in 4 steps no group had a signal, as all completions to a prompt earned"
+    )
     html = page(useless)
     assert '<li class="bad"><i></i><div><b>learning<span>: bad</span></b>no group had a signal for 4 steps' in html
     assert html.index('class="lights"') < html.index('class="words"')
@@ -239,7 +241,9 @@ def test_the_live_part_has_the_lights_and_what_to_do_first() -> None:
     assert isinstance(console.file, StringIO)
     told = console.file.getvalue().splitlines()
     assert told[0].strip() == "● learning  ● rewards  ■ truncation  ● speculation  ● machine"
-    assert told[1].startswith("truncation: 90% of the answers ran into sampling.max_tokens (256); raise sampling.max")
+    assert told[1].startswith(
+        "truncation: 90% of the completions ran into sampling.max_tokens (256); raise sampling.max"
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def request(number: int) -> Request:
 
 
 class Rounding:
-    """Decodes as a half-precision engine might: with fewer requests at once, every third answer has another token."""
+    """Decodes as a half-precision engine might: with fewer requests at once, every third completion differs."""
 
     def __init__(self, at: int = 100) -> None:
         self.at, self.asked = at, list[list[Request]]()
@@ -48,7 +48,7 @@ def compared(answers: Sequence[Completion], decode: Rounding, config: RunConfig)
 
 
 def written(turned: int) -> list[Completion]:
-    """64 answers, the first few with another token at position 9."""
+    """64 completions, the first few with another token at position 9."""
     answers, _ = Rounding()([request(number) for number in range(64)])
     other = (*[7] * 9, *[6] * 11)
     return [replace(one, tokens=other) if one.key.request < turned else one for one in answers]
@@ -125,7 +125,7 @@ def test_rounding_is_told_calmly_with_both_rates() -> None:
         ({"sample_differing": 0, "sample_compared": 300}, "few", "none of 300 differ when 16 requests"),
         ({"sample_differing": 0, "sample_compared": 9900}, "more", "(0 of 9,900)"),
         ({"sample_compared": 0, "sample_differing": 0}, "few", "no smaller batch"),
-        ({"exact": True}, "fault", "37 of the answers differ, and in exact mode or float64 nothing may"),
+        ({"exact": True}, "fault", "37 completions differ, and in exact mode or float64 nothing may"),
         ({"compared": 0, "differing": 0}, "uncounted", "not on record"),
         ({"identical": True, "differing": 0}, "identical", "Tokens identical: yes."),
     ],

@@ -147,7 +147,7 @@ def test_older_steps_are_kept_more_and_more_sparsely() -> None:
     assert left[-8:] == list(range(193, 201))
     assert max(b - a for a, b in pairwise(left)) <= 8
     assert superfluous(sizes, 2000) == []
-    assert superfluous({1: 100}, 10) == [], "the newest stay"
+    assert superfluous(dict.fromkeys(range(1, 11), 10), 35) == [1, 2, 3, 4, 5, 6, 7], "of the newest, the last ones"
 
 
 def test_files_stay_within_their_limit_and_a_resumed_run_begins_where_it_was(tmp_path: Path) -> None:
@@ -159,6 +159,10 @@ def test_files_stay_within_their_limit_and_a_resumed_run_begins_where_it_was(tmp
     StepFiles(tmp_path, 1000, after=38)
     assert max(steps_kept(tmp_path)) == 38
     assert not list((tmp_path / "steps").glob("*.part"))
+    files = StepFiles(tmp_path, 1000, after=38)
+    for step, size in ((39, 700), (40, 400), (41, 1001)):
+        files.write(step, b"x" * size)
+        assert sum(steps_kept(tmp_path).values()) <= 1000, "however large the newest are"
 
 
 # ---- text of tokens

@@ -120,7 +120,7 @@ def test_a_terminal_shows_what_is_going_on(tmp_path: Path) -> None:
     events = [*events_of_steps(0, 2), PhaseStarted(3, "rollout"), RolloutProgress(3, 60, 100, 40, 3000)]
     watch(config_of(tmp_path, "--watch.console=live"), console, events)
     assert "starting" in printed(console)
-    assert "60 of 100 answers, 40 running" in printed(console)
+    assert "60 of 100 completions, 40 running" in printed(console)
     assert "2 of 12 steps · 1 min 10 s left" in printed(console)  # ten steps of 7 s
     assert step_line(step(2), 12) in printed(console)
 

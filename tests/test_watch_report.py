@@ -51,7 +51,7 @@ def test_lines_are_columns_of_the_numbers_of_the_events(tmp_path: Path) -> None:
     for title, metrics in {
         "Reward": {"reward/mean": "mean_reward"},
         "Accept length": {"rollout/accept_length": "accept_length"},
-        "Answer lengths": {"length/max": "length_max", "length/p90": "length_p90", "length/p50": "length_p50"},
+        "Completion lengths": {"length/max": "length_max", "length/p90": "length_p90", "length/p50": "length_p50"},
     }.items():
         assert figure(directory, title).metrics == list(metrics)
         for metric, field in metrics.items():
@@ -173,8 +173,8 @@ def test_survival_is_the_share_still_running() -> None:
 
 def test_the_distribution_counts_every_answer_once(tmp_path: Path) -> None:
     said = [bar.title for bar in figure(whole_run(tmp_path), "Length distribution").bars]
-    counts = [int(re.search(r": (\d+) of 500 answers", one).group(1)) for one in said]  # type: ignore[union-attr]
-    assert sum(counts) == 500  # the last five steps, 100 answers each
+    counts = [int(re.search(r": (\d+) of 500 completions", one).group(1)) for one in said]  # type: ignore[union-attr]
+    assert sum(counts) == 500  # the last five steps, 100 completions each
 
 
 # ---- words
@@ -341,7 +341,7 @@ def test_what_did_not_change_is_not_said_to_go_from_here_to_there(tmp_path: Path
     for name, steps in (("same", same), ("almost", almost)):
         _, words, _ = titles_and_words(tmp_path / name, steps)
         assert "Mean reward was 0.325 over the first 2 steps and over the last, while" in words
-        assert "while answers stayed at 20 tokens on average." in words
+        assert "while completions stayed at 20 tokens on average." in words
         assert "A verify gave 2.50 tokens on average, the policy's own included." in words
 
 
@@ -350,7 +350,7 @@ def test_one_step_is_not_compared_with_itself(tmp_path: Path) -> None:
     assert "0.100<small>of one step</small>" in text
     assert "1 of 1 step<" in text
     _, words, last = titles_and_words(tmp_path, [step(1)])
-    assert "Mean reward was 0.100, with answers of 50 tokens on average. It took 7.0 s" in words
+    assert "Mean reward was 0.100, with completions of 50 tokens on average. It took 7.0 s" in words
     assert "Mean reward: 0.100 in the only step." in last
     assert "Accept length: 1.50 tokens per verify in the only step with drafts." in last
 
@@ -374,9 +374,9 @@ def test_a_replay_of_plain_decoding_is_no_speed_up(tmp_path: Path) -> None:
 def test_answers_that_all_run_into_the_limit_have_no_tail(tmp_path: Path) -> None:
     events = [replace(rollout(1), lengths=(9, 64, 64)), step(1, truncated=1.0)]
     directory = write_run(config_of(tmp_path), events)
-    assert figure(directory, "Answer lengths").words.endswith("All of them ran into the limit.")
+    assert figure(directory, "Completion lengths").words.endswith("All of them ran into the limit.")
     words = figure(directory, "Still running").words
-    assert words == "Half of the answers or more are as long as the longest: 64 tokens."
+    assert words == "Half of the completions or more are as long as the longest: 64 tokens."
 
 
 def test_a_drafter_that_came_too_late_has_no_triangle(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         groups=len(step.judged),
         groups_learned=len(step.learned),
         weight_mean=update.weight_mean,
+        staleness=fmean(step.number - 1 - rollout.completion.policy_version for rollout in rollouts),
     )
 
 

@@ -278,7 +278,8 @@ class StepKeeper:
         if not self._wanted:
             return None
         sampled = sampled_of(step.number, step.judged, self._watch.groups)
-        content = encode_step(step, sampled, self._texts, self._watch.step_kib * 2**10)
+        limit = min(self._watch.step_kib * 2**10, self._watch.disk_mib * 2**20)
+        content = encode_step(step, sampled, self._texts, limit)
         try:
             self._files.write(step.number, content)
         except OSError as error:

@@ -72,7 +72,7 @@ class Lane:
 @dataclass(frozen=True, slots=True)
 class Figure:
     title: str
-    words: str  # what is seen, in a sentence
+    words: str  # the caption
     x: Axis
     y: Axis
     series: tuple[Series, ...] = ()  # the legend, and of lines the data
@@ -82,6 +82,7 @@ class Figure:
     marks: tuple[Mark, ...] = ()
     rule: float | None = None  # a line to compare with
     between: tuple[int, ...] = ()  # two series whose gap is shaded
+    topic: str = ""  # the section of the page that the figure belongs to
 
     @property
     def metrics(self) -> list[str]:

@@ -58,7 +58,7 @@ _HEAD_EVERY = 25  # lines between two headings
 _DOING = {
     "start": "starting",
     "rollout": "rollout",
-    "reward": "judging the answers",
+    "reward": "judging the completions",
     "update": "updating the policy",
     "drafting": "training the drafter",
     "checkpoint": "saving a checkpoint",
@@ -441,7 +441,7 @@ class _Now:
         doing = f"{_DOING.get(progress.phase, progress.phase)} · {duration(seconds)}"
         if progress.phase not in ("rollout", "replay", "evaluation") or rollout is None:
             return self._row(Text("…"), doing)
-        words = f"{doing} · {rollout.finished} of {rollout.n} answers, {rollout.running} running"
+        words = f"{doing} · {rollout.finished} of {rollout.n} completions, {rollout.running} running"
         return self._row(ProgressBar(rollout.n, rollout.finished, width=28), f"{words} · {rollout.tokens:,} tokens")
 
     @staticmethod

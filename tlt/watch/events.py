@@ -157,8 +157,8 @@ class RolloutProgress(Event):
     """Progress of a rollout, about once a second where a console is open."""
 
     step: int
-    finished: int  # answers
-    n: int  # answers asked for
+    finished: int  # completions
+    n: int  # completions asked for
     running: int  # being written right now
     tokens: int  # generated so far
 
@@ -170,12 +170,12 @@ class RolloutFinished(Event):
     step: int
     n: int  # rollouts
     mean_reward: float
-    length_p50: int  # quantiles of the answers' lengths in tokens
+    length_p50: int  # quantiles of the completions' lengths in tokens
     length_p90: int
     length_max: int
-    tokens: int  # generated, all answers together
-    seconds: float  # from the first submit to the last answer
-    lengths: tuple[int, ...] = ()  # of the answers, in tokens; of at most MOST_LENGTHS of them, evenly chosen
+    tokens: int  # generated, all completions together
+    seconds: float  # from the first submit to the last completion
+    lengths: tuple[int, ...] = ()  # of the completions, in tokens; of at most MOST_LENGTHS of them, evenly chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,37 +196,38 @@ class StepFinished(Event):
 
     step: int
     policy_version: int  # after the update
-    mean_reward: float  # over all answers
-    reward_std: float  # standard deviation over all answers
-    length_mean: float  # of the answers, in tokens
+    mean_reward: float  # over all completions
+    reward_std: float  # standard deviation over all completions
+    length_mean: float  # of the completions, in tokens
     length_p50: int  # median
-    length_p90: int  # nine answers in ten are shorter
-    length_max: int  # the longest answer
-    truncated: float  # share of the answers that ran into sampling.max_tokens
-    tokens: int  # generated, all answers together
+    length_p90: int  # nine completions in ten are shorter
+    length_max: int  # the longest completion
+    truncated: float  # share of the completions that ran into sampling.max_tokens
+    tokens: int  # generated, all completions together
     accept_length: float  # tokens per verify, the policy's own included; 1 where nothing was drafted
     loss: float  # of the update
     grad_norm: float  # before clipping
     kl: float  # to the reference policy, nats per token; 0 without one
-    clipped: float  # share of the answer tokens whose ratio was clipped
-    mismatch_mean: float  # |log-probability of the engine − of the trainer|, mean over the answer tokens
+    clipped: float  # share of the completion tokens whose ratio was clipped
+    mismatch_mean: float  # |log-probability of the engine − of the trainer|, mean over the completion tokens
     mismatch_max: float  # the largest of them
     learning_rate: float  # of the update
     rollout_s: float  # seconds of the step, by what it was waiting for: the parts do not overlap
-    reward_s: float  # after the last answer
+    reward_s: float  # after the last completion
     update_s: float  # with handing the new policy to the engines
     drafting_s: float  # what training the drafter added to the step; what ran beside something else costs nothing
     checkpoint_s: float  # what the run waited for
     step_s: float  # the whole step, everything included but replays
     saved_s: float  # seconds of rollout saved, by the engine's measured cost of plain ticks; negative if lost
-    verifies: int = 0  # drafts checked, each of one answer: what accept_length is the mean over
-    entropy: float = 0.0  # of the policy over the answer tokens that the update computed, nats per token
+    verifies: int = 0  # drafts checked, each of one completion: what accept_length is the mean over
+    entropy: float = 0.0  # of the policy over the completion tokens that the update computed, nats per token
     host_bytes: int = 0  # resident memory after the rollout, all workers' processes together
     device_bytes: int = 0  # most that torch has reserved on a GPU so far, of the worker that has most
-    no_signal: float = 0.0  # share of the groups whose answers all earned the same: they teach nothing
+    no_signal: float = 0.0  # share of the groups whose completions all earned the same: they teach nothing
     groups: int = 0  # prompts asked, those of dynamic sampling included
     groups_learned: int = 0  # of these the update learned from
     weight_mean: float = 1.0  # of the truncated importance weights; 1 without them
+    staleness: float = 0.0  # updates of the policy between a completion and its use, mean over the completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +238,11 @@ class Evaluated(Event):
     name: str  # of the prompts: their file, without ending, or the task
     prompts: int
     answers: int  # to all prompts
-    mean_reward: float  # over all answers
+    mean_reward: float  # over all completions
     reward_error: float  # its standard error, over prompts
-    pass_at: tuple[tuple[int, float], ...]  # k; probability that one of k answers is correct
-    length_mean: float  # of the answers, in tokens
-    truncated: float  # share of the answers that ran into the limit
+    pass_at: tuple[tuple[int, float], ...]  # k; probability that one of k completions is correct
+    length_mean: float  # of the completions, in tokens
+    truncated: float  # share of the completions that ran into the limit
     seconds: float  # rewards included
     best: bool = False  # the best policy so far by eval.best, which says so of one set of prompts
     metrics: dict[str, float] = field(default_factory=dict)  # means of several rewards each, and of their metrics
@@ -289,8 +290,10 @@ class DrafterTrained(Event):
     loss_after: float
     seconds: float
     reason: str  # why it was trained, and why it stopped
-    accept_before: float = 1.0  # accept length to expect of it alone, draft.unroll tokens ahead, on answers held out …
-    accept_after: float = 1.0  # … and on the same answers afterwards
+    accept_before: float = (
+        1.0  # expected accept length of the drafter alone, draft.unroll tokens ahead, on held-out text
+    )
+    accept_after: float = 1.0  # the same after the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +334,8 @@ class ReplayCompared(Event):
     plain_s: float  # seconds of the same rollout without speculation
     identical: bool  # token for token
     plain_tokens: int = 0  # of the replay; events of earlier versions have 0 in this and the following fields
-    compared: int = 0  # tokens of all answers, each up to and including its first difference
-    differing: int = 0  # answers that differ: so many of those tokens
+    compared: int = 0  # tokens of all completions, each up to and including its first difference
+    differing: int = 0  # completions that differ: so many of those tokens
     exact: bool = False  # no token may differ: exact mode, or float64; elsewhere rounding depends on the batch size
     at_once: int = 0  # requests that ran at once at most, all workers together
     sample_at_once: int = 0  # where tokens differ: of these requests fewer at once, plainly, against the replay
@@ -347,7 +350,7 @@ class RewardsFailed(Event):
 
     step: int
     kind: str  # raised, timed out, died, or no number
-    count: int  # answers
+    count: int  # completions
     prompt: str  # id of the first
     message: str  # what the first said
 
@@ -358,7 +361,7 @@ class RewardsJudged(Event):
 
     step: int
     parts: dict[str, float]  # mean of each of several rewards, before it is weighted
-    metrics: dict[str, float]  # mean of each metric, over the answers that have it
+    metrics: dict[str, float]  # mean of each metric, over the completions that have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,8 +404,8 @@ class WarmupStep(Event):
     """One optimizer step of supervised training."""
 
     step: int
-    loss: float  # nats per answer token
-    tokens: int  # answer tokens in the batch
+    loss: float  # nats per completion token
+    tokens: int  # completion tokens in the batch
     seconds: float
 
 

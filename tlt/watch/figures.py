@@ -6,12 +6,13 @@ figures name columns of `columns_of`; a metric that no figure names gets a figur
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 
 from tlt.watch.chart import STEPS, Axis, Bar, Figure, Lane, LaneSpan, Mark, Series, lines, points
 from tlt.watch.events import DrafterSwapped, Evaluated, ReplayCompared, RolloutFinished, Run, ShapesChosen, StepFinished
 from tlt.watch.history import drafted, events_of, steps_of
-from tlt.watch.metrics import PLAIN_SUM, REPLAY_RATIO, ROLLOUT_SUM, WHOLE_RATIO, Columns, columns_of
+from tlt.watch.metrics import DRAFTER_STALENESS, PLAIN_SUM, REPLAY_RATIO, ROLLOUT_SUM, WHOLE_RATIO, Columns, columns_of
 from tlt.watch.summary import PHASES, duration, evaluation_in_words, is_estimated, when_evaluated
 from tlt.watch.verdict import Replayed, in_short
 from tlt.watch.workers import WorkerSpans
@@ -33,6 +34,9 @@ _UNDRAWN = {  # columns that other figures or numbers of the page tell
     *("rollout/groups", "rollout/groups_learned", "reward/no_signal", "policy/weight_mean"),
     *("length/truncated", "drafter/version", "drafter/seconds", "rollout/replay_speedup"),
 }
+Values = dict[str, list[float | None]]  # columns by their names
+SPECULATION = "Speculation"
+_TOPICS = {"policy": "Policy update", "drafter": SPECULATION, "rollout": SPECULATION, "memory": "Machine"}
 _TOLD_GROUPS = ("acceptance", "account", "eval", "sum", "time", "rewards", "metrics")  # likewise, of columns
 
 
@@ -42,14 +46,37 @@ def figures_of(run: Run, known: Columns | None = None) -> list[Figure]:
     if not steps:
         return []
     columns = (known or columns_of(run)).values
-    rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
+    drawn = {
+        "Learning": _learning(run, steps, columns),
+        "Time": _times(run, steps),
+        "Completion lengths": _all_lengths(run, steps),
+        SPECULATION: _speculation(run, steps, columns),
+        "Policy update": _policy(columns),
+        "Machine": _memory(columns),
+    }
+    for topic, figure in _others(columns, [figure for each in drawn.values() for figure in each]):
+        drawn[topic].append(figure)
+    return [replace(figure, topic=topic) for topic, each in drawn.items() for figure in each]
+
+
+def _learning(run: Run, steps: Sequence[StepFinished], columns: Values) -> list[Figure]:
     evaluations = events_of(run, Evaluated)
-    drawn = [_reward(steps), *_told_by_rewards(columns)]
-    drawn += [_evaluations(evaluations)] if evaluations else []
-    drawn += [_time(steps), _lengths(steps)]
-    drawn += [_distribution(rollouts), _still_running(rollouts)] if rollouts else []
-    drawn += _signal(steps, columns)
-    drawn.append(_speed())
+    drawn = [_reward(steps), *_told_by_rewards(columns), *_signal(steps, columns)]
+    return [*drawn, _evaluations(evaluations)] if evaluations else drawn
+
+
+def _times(run: Run, steps: Sequence[StepFinished]) -> list[Figure]:
+    spans = events_of(run, WorkerSpans)
+    return [_time(steps), _speed(), *([_workers(spans)] if spans else [])]
+
+
+def _all_lengths(run: Run, steps: Sequence[StepFinished]) -> list[Figure]:
+    rollouts = [rollout for rollout in events_of(run, RolloutFinished) if rollout.lengths]
+    return [_lengths(steps), *([_distribution(rollouts), _still_running(rollouts)] if rollouts else [])]
+
+
+def _speculation(run: Run, steps: Sequence[StepFinished], columns: Values) -> list[Figure]:
+    drawn = []
     if any(map(drafted, steps)):
         drawn.append(_accept_length(steps, events_of(run, DrafterSwapped)))
         drawn += [_saved()] if is_estimated(run.config) else []
@@ -61,11 +88,11 @@ def figures_of(run: Run, known: Columns | None = None) -> list[Figure]:
     if any(shape != _OFF for one in chosen for _, shape, _ in one.ticks):
         drawn.append(shapes_figure(chosen))
     drawn += [_by_depth(name, chosen) for name in sorted({name for one in chosen for name, _ in one.by_depth})]
-    drawn += [_account()] if "account/balance_s" in columns else []
-    drawn += _policy(columns)
-    if spans := events_of(run, WorkerSpans):
-        drawn.append(_workers(spans))
-    return [*drawn, *_others(columns, drawn)]
+    if any(columns.get(DRAFTER_STALENESS, ())):
+        words = "Updates of the policy since the drafter in use was trained."
+        series = lines(("drafter", "c4", DRAFTER_STALENESS))
+        drawn.append(Figure("Drafter staleness", words, STEPS, Axis("updates", (0.0,)), series))
+    return [*drawn, _account()] if "account/balance_s" in columns else drawn
 
 
 # ---- by step
@@ -74,20 +101,20 @@ def figures_of(run: Run, known: Columns | None = None) -> list[Figure]:
 def _reward(steps: Sequence[StepFinished]) -> Figure:
     y = Axis("mean reward", (0.0,) if min(step.mean_reward for step in steps) >= 0 else ())
     series = lines(("mean reward", "c1", "reward/mean"))
-    return Figure("Reward", "Mean over all answers of a step.", STEPS, y, series)
+    return Figure("Reward", "Mean over all completions of a step.", STEPS, y, series)
 
 
-def _told_by_rewards(columns: dict[str, list[float | None]]) -> list[Figure]:
+def _told_by_rewards(columns: Values) -> list[Figure]:
     """One figure for all rewards, and one for each metric, as scales differ."""
     parts = [name for name in columns if name.startswith("rewards/")]
     metrics = [name for name in columns if name.startswith("metrics/")]
     series = lines(*((_last_part(name), colour, name) for name, colour in zip(parts, cycle(_COLOURS), strict=False)))
-    words = "Mean of each reward over all answers of a step, before it is weighted."
+    words = "Mean of each reward over all completions of a step, before it is weighted."
     drawn = [Figure("Rewards, each", words, STEPS, Axis("mean"), series)] if parts else []
     return drawn + [
         Figure(
             f"Told by rewards: {_last_part(name)}",
-            "Mean over the answers of a step.",
+            "Mean over the completions of a step.",
             STEPS,
             Axis(_last_part(name)),
             lines((_last_part(name), "c1", name)),
@@ -140,26 +167,26 @@ def _lengths(steps: Sequence[StepFinished]) -> Figure:
         ("longest", "c2", "length/max"), ("90th percentile", "c4", "length/p90"), ("median", "c1", "length/p50")
     )
     cut = sum(step.truncated for step in steps) / len(steps)
-    words = "Tokens of an answer: half of the answers are no longer than the median."
+    words = "Tokens of a completion: half of the completions are no longer than the median."
     if cut == 1:
         words += " All of them ran into the limit."
     elif cut > 0:
         share = f"{cut:.1%}" if cut >= 0.001 else "less than 0.1%"
-        words += f" On average {share} of a step's answers ran into the limit."
-    return Figure("Answer lengths", words, STEPS, Axis("tokens", (0.0,), whole=True), series)
+        words += f" On average {share} of a step's completions ran into the limit."
+    return Figure("Completion lengths", words, STEPS, Axis("tokens", (0.0,), whole=True), series)
 
 
 def _speed() -> Figure:
     series = lines(("tokens per second", "c3", "rollout/tokens_per_s"))
-    return Figure("Rollout speed", "Tokens of all answers per second of rollout.", STEPS, Axis("tokens/s"), series)
+    return Figure("Rollout speed", "Tokens of all completions per second of rollout.", STEPS, Axis("tokens/s"), series)
 
 
-def _signal(steps: Sequence[StepFinished], columns: dict[str, list[float | None]]) -> list[Figure]:
+def _signal(steps: Sequence[StepFinished], columns: Values) -> list[Figure]:
     """Groups with a learning signal. Events of earlier versions do not count groups."""
     if not any(columns.get("rollout/groups", ())):
         return []
-    shares = [("groups without a signal", "c1", "reward/no_signal"), ("answers cut off", "c2", "length/truncated")]
-    words = "Groups whose answers all earned the same teach nothing; answers that were cut off ran into the limit."
+    shares = [("groups without a signal", "c1", "reward/no_signal"), ("completions cut off", "c2", "length/truncated")]
+    words = "Groups whose completions all have the same reward teach nothing; completions are cut off at the limit."
     drawn = [Figure("Signal", words, STEPS, Axis("share", (0.0, 1.0), percent=True), lines(*shares))]
     asked, learned = (sum(getattr(step, name) for step in steps) for name in ("groups", "groups_learned"))
     if asked > learned:
@@ -169,42 +196,50 @@ def _signal(steps: Sequence[StepFinished], columns: dict[str, list[float | None]
     return drawn
 
 
-def _policy(columns: dict[str, list[float | None]]) -> list[Figure]:
+def _policy(columns: Values) -> list[Figure]:
     """Numbers of the update that were measured."""
     wanted = [
-        ("Entropy", "Of the policy over the answers' tokens.", "nats per token", "policy/entropy"),
+        ("Entropy", "Of the policy over the completions' tokens.", "nats per token", "policy/entropy"),
         ("KL divergence", "To the reference policy.", "nats per token", "policy/kl"),
         ("Gradient norm", "Before clipping.", "norm", "policy/grad_norm"),
-        ("Clipped tokens", "Share of the answer tokens whose ratio was clipped.", "share", "policy/clipped"),
+        ("Clipped tokens", "Share of the completion tokens whose ratio was clipped.", "share", "policy/clipped"),
         (
             "Engine against trainer",
             "Mean difference of their log-probabilities before the update: what rounding makes of the same weights.",
             "nats per token",
             "policy/mismatch_mean",
         ),
+        (
+            "Staleness",
+            "Updates of the policy between a completion and its use, mean over the completions.",
+            "updates",
+            "policy/staleness",
+        ),
     ]
-    drawn = [
+    return [
         Figure(title, words, STEPS, Axis(unit, percent=unit == "share"), lines((title, "c1", name)))
         for title, words, unit, name in wanted
         if any(columns.get(name, ()))
     ]
+
+
+def _memory(columns: Values) -> list[Figure]:
     memory = [("workers' processes", "c1", "memory/host_bytes"), ("GPU, most reserved", "c3", "memory/device_bytes")]
     there = [one for one in memory if any(columns.get(one[2], ()))]
-    if there:
-        words = "After each rollout, all workers' processes together; of GPUs the one that needs most."
-        drawn.append(Figure("Memory", words, STEPS, Axis("GiB", (0.0,), scale=_GIB), lines(*there)))
-    return drawn
+    words = "After each rollout: all workers' processes together; the largest GPU reservation of any worker."
+    return [Figure("Memory", words, STEPS, Axis("GiB", (0.0,), scale=_GIB), lines(*there))] if there else []
 
 
-def _others(columns: dict[str, list[float | None]], drawn: Sequence[Figure]) -> list[Figure]:
-    """A figure for every column that no other figure shows."""
+def _others(columns: Values, drawn: Sequence[Figure]) -> list[tuple[str, Figure]]:
+    """A figure for every column that no other figure shows, with its topic."""
     shown = {metric for figure in drawn for metric in figure.metrics} | _UNDRAWN
-    names = [
-        name
-        for name, values in columns.items()
-        if name not in shown and any(values) and name.partition("/")[0] not in _TOLD_GROUPS
-    ]
-    return [Figure(name, "", STEPS, Axis(name.rpartition("/")[2]), lines((name, "c1", name))) for name in names]
+    found = []
+    for name, values in columns.items():
+        group, _, last = name.partition("/")
+        if name not in shown and any(values) and group not in _TOLD_GROUPS:
+            figure = Figure(name, "", STEPS, Axis(last), lines((name, "c1", name)))
+            found.append((_TOPICS.get(group, "Learning"), figure))
+    return found
 
 
 # ---- time
@@ -364,13 +399,13 @@ def _distribution(rollouts: Sequence[RolloutFinished]) -> Figure:
             index * width,
             width,
             (count / len(last),),
-            f"{index * width} to {(index + 1) * width - 1} tokens: {count} of {len(last)} answers",
+            f"{index * width} to {(index + 1) * width - 1} tokens: {count} of {len(last)} completions",
         )
         for index, count in enumerate(counts)
     )
-    x, y = Axis("tokens", whole=True), Axis("share of answers", (0.0,), percent=True)
-    words = f"{len(last):,} answers of {which}."
-    return Figure("Length distribution", words, x, y, (Series("answers", "c1"),), bars=bars)
+    x, y = Axis("tokens", whole=True), Axis("share of completions", (0.0,), percent=True)
+    words = f"{len(last):,} completions of {which}."
+    return Figure("Length distribution", words, x, y, (Series("completions", "c1"),), bars=bars)
 
 
 def _still_running(rollouts: Sequence[RolloutFinished]) -> Figure:
@@ -381,15 +416,15 @@ def _still_running(rollouts: Sequence[RolloutFinished]) -> Figure:
         series.insert(0, first)
     half, all_ = sorted(last)[len(last) // 2], max(last)
     if half < all_:
-        words = f"The tail: half of the answers are done after {half} tokens, the last one after {all_}."
+        words = f"The tail: half of the completions are done after {half} tokens, the last one after {all_}."
     else:
-        words = f"Half of the answers or more are as long as the longest: {all_} tokens."
+        words = f"Half of the completions or more are as long as the longest: {all_} tokens."
     y = Axis("still being written", (0.0, 1.0), percent=True)
     return Figure("Still running", words, Axis("tokens", whole=True), y, tuple(series))
 
 
 def survival(lengths: Sequence[int]) -> tuple[tuple[float, float], ...]:
-    """(tokens, fraction of the answers that are longer), a point wherever the fraction changes."""
+    """(tokens, fraction of the completions that are longer), a point wherever the fraction changes."""
     ordered, total = sorted(lengths), len(lengths)
     left = {length: total - rank for rank, length in enumerate(ordered, start=1)}
     return ((0.0, 1.0), *points(list(map(float, left)), [count / total for count in left.values()]))

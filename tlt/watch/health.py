@@ -33,16 +33,16 @@ NAMES = ("learning", "rewards", "truncation", "speculation", "machine")
 _GRAVITY: tuple[Level, ...] = ("off", "good", "warn", "bad")
 _RECENT = 5  # steps that a light looks at
 _STREAK = 3  # steps of the same in a row that are no accident
-_FEW_SIGNALS, _CUT_SOME, _CUT_MANY, _FAILED = 0.8, 0.1, 0.5, 0.1  # shares of groups, answers, answers, answers
+_FEW_SIGNALS, _CUT_SOME, _CUT_MANY, _FAILED = 0.8, 0.1, 0.5, 0.1  # shares of groups; then of completions
 _MISMATCH = 0.1  # nats per token between trainer and engine
-_CLIPPED = 0.3  # share of the answer tokens
+_CLIPPED = 0.3  # share of the completion tokens
 _ENTROPY_LEFT, _ENTROPY_LOW = 0.1, 0.05  # of what it was at first; nats per token
 _LOSS_OF_TIME = 0.02  # of the rollouts' seconds
 _ERRORS = 2.0  # standard errors of a difference that is no accident
 _SLOWER = 0.5  # of the tokens per second that it once had
 _MEMORY_GROWN, _MEMORY_BYTES = 1.3, 2**31  # times, and bytes, above what it was; a replay has its own KV cache
 _LONG, _LITTLE = 10, 0.1  # a run of so many steps learned next to nothing in so small a share of them
-MORE_SIGNAL = "give prompts that are solved sometimes, raise task.group, or let task.reward tell answers apart"
+MORE_SIGNAL = "give prompts that are solved sometimes, raise task.group, or let task.reward tell completions apart"
 _SETTLED = 5  # steps until times and memory are as they will be
 
 
@@ -67,8 +67,8 @@ class Health:
         self._silent = 0  # steps in a row in which no group had a signal
         self._still = 0  # steps in a row with a signal and without a gradient
         self._best_reward, self._best_pace, self._host_bytes = float("-inf"), 0.0, 0
-        self._failed: dict[int, int] = {}  # step → answers whose reward failed
-        self._answers: dict[int, int] = {}  # step → answers
+        self._failed: dict[int, int] = {}  # step → completions whose reward failed
+        self._judged: dict[int, int] = {}  # step → completions
         self._collapsed: AcceptanceCollapsed | None = None
         self._fault: ReplayCompared | None = None
         self._planned: CheckpointsPlanned | None = None
@@ -85,7 +85,7 @@ class Health:
                 self._see_step(event)
                 return list(self._worse(event.step))
             case RolloutFinished(step=step, n=n):
-                self._answers = {step: n, **{at: count for at, count in self._answers.items() if at > step - _RECENT}}
+                self._judged = {step: n, **{at: count for at, count in self._judged.items() if at > step - _RECENT}}
             case RewardsFailed(step=step, count=count):
                 self._failed[step] = self._failed.get(step, 0) + count
             case AcceptanceCollapsed():
@@ -152,8 +152,8 @@ class Health:
         if self._silent >= _STREAK:
             return self._without_signal(last)
         if self._still >= _STREAK:
-            cure = "grpo.mask_overlong leaves cut-off answers out: raise sampling.max_tokens"
-            usual = "see task.group and the rewards of the answers in the report"
+            cure = "grpo.mask_overlong leaves cut-off completions out: raise sampling.max_tokens"
+            usual = "see task.group and the rewards of the completions in the report"
             remedy = cure if self._config.grpo.mask_overlong and last.truncated else usual
             return HealthLight("learning", "bad", f"the gradient was 0 for {self._still} steps", remedy)
         silent = self._mean("no_signal")
@@ -172,8 +172,8 @@ class Health:
         return HealthLight(
             "learning",
             "bad",
-            f"{says}: every answer earned {last.mean_reward:.3g}",
-            "read the answers in the report: if they are right, give harder prompts; if wrong, check task.reward, "
+            f"{says}: every completion earned {last.mean_reward:.3g}",
+            "read the completions in the report: if they are right, give harder prompts; if wrong, check task.reward, "
             "task.template and sampling.max_tokens, or give easier ones",
         )
 
@@ -202,11 +202,11 @@ class Health:
 
     def _rewards(self) -> HealthLight:
         failed, mean = sum(self._failed.values()), self._mean("mean_reward")
-        answers = sum(self._answers.values())
+        judged = sum(self._judged.values())
         if failed:
-            says = f"{failed} of {answers} rewards failed" if answers else f"{failed} rewards failed"
+            says = f"{failed} of {judged} rewards failed" if judged else f"{failed} rewards failed"
             cure = "see what they said in events.jsonl (RewardsFailed); raise task.reward_timeout_s if they hang"
-            return HealthLight("rewards", "bad" if failed > _FAILED * answers else "warn", says, cure)
+            return HealthLight("rewards", "bad" if failed > _FAILED * judged else "warn", says, cure)
         for name, last in self._last_held_out.items():
             if light := _fallen(self._best_held_out[name], last):
                 return light
@@ -219,12 +219,12 @@ class Health:
 
     def _truncation(self) -> HealthLight:
         share, most = self._mean("truncated"), self._config.sampling.max_tokens
-        says = f"{share:.0%} of the answers ran into sampling.max_tokens ({most})"
+        says = f"{share:.0%} of the completions ran into sampling.max_tokens ({most})"
         if share < _CUT_SOME:
             return HealthLight("truncation", "good", says)
         masked = "" if self._config.grpo.mask_overlong else ", or keep them out of the loss with grpo.mask_overlong"
         level: Level = "bad" if share >= _CUT_MANY else "warn"
-        return HealthLight("truncation", level, says, f"raise sampling.max_tokens or ask for shorter answers{masked}")
+        return HealthLight("truncation", level, says, f"raise sampling.max_tokens or ask for less text{masked}")
 
     def _speculation(self) -> HealthLight:
         if self._config.spec.drafter == "none":
@@ -283,7 +283,7 @@ class Health:
             return None
         says = f"{pace:,.0f} tokens per second of rollout, once {self._best_pace:,.0f}"
         return HealthLight(
-            "machine", "warn", says, "see what else runs on the machine, and whether answers became longer"
+            "machine", "warn", says, "see what else runs on the machine, and whether completions became longer"
         )
 
 
@@ -335,7 +335,7 @@ def nothing_learned(steps: Sequence[StepFinished]) -> str:
     if not steps or (taught and (len(steps) < _LONG or taught > _LITTLE * len(steps))):
         return ""
     silent = sum(step.no_signal == 1.0 for step in steps)
-    why = f"in {_steps(silent)} no group had a signal, as all answers to a prompt earned the same"
+    why = f"in {_steps(silent)} no group had a signal, as all completions to a prompt earned the same"
     how = f"Next to nothing was learned, in {taught} of {_steps(len(steps))}" if taught else "Nothing was learned"
     return f"{how}: {why if silent else 'the gradient was 0'}. To change that, {MORE_SIGNAL}."
 

@@ -5,11 +5,14 @@ columns have a place for every step, None where a step has no value. Columns nam
 page has.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from tlt.watch.events import (
     AccountUpdated,
+    DrafterSwapped,
     DrafterTrained,
     Evaluated,
     Event,
@@ -19,13 +22,14 @@ from tlt.watch.events import (
     ShapesChosen,
     StepFinished,
 )
-from tlt.watch.history import counted, drafted, steps_of
+from tlt.watch.history import counted, drafted, events_of, steps_of
 from tlt.watch.summary import phase_seconds
 from tlt.watch.verdict import whole_steps
 
 WHOLE_RATIO, REPLAY_RATIO = "sum/whole_step_ratio", "sum/rollout_ratio"
 ACCEPT_LENGTH = "rollout/accept_length"
 ROLLOUT_SUM, PLAIN_SUM = "sum/rollout_s", "sum/plain_rollout_s"
+DRAFTER_STALENESS = "sum/drafter_staleness"
 _AGAIN = 2  # steps at the end of known columns that are computed again: their events may still come
 STEP_METRICS = {  # name → field of StepFinished
     "reward/mean": "mean_reward",
@@ -51,6 +55,7 @@ STEP_METRICS = {  # name → field of StepFinished
     "policy/mismatch_mean": "mismatch_mean",
     "policy/mismatch_max": "mismatch_max",
     "policy/weight_mean": "weight_mean",
+    "policy/staleness": "staleness",
     "policy/learning_rate": "learning_rate",
     "time/rollout_s": "rollout_s",
     "time/reward_s": "reward_s",
@@ -160,4 +165,12 @@ def columns_of(run: Run, known: Columns | None = None) -> Columns:
     values["time/other_s"] = [phase_seconds(step)["other"] for step in steps]
     values[ROLLOUT_SUM] = list(accumulate(step.rollout_s for step in steps))
     values[PLAIN_SUM] = list(accumulate(step.rollout_s + step.saved_s for step in steps))
+    if swaps := events_of(run, DrafterSwapped):
+        values[DRAFTER_STALENESS] = _drafter_staleness([step.step for step in steps], swaps)
     return Columns([step.step for step in steps], values)
+
+
+def _drafter_staleness(steps: Sequence[int], swaps: Sequence[DrafterSwapped]) -> list[float | None]:
+    """Updates of the policy since the drafter in use was trained; None before the first trained drafter."""
+    taken = sorted(swap.step for swap in swaps)
+    return [step - 1 - taken[place - 1] if (place := bisect_left(taken, step)) else None for step in steps]

@@ -71,7 +71,7 @@ def page(run: Run, completions: Sequence[Json] = ()) -> str:
             *_health(summary.lights),
             f'<p class="words">{escape(in_words(summary))}</p>',
             *_tiles(summary),
-            f'<div class="figures" id="figures"><noscript><p>{without}</p></noscript></div>',
+            f'<div id="figures"><noscript><p>{without}</p></noscript></div>',
             *_details(run, completions),
             f'<script type="application/json" id="run-data">{_inert(data)}</script>',
             f'<script type="module">{script}</script>',

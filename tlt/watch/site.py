@@ -12,7 +12,7 @@ from typing import Any
 from tlt.errors import ConfigError, TltError
 from tlt.watch.live import LiveRun, LiveRuns
 from tlt.watch.step_files import steps_kept
-from tlt.watch.views import live_view, run_row, step_view
+from tlt.watch.views import defaults_of, live_view, run_row, step_view
 
 PAGE = Path(__file__).with_name("page")
 SERVED = {  # what the live page and an export consist of, with their media types
@@ -42,7 +42,7 @@ def runs_json(runs: dict[str, LiveRun | TltError]) -> dict[str, Any]:
         else live.once(partial(run_row, name))
         for name, live in runs.items()
     ]
-    return {"runs": rows}
+    return {"runs": rows, "defaults": defaults_of({key for row in rows for key in row["knobs"]})}
 
 
 def export(directory: Path, target: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 STEPS = "steps"
 _NAME = re.compile(r"step_([0-9]{1,12})\.json")
-_NEWEST = 8  # step files that are never removed to make room for another
+_NEWEST = 8  # step files that are removed last
 
 
 def sampled_groups(step: int, longest: Sequence[int], wanted: int) -> frozenset[int]:
@@ -42,8 +42,8 @@ def superfluous(sizes: Mapping[int, int], limit: int) -> list[int]:
     """Steps whose files are removed so that the others fit. The newest stay if they can; of the older ones those stay
     longest whose number is divisible by the largest power of two, so that the rest is spread over the whole run."""
     total, gone = sum(sizes.values()), []
-    old = sorted(sizes)[:-_NEWEST]
-    for step in sorted(old, key=lambda step: (step & -step, step)):
+    old, newest = sorted(sizes)[:-_NEWEST], sorted(sizes)[-_NEWEST:]
+    for step in [*sorted(old, key=lambda step: (step & -step, step)), *newest]:
         if total <= limit:
             break
         total -= sizes[step]
@@ -62,12 +62,14 @@ class StepFiles:
 
     def write(self, step: int, content: bytes) -> None:
         path = step_file(self._directory, step)
+        self._sizes[step] = len(content)
+        self._remove(superfluous(self._sizes, self._limit))
+        if step not in self._sizes:  # larger than the limit alone
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".part")
         aside.write_bytes(content)
         os.replace(aside, path)
-        self._sizes[step] = len(content)
-        self._remove(superfluous(self._sizes, self._limit))
 
     def _remove(self, steps: Iterable[int]) -> None:
         for step in steps:

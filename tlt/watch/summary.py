@@ -233,13 +233,13 @@ def forecast_in_words(told: TrainingForecast) -> str:
 
 
 def evaluation_in_words(told: Evaluated) -> str:
-    """As in `test: reward 0.512 ± 0.020, pass@1 51.2%, 312 tokens an answer (256 prompts, 12.0 s)`."""
+    """As in `test: reward 0.512 ± 0.020, pass@1 51.2%, 312 tokens a completion (256 prompts, 12.0 s)`."""
     passed = "".join(f", pass@{k} {value:.1%}" for k, value in told.pass_at)
     cut = f", {told.truncated:.0%} cut off" if told.truncated else ""
     text = (
         f"{told.name}: reward {told.mean_reward:.3f} ± {told.reward_error:.3f}{passed}, {told.length_mean:.0f} tokens"
     )
-    return f"{text} an answer{cut} ({told.prompts} prompts, {duration(told.seconds)})"
+    return f"{text} a completion{cut} ({told.prompts} prompts, {duration(told.seconds)})"
 
 
 def when_evaluated(told: Evaluated) -> str:
@@ -281,7 +281,7 @@ def last_lines(summary: Summary, where: str) -> list[str]:
     if summary.drafter:
         lines.append(
             f"Learned drafter alone, {summary.ahead} tokens ahead: {summary.drafter.first:.2f} tokens per verify to be "
-            f"expected at first, {summary.drafter.last:.2f} at the end, on answers it had not learned from."
+            f"expected at first, {summary.drafter.last:.2f} at the end, on completions it had not learned from."
         )
     if summary.forecast:
         lines.append(_forecast(summary.forecast))
@@ -321,7 +321,7 @@ def _opening(summary: Summary) -> str:
 def _learned(summary: Summary) -> str:
     reward, length = summary.reward, summary.length
     if not reward.apart:
-        return f"Mean reward was {reward.first:.3f}, with answers of {length.first:.0f} tokens on average."
+        return f"Mean reward was {reward.first:.3f}, with completions of {length.first:.0f} tokens on average."
     ends = f"over the first {_few(reward)} to {{}} over the last"
     first, last = f"{reward.first:.3f}", f"{reward.last:.3f}"
     if first == last:
@@ -330,7 +330,7 @@ def _learned(summary: Summary) -> str:
         text = f"Mean reward {'rose' if reward.last > reward.first else 'fell'} from {first} {ends.format(last)}"
     before, after = f"{length.first:.0f}", f"{length.last:.0f}"
     went = f"went from {before} to {after}" if before != after else f"stayed at {after}"
-    return f"{text}, while answers {went} tokens on average."
+    return f"{text}, while completions {went} tokens on average."
 
 
 def _held_out(told: Evaluations) -> str:
@@ -363,7 +363,7 @@ def _saved(summary: Summary) -> str:
     if summary.drafter:
         parts.append(
             f"Of the learned drafter alone, drafting {summary.ahead} tokens, {summary.drafter.first:.2f} were to be "
-            f"expected before its first training and {summary.drafter.last:.2f} after its last, on answers held out."
+            f"expected before its first training and {summary.drafter.last:.2f} after its last, on held-out text."
         )
     if summary.forecast:
         parts.append(_forecast(summary.forecast))

@@ -28,7 +28,7 @@ class Replayed:
     plain_s: float
     identical: bool  # all of them, token for token
     exact: bool  # no token may differ
-    compared: int  # tokens, each answer's up to and including its first difference
+    compared: int  # tokens, each completion's up to and including its first difference
     differing: int  # first differences among them
     at_once: int  # requests, at most
     sample_at_once: int  # plain decoding of fewer requests at once, against the replay; 0: not measured
@@ -141,7 +141,7 @@ def verdict_in_words(replayed: Replayed) -> str:
         case "identical":
             return "Tokens identical: yes."
         case "fault":
-            which = f"{replayed.differing} of the answers differ" if replayed.differing else "some answers differ"
+            which = f"{replayed.differing} completions differ" if replayed.differing else "some completions differ"
             return (
                 f"Tokens identical: NO, {which}, and in exact mode or float64 nothing may: this is a fault of tlt, "
                 "please report it with the run's events.jsonl."

@@ -4,7 +4,7 @@ Pure except for reading step files. Does not depend on HTTP or HTML; texts are p
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ _DIGITS = 6  # of a number in a column
 _MOST_NOTICES = 200
 _PHASES = ("rollout", "reward", "drafting", "update", "checkpoint")  # of a step, in the order of time
 _COST_BARS = 24
+_RECENT = 10  # steps whose longest says how long a run may be silent
+_LEAST_SILENT_S, _STARTUP_S = 60.0, 300.0  # seconds without an event: in steps, before the first
 _LEAST_SHARE = 0.002  # of a step: what took less cannot be seen
 
 
@@ -62,16 +64,27 @@ def run_row(name: str, live: LiveRun) -> Json:
         "taken": summary.taken,
         "planned": summary.planned,
         "started": records[0].time if records else None,
-        "last": records[-1].time if records else None,
+        **_heartbeat(run, live.now),
         "reward_first": summary.reward.first if summary.taken else None,
         "reward_last": summary.reward.last if summary.taken else None,
         "accept_length": summary.accept_length.last if summary.drafted else None,
         "whole_ratio": whole,
         "tokens_per_s": summary.tokens / rollout_s if rollout_s else None,
-        "step_s": summary.step_s,
         "verb": started.verb if (started := started_of(run)) else "",
         "knobs": differences(run.config),
     }
+
+
+def _heartbeat(run: Run, now: Recorded | None) -> Json:
+    """The time of the last event, and the seconds without an event after which a run counts as silent."""
+    last = max((record.time for record in (*run.events[-1:], now) if record), default=None)
+    steps = [step.step_s for step in steps_of(run)[-_RECENT:]]
+    return {"last": last, "silent_s": max(_LEAST_SILENT_S, 3 * max(steps)) if steps else _STARTUP_S}
+
+
+def defaults_of(keys: Collection[str]) -> dict[str, str]:
+    """The default values of these settings."""
+    return {key: repr(value) for key, value in flat(RunConfig()).items() if key in keys}
 
 
 def differences(config: RunConfig) -> dict[str, str]:
@@ -105,6 +118,7 @@ def run_view(
         "taken": summary.taken,
         "planned": summary.planned,
         "now": _doing(now, summary),
+        **_heartbeat(run, now),
         "from": first,
         **_columns(columns, first),
         "figures": [to_json(figure) for figure in figures_of(run, columns)],
@@ -141,7 +155,7 @@ def _doing(now: Recorded | None, summary: Summary) -> Json | None:
         case PhaseStarted(step=step, phase=phase):
             return {"step": step, "phase": phase, "since": now.time}
         case RolloutProgress(step=step, finished=finished, n=n, running=running, tokens=tokens):
-            words = f"rollout: {finished} of {n} answers, {running} running, {tokens:,} tokens"
+            words = f"rollout: {finished} of {n} completions, {running} running, {tokens:,} tokens"
             return {"step": step, "phase": words, "since": now.time, "part": finished / max(1, n)}
         case StartupPhase(phase=phase):
             return {"step": 0, "phase": phase, "since": now.time}

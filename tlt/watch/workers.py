@@ -21,7 +21,7 @@ class FleetRolledOut(Event):
 
     step: int
     workers: int
-    seconds: float  # the rollout, from the first request to the last answer
+    seconds: float  # the rollout, from the first request to the last completion
     rolling_s: float
     idle_s: float  # without requests and without anything else to do
     drafting_s: float  # without requests, training the drafter
@@ -30,7 +30,7 @@ class FleetRolledOut(Event):
     join_s: float  # what joining took, all together
     waited_s: float  # for each other, in training the drafter together
     swaps: int  # times that a worker took a better drafter while it wrote
-    stop_s: float  # from the last answer until everyone had stopped
+    stop_s: float  # from the last completion until everyone had stopped
     averaging_s: float = 0.0  # to average gradients of the drafter
 
 
@@ -54,7 +54,7 @@ class WorkerLost(Event):
     worker: int
     phase: str  # what it was at
     reason: str
-    requests: int  # that others answer in its place, from the start
+    requests: int  # that others generate in its place, from the start
     seconds: float  # since what it was at began: so much of it, at most, is done again
 
 

@@ -1,11 +1,12 @@
-// `tlt watch`: runs, a run, a step, its completions, the drafter. Reads JSON (tlt.watch.views) that is served beside it,
-// live or from an export, and draws with draw.js. What always holds: a view is a function of the address; data is read
-// again only while the page is visible; columns of steps are sent once.
-import { FigureView, TOKEN_COLOURS, completionView, el, number, tickWords, ticks, tokenLegend } from "./draw.js";
+// `tlt watch`: runs, a run, a step, its completions, the drafter. Reads JSON (tlt.watch.views) from the server or an
+// export and draws with draw.js. Invariants: the address selects the view; data is requested only while the page is
+// visible; columns of steps are sent once.
+import { FigureView, TOKEN_COLOURS, Topics, completionView, el, number, tickWords, ticks, tokenLegend } from "./draw.js";
 
 const LIVE = document.querySelector('meta[name="tlt-live"]').content === "yes";
 const POLL_MS = 1000, MOST_COMPARED = 8, MOST_CARDS = 200;
 const LINE_COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
+const LEAST_SMOOTHED = 20; // steps from which curves are smoothed by default
 const main = document.getElementById("main"), trail = document.getElementById("trail"), trouble = document.getElementById("trouble");
 const kept = new Map(); // run → what was read of it
 let view = null; // { poll() } of the address
@@ -49,7 +50,12 @@ const fixed = (value, digits) => (value === null || value === undefined ? "–" 
 const link = (address, text, attributes = {}) => el("a", { href: `#/${address.map(encodeURIComponent).join("/")}`, ...attributes }, text);
 const table = (head, rows, attributes = {}) => el("table", attributes, el("thead", {}, el("tr", {}, ...head.map((cell) => (cell instanceof Node ? cell : el("th", { scope: "col" }, cell))))), el("tbody", {}, ...rows));
 const row = (cells) => el("tr", {}, ...cells.map((cell, index) => el(index ? "td" : "th", index ? {} : { scope: "row" }, cell)));
-const state = (name) => el("span", { class: `state ${name}` }, name);
+// A run that was killed has no last event: after an unusually long silence it is not called running any more.
+const silence = (run) => (run.state === "running" && run.last && Date.now() / 1000 - run.last > run.silent_s ? `the last event was ${ago(run.last)}; the run was killed, or it waits` : "");
+const state = (run) => {
+  const silent = silence(run);
+  return el("span", { class: `state ${silent ? "silent" : run.state}`, title: silent || null }, silent ? "silent" : run.state);
+};
 const tiles = (each) => el("dl", { class: "tiles" }, ...each.map(([name, value, note]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value, el("small", {}, note)))));
 const folded = (title, body, open = false) => el("details", { open }, el("summary", {}, title), body);
 
@@ -67,10 +73,10 @@ function where(...steps) {
 // Figures in a grid. Those out of sight are drawn when they come into sight.
 class Gallery {
   constructor(toolbar = true) {
-    this.options = { smooth: 5, log: false, zoom: null };
+    this.options = { smooth: null, log: false, zoom: null }; // smooth: null until it is chosen
     this.views = new Map();
-    this.grid = el("div", { class: "figures" });
-    this.node = el("div", {}, toolbar ? this.toolbar() : "", this.grid);
+    this.topics = new Topics();
+    this.node = el("div", {}, toolbar ? this.toolbar() : "", this.topics.node);
     this.waiting = new Map();
     this.seen = new IntersectionObserver((entries) => {
       for (const entry of entries) this.mark(entry.target, entry.isIntersecting);
@@ -80,7 +86,8 @@ class Gallery {
   }
 
   toolbar() {
-    const smooth = el("select", { onchange: () => this.set({ smooth: Number(smooth.value) }) }, ...[1, 5, 20, 100].map((count) => el("option", { value: count, selected: count === 5 }, count === 1 ? "none" : `mean of ${count}`)));
+    const smooth = el("select", { onchange: () => this.set({ smooth: Number(smooth.value) }) }, ...[1, 5, 20, 100].map((count) => el("option", { value: count }, count === 1 ? "none" : `mean of ${count}`)));
+    this.smoothing = smooth;
     const log = el("input", { type: "checkbox", onchange: () => this.set({ log: log.checked }) });
     this.first = el("input", { type: "number", min: 0, "aria-label": "first step" });
     this.last = el("input", { type: "number", min: 0, "aria-label": "last step" });
@@ -114,20 +121,23 @@ class Gallery {
     this.columns = columns;
     this.end = columns.steps[columns.steps.length - 1];
     const titles = new Set(figures.map((figure) => figure.title));
+    if (this.smoothing && this.options.smooth === null) this.smoothing.value = this.smoothed();
     for (const [title, one] of this.views) if (!titles.has(title)) { one.node.remove(); this.seen.unobserve(one.node); this.views.delete(title); }
-    figures.forEach((figure, index) => {
+    figures.forEach((figure) => {
       const one = this.views.get(figure.title);
       if (one) { this.waiting.set(figure.title, figure); return; }
       const added = new FigureView(figure, columns, this.drawn(), (range) => this.zoom(range));
       added.node.dataset.title = figure.title;
       this.views.set(figure.title, added);
-      this.grid.insertBefore(added.node, this.grid.children[index] || null);
       this.seen.observe(added.node);
     });
+    this.topics.place(figures.map((figure) => [figure.topic, this.views.get(figure.title).node]));
     this.flush();
   }
 
-  drawn() { return { ...this.options, smooth: this.columns.steps.length >= 20 ? this.options.smooth : 1 }; }
+  smoothed() { return this.options.smooth ?? (this.columns.steps.length >= LEAST_SMOOTHED ? 5 : 1); }
+
+  drawn() { return { ...this.options, smooth: this.smoothed() }; }
 
   mark(node, visible) {
     if (visible) this.visible.add(node.dataset.title);
@@ -149,8 +159,8 @@ class Gallery {
 // ---- runs
 
 const RUN_COLUMNS = [
-  ["run", (run) => run.name, (run) => (run.error ? run.name : link(["run", run.name], run.name))],
-  ["state", (run) => run.state, (run) => state(run.state)],
+  ["run", (run) => run.name, (run) => (run.error ? run.name : el("span", {}, link(["run", run.name], run.name), run.verb && run.verb !== "train" ? ` tlt ${run.verb}` : ""))],
+  ["state", (run) => run.state, state],
   ["steps", (run) => run.taken, (run) => `${run.taken} / ${run.planned}`],
   ["reward", (run) => run.reward_last, (run) => (run.reward_last === null ? "–" : `${fixed(run.reward_first, 3)} → ${fixed(run.reward_last, 3)}`)],
   ["accept length", (run) => run.accept_length, (run) => fixed(run.accept_length, 2)],
@@ -160,20 +170,25 @@ const RUN_COLUMNS = [
 ];
 
 class RunsView {
-  constructor() {
+  constructor(chosen = []) {
     where();
-    this.sorted = [7, -1];
-    this.chosen = new Set();
+    this.sorted = [RUN_COLUMNS.length - 1, -1];
+    this.chosen = new Set(chosen.slice(0, MOST_COMPARED));
     this.metric = "reward/mean";
     this.body = el("div");
     this.comparison = el("div");
     this.gallery = new Gallery();
     this.find = el("input", { type: "search", placeholder: "name or setting", oninput: () => this.draw() });
-    fill(el("header", {}, el("h1", {}, "Runs")), el("div", { class: "toolbar" }, el("label", {}, "Find ", this.find), el("span", { class: "hint" }, "Tick runs to compare their curves and settings.")), this.body, this.comparison);
+    fill(el("header", {}, el("h1", {}, "Runs")), el("div", { class: "toolbar" }, el("label", {}, "Find ", this.find), el("span", { class: "hint" }, `Tick up to ${MOST_COMPARED} runs to compare their curves and settings.`)), this.body, this.comparison);
   }
 
   async poll() {
-    this.runs = (await read("data/runs.json")).runs;
+    const mine = shown;
+    const { runs, defaults } = await read("data/runs.json");
+    if (mine !== shown) return;
+    [this.runs, this.defaults] = [runs, defaults];
+    const there = new Set(runs.filter((run) => !run.error).map((run) => run.name));
+    for (const name of this.chosen) if (!there.has(name)) this.chosen.delete(name);
     this.draw();
     if (this.chosen.size) await this.compare();
   }
@@ -190,7 +205,7 @@ class RunsView {
     })];
     const rows = runs.map((run) => {
       if (run.error) return el("tr", {}, el("td"), el("th", { scope: "row" }, run.name), el("td", { colspan: RUN_COLUMNS.length - 1, class: "error" }, run.error));
-      const tick = el("input", { type: "checkbox", "aria-label": `compare ${run.name}`, checked: this.chosen.has(run.name), onchange: () => this.choose(run.name, tick.checked) });
+      const tick = el("input", { type: "checkbox", "aria-label": `compare ${run.name}`, checked: this.chosen.has(run.name), disabled: !this.chosen.has(run.name) && this.chosen.size >= MOST_COMPARED, onchange: () => this.choose(run.name, tick.checked) });
       return el("tr", { title: run.failure || null }, el("td", {}, tick), ...RUN_COLUMNS.map(([, , say], index) => el(index ? "td" : "th", index ? {} : { scope: "row" }, say(run))));
     });
     const focused = document.activeElement && document.activeElement.getAttribute("aria-label");
@@ -199,8 +214,9 @@ class RunsView {
   }
 
   async choose(name, chosen) {
-    if (chosen && this.chosen.size < MOST_COMPARED) this.chosen.add(name);
+    if (chosen) this.chosen.add(name);
     else this.chosen.delete(name);
+    history.replaceState(null, "", this.chosen.size ? `#/compare/${[...this.chosen].map(encodeURIComponent).join("/")}` : "#/");
     await guarded(() => this.compare());
     this.draw();
   }
@@ -229,11 +245,11 @@ class RunsView {
     });
     const axis = { include: [], whole: false, percent: false, names: [], scale: 1 };
     const series = names.map((name, index) => ({ label: name, colour: LINE_COLOURS[index % LINE_COLOURS.length], metric: name, points: [], stepwise: false }));
-    const figure = { title: "Comparison", words: this.metric, x: { ...axis, label: "step", whole: true }, y: { ...axis, label: this.metric }, series, stacked: false, bars: [], lanes: [], marks: [], rule: null, between: [] };
+    const figure = { title: "Comparison", words: this.metric, x: { ...axis, label: "step", whole: true }, y: { ...axis, label: this.metric }, series, stacked: false, bars: [], lanes: [], marks: [], rule: null, between: [], topic: "" };
     this.gallery.show([figure], { steps, values });
     const settings = names.map((name) => kept.get(name).knobs);
     const keys = [...new Set(settings.flatMap(Object.keys))].filter((key) => key !== "run.name" && new Set(settings.map((one) => one[key])).size > 1).sort();
-    this.knobs.replaceChildren(keys.length ? table(["setting", ...names], keys.map((key) => row([el("code", {}, key), ...settings.map((one) => el("code", {}, one[key] ?? "default"))]))) : el("p", {}, "None."));
+    this.knobs.replaceChildren(keys.length ? table(["setting", ...names], keys.map((key) => row([el("code", {}, key), ...settings.map((one) => (key in one ? el("code", {}, one[key]) : el("span", {}, el("code", {}, this.defaults[key] ?? ""), " (default)")))]))) : el("p", {}, "None."));
   }
 }
 
@@ -256,18 +272,30 @@ class RunView {
   }
 
   async poll() {
-    if ((await readRun(this.name)) || !this.drawn) this.draw();
+    const mine = shown, news = await readRun(this.name);
+    if (mine !== shown) return;
+    if (news || !this.drawn) this.draw();
+    this.drawState(kept.get(this.name));
+  }
+
+  drawState(run) {
+    // again without news, too: how long ago the last event was changes
+    const silent = silence(run), doing = run.now ? `${run.now.step ? `Step ${run.now.step}: ` : ""}${run.now.phase} …` : "";
+    const words = `${run.taken} of ${run.planned} steps`;
+    const key = [words, run.state, silent, doing].join("|");
+    if (key === this.said) return;
+    this.said = key;
+    this.state.replaceChildren(state(run), ` ${words}`);
+    this.now.textContent = silent ? `Silent: ${silent}. ${doing ? `Last activity: ${doing}` : ""}` : doing;
+    this.now.hidden = !this.now.textContent;
   }
 
   draw() {
     const run = kept.get(this.name);
     this.drawn = true;
-    this.state.replaceChildren(state(run.state), ` ${run.taken} of ${run.planned} steps`);
     this.words.textContent = run.words;
     const levels = { off: "off", good: "good", warn: "look at this", bad: "bad" };
     this.lights.replaceChildren(...run.lights.map(([name, level, says, remedy]) => el("li", { class: level }, el("i"), el("div", {}, el("b", {}, name, el("span", {}, `: ${levels[level]}`)), says, remedy ? el("small", {}, remedy) : ""))));
-    this.now.textContent = run.now ? `${run.now.step ? `Step ${run.now.step}: ` : ""}${run.now.phase} …` : "";
-    this.now.hidden = !run.now;
     this.tiles.replaceChildren(run.tiles.length ? tiles(run.tiles) : "");
     const last = run.steps[run.steps.length - 1];
     this.links.replaceChildren(...(last ? [link(["run", this.name, "step", last], "Last step"), link(["run", this.name, "step", run.kept[run.kept.length - 1] || last, "completions"], "Completions")] : []), link(["run", this.name, "drafter"], "Drafter"), ...(last ? [stepForm(this.name, run)] : []));
@@ -316,25 +344,38 @@ class StepView {
   }
 
   async poll() {
-    if (this.done) return;
-    const mine = shown;
-    await readRun(this.name);
+    const mine = shown, news = await readRun(this.name);
+    if (mine !== shown) return;
+    if (this.done) {
+      if (news) this.links.replaceChildren(neighbours(this.name, this.step));
+      return;
+    }
     const told = await readStep(this.name, this.step);
     if (mine !== shown) return;
     this.done = true;
+    this.links = el("div", {}, neighbours(this.name, this.step));
     const numbers = Object.entries(told.numbers);
     const file = told.file, gallery = new Gallery(false);
     fill(
       el("header", {}, el("h1", {}, `Step ${this.step}`), el("span", {}, this.name)),
-      neighbours(this.name, this.step),
+      this.links,
       file ? timeline(this.name, file) : el("p", {}, "This step's requests and completions were not kept: watch.groups was 0, or its file made room for newer ones."),
       gallery.node,
       el("section", {},
-        told.account.length ? folded("Account of speculation", table(["seconds of the whole run so far", ""], told.account.map(row)), true) : null,
-        folded("All numbers", table(["metric", "value"], numbers.map(([metric, value]) => row([metric, number(value)]))))),
+        told.account.length ? folded("Account of speculation", table(["seconds of the whole run so far", ""], told.account.map(row), { class: "pairs" }), true) : null,
+        file ? folded("Requests and memory of each worker", table(["worker", "requests", "last token after", "memory of its process", "GPU memory reserved"], workerRows(file))) : null,
+        folded("All numbers", table(["metric", "value"], numbers.map(([metric, value]) => row([metric, number(value)])), { class: "pairs" }))),
     );
     gallery.show(told.figures, kept.get(this.name).columns);
   }
+}
+
+function workerRows(file) {
+  const gib = (bytes) => (bytes ? `${number(Number((bytes / 2 ** 30).toFixed(2)))} GiB` : "–");
+  return file.memory.map(([worker, host, device]) => {
+    const mine = file.requests.filter((one) => one[2] === worker);
+    return row([`${worker}`, number(mine.length), mine.length ? `${number(Math.max(...mine.map((one) => one[5])))} s` : "–", gib(host), gib(device)]);
+  });
 }
 
 function shapeColours(file) {
@@ -383,8 +424,16 @@ function timeline(name, file) {
     pen.fillStyle = colour("soft");
     pen.font = "11.5px system-ui, sans-serif";
     pen.textAlign = "center";
-    const times = ticks(0, end, 8).filter((time) => time <= end), say = tickWords(times);
+    const times = ticks(0, end, Math.max(2, Math.min(8, Math.floor(room / 70)))).filter((time) => time <= end), say = tickWords(times);
     times.forEach((time) => pen.fillText(`${say(time)} s`, Math.min(width - 18, x(time)), height - 12));
+    pen.strokeStyle = colour("ink");
+    pen.setLineDash([4, 4]);
+    pen.beginPath(); pen.moveTo(x(half), space.top); pen.lineTo(x(half), height - space.bottom); pen.stroke();
+    pen.setLineDash([]);
+    pen.fillStyle = colour("ink");
+    pen.textAlign = "left";
+    pen.fillText("half of the requests are done; the tail begins", x(half) + 6, height - space.bottom - 6);
+    pen.fillStyle = colour("soft");
     pen.textAlign = "right";
     const workers = [...new Set(rows.map((one) => one.worker))];
     workers.forEach((worker) => {
@@ -397,7 +446,7 @@ function timeline(name, file) {
   const show = (index, speak) => {
     if (index < 0 || index >= rows.length) { at = -1; tip.hidden = true; draw(); return; }
     at = index;
-    const one = rows[index], words = [`group ${one.group}, answer ${one.index}`, `worker ${one.worker}`, `first token after ${number(one.first - one.submitted)} s`, `done at ${number(one.finished)} s`];
+    const one = rows[index], words = [`group ${one.group}, completion ${one.index}`, `worker ${one.worker}`, `first token after ${number(one.first - one.submitted)} s`, `done at ${number(one.finished)} s`];
     const told = file.groups.find((group) => group.group === one.group);
     if (told) words.push(`${number(told.lengths[one.index])} tokens, reward ${number(told.rewards[one.index])}`);
     tip.replaceChildren(el("b", {}, words[0]), ...words.slice(1).map((text) => el("div", {}, el("span", {}, text))));
@@ -452,9 +501,12 @@ class CompletionsView {
   }
 
   async poll() {
-    if (this.done) return;
-    const mine = shown;
-    await readRun(this.name);
+    const mine = shown, news = await readRun(this.name);
+    if (mine !== shown) return;
+    if (this.done) {
+      if (news && this.links) this.links.replaceChildren(neighbours(this.name, this.step, ["completions"]));
+      return;
+    }
     const told = await readStep(this.name, this.step);
     if (mine !== shown) return;
     this.done = true;
@@ -483,12 +535,11 @@ class CompletionsView {
     this.texts = file.completions.map((one) => one.texts.join(""));
     fill(
       el("header", {}, el("h1", {}, `Completions of step ${this.step}`), el("span", {}, this.name)),
-      neighbours(this.name, this.step, ["completions"]),
+      this.links = el("div", {}, neighbours(this.name, this.step, ["completions"])),
       this.groups(),
       el("div", { class: "toolbar", role: "search" }, el("label", {}, "Find ", this.search), el("span", {}, "Reward ", this.low, " to ", this.high), el("span", {}, "Tokens ", this.least, " to ", this.most), el("label", {}, "Ended by ", this.finish), el("label", {}, "Colour tokens by ", colours)),
       legend, this.count, this.cards,
     );
-    if (file.completions.some((one) => !one.entropy)) legend.after(el("p", { class: "hint" }, "Entropy is known where the update computed it: not for answers without an advantage."));
     this.drawCards();
     if (this.wanted) this.cards.querySelector("details[open]")?.scrollIntoView();
   }
@@ -514,7 +565,7 @@ class CompletionsView {
       && limit(this.low, -Infinity) <= one.reward && one.reward <= limit(this.high, Infinity)
       && limit(this.least, 0) <= one.tokens && one.tokens <= limit(this.most, Infinity)
       && (!this.finish.value || one.finish === this.finish.value));
-    this.count.textContent = `${found.length} of ${this.file.completions.length} completions.`;
+    this.count.textContent = `${found.length} of ${this.file.completions.length} completions.${found.length > MOST_CARDS ? ` The first ${MOST_CARDS} are shown: narrow the search for others.` : ""}`;
     const cards = [];
     let group = null;
     for (const one of found.slice(0, MOST_CARDS)) {
@@ -542,7 +593,8 @@ class DrafterView {
   }
 
   async poll() {
-    if (!(await readRun(this.name)) && this.drawn) return;
+    const mine = shown, news = await readRun(this.name);
+    if (mine !== shown || (!news && this.drawn)) return;
     this.drawn = true;
     const run = kept.get(this.name), { drafter } = run;
     const kind = { none: "This run decodes plainly: spec.drafter is none.", suffix: "Drafts come from earlier text: nothing is trained." }[drafter.drafter] || `Drafters: ${drafter.drafter}${drafter.frozen ? ", not trained in this run" : ""}.`;
@@ -554,8 +606,7 @@ class DrafterView {
       el("h2", {}, "Trained versions"),
       rows.length ? el("div", { class: "scroll tall" }, table(["step", "version", "drafts from step", "micro-steps", "tokens", "loss", "accept length", "took", "why it was trained, and why it stopped"], rows)) : el("p", { class: "hint" }, "It was not trained so far."),
     );
-    const about = /^(Accept|Account|Shapes|Time saved|drafter\/|Whole steps|Measured)/;
-    this.gallery.show(run.figures.filter((figure) => about.test(figure.title)), run.columns);
+    this.gallery.show(run.figures.filter((figure) => figure.topic === "Speculation").map((figure) => ({ ...figure, topic: "" })), run.columns);
   }
 }
 
@@ -567,7 +618,7 @@ function viewOf(address) {
   if (kind === "run" && what === "drafter") return new DrafterView(name);
   if (kind === "run" && what === "step" && more === "completions") return new CompletionsView(name, Number(step), ...rest);
   if (kind === "run" && what === "step") return new StepView(name, Number(step));
-  return new RunsView();
+  return new RunsView(kind === "compare" ? address.slice(1) : []);
 }
 
 async function guarded(work) {

@@ -1,6 +1,6 @@
-// Draws figures (tlt.watch.chart) as SVG, and completions token by token. One implementation for the live page, an export
-// and the report. No imports, no network. What always holds: whatever a run or a policy wrote becomes a text node or an
-// attribute's value, never markup; the number of nodes is bounded, whatever the number of steps.
+// Draws figures (tlt.watch.chart) as SVG, and completions token by token. Shared by the live page, an export and the
+// report. No imports, no network. Invariants: text of a run or a policy becomes a text node or the value of an attribute,
+// never markup; the number of nodes is bounded for any number of steps.
 
 const WIDTH = 520, HEIGHT = 260, LEFT = 56, RIGHT = 14, TOP = 24, BOTTOM = 38; // room around the plotting area
 const MOST_BARS = 100, MOST_DOTS = 40, MOST_POINTS = 2 * (WIDTH - LEFT - RIGHT);
@@ -37,11 +37,14 @@ export function ticks(low, high, about, whole = false) {
 }
 
 function logTicks(low, high) {
-  const found = [];
-  const first = Math.floor(Math.log10(low) + 1e-9), last = Math.ceil(Math.log10(high) - 1e-9);
-  const stride = Math.max(1, Math.ceil((last - first) / 6));
-  for (let n = first; n <= Math.max(last, first + 1); n += stride) found.push(10 ** n);
-  return found;
+  // powers of ten, and over less than three decades 1-2-5 steps, that enclose the values
+  const first = Math.floor(Math.log10(low) + 1e-9), last = Math.ceil(Math.log10(high) - 1e-9), wide = last - first > 3;
+  const stride = Math.max(1, Math.ceil((last - first) / 6)), found = [];
+  for (let n = first; n <= Math.max(last, first + 1) + (wide ? stride - 1 : 0); n += wide ? stride : 1) {
+    for (const part of wide ? [1] : [1, 2, 5]) found.push(Number((part * 10 ** n).toPrecision(3)));
+  }
+  const start = found.findLastIndex((tick) => tick <= low * (1 + 1e-9)), end = found.findIndex((tick) => tick >= high * (1 - 1e-9));
+  return found.slice(Math.max(0, start), Math.max(end, start + 1) + 1);
 }
 
 export function tickWords(values, percent = false) {
@@ -111,6 +114,30 @@ function thinned(xs, ys) {
     for (const index of low === high ? [low] : low < high ? [low, high] : [high, low]) points.push([xs[index], ys[index]]);
   }
   return points;
+}
+
+// ---- figures by topic
+
+export class Topics {
+  // a heading and a grid for each topic, in the order in which figures come
+  constructor() {
+    this.node = el("div");
+    this.grids = new Map();
+  }
+
+  place(figures) {
+    // of [topic, node]; nodes that are in place stay untouched, so that focus and scrolling stay too
+    const places = new Map();
+    for (const [topic, node] of figures) {
+      if (!this.grids.has(topic)) this.grids.set(topic, el("div", { class: "figures" }));
+      const grid = this.grids.get(topic), place = places.get(topic) || 0;
+      if (grid.children[place] !== node) grid.insertBefore(node, grid.children[place] || null);
+      places.set(topic, place + 1);
+    }
+    const sections = [...places.keys()];
+    if (sections.length === this.node.children.length && sections.every((topic, index) => this.node.children[index].contains(this.grids.get(topic)))) return;
+    this.node.replaceChildren(...sections.map((topic) => el("section", { class: "topic" }, topic ? el("h2", {}, topic) : null, this.grids.get(topic))));
+  }
 }
 
 // ---- one figure
@@ -195,11 +222,12 @@ export class FigureView {
     }
     const named = x.names.length ? x.names : this.xTicks.map((tick) => [tick, sayX(tick)]);
     const room = (WIDTH - LEFT - RIGHT) / Math.max(1, named.length) / 6.2; // characters that fit
+    const crowded = x.names.length && named.some(([, said]) => said.length > room - 1); // then every second label is lower
     named.forEach(([tick, said], index) => {
-      const at = this.px(tick).toFixed(1), tall = said.length > room && index % 2 === 1 && x.names.length;
+      const at = this.px(tick).toFixed(1), tall = crowded && index % 2 === 1;
       if (said.length > 2 * room && x.names.length && index % Math.ceil(said.length / room / 2)) return;
       this.add("line", { class: "tick", x1: at, x2: at, y1: bottom, y2: bottom + 4 });
-      this.add("text", { class: "axis", x: at, y: bottom + (tall ? 26 : 15), "text-anchor": "middle" }, said);
+      this.add("text", { class: x.names.length ? "axis many" : "axis", x: at, y: bottom + (tall ? 26 : 15), "text-anchor": "middle" }, said);
     });
     this.add("line", { class: "base", x1: LEFT, x2: right, y1: bottom, y2: bottom });
     this.add("text", { class: "name", x: right, y: HEIGHT - 2, "text-anchor": "end" }, x.label);
@@ -454,7 +482,7 @@ function tokenClass(completion, index, mode) {
 export function tokenInWords(completion, index) {
   const logprob = completion.logprobs[index], text = completion.texts[index];
   const parts = [JSON.stringify(text), `log-probability ${number(logprob)} (${number(Math.exp(logprob), true)})`];
-  if (completion.entropy) parts.push(`entropy ${number(completion.entropy[index])} nats`);
+  parts.push(completion.entropy ? `entropy ${number(completion.entropy[index])} nats` : "entropy not computed");
   parts.push(completion.drafted[index] === "1" ? "accepted draft" : "drawn by the policy's own pass");
   return `token ${index < completion.head ? index + 1 : completion.tokens - completion.texts.length + index + 1}: ${parts.join(", ")}`;
 }
@@ -510,9 +538,10 @@ function preview(completion) {
 export function completionView(completion, mode, open = false) {
   // heading, and the tokens once it is opened
   const drafted = [...completion.drafted].filter((flag) => flag === "1").length;
-  const title = `group ${completion.group}, answer ${completion.index}: reward ${number(completion.reward)}, ${number(completion.tokens)} tokens, ended by ${completion.finish}`;
+  const title = `group ${completion.group}, completion ${completion.index}: reward ${number(completion.reward)}, ${number(completion.tokens)} tokens, ended by ${completion.finish}`;
+  const version = completion.version === undefined ? "" : `, policy version ${completion.version}`;
   const share = completion.drafted.length ? `, ${Math.round((100 * drafted) / completion.drafted.length)}% from drafts` : "";
-  const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share), el("q", {}, preview(completion))));
+  const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share, version, completion.entropy ? "" : ", no advantage: entropy was not computed"), el("q", {}, preview(completion))));
   let view = null;
   const fill = () => {
     if (view || !node.open) return;

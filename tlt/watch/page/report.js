@@ -1,5 +1,5 @@
-// The report: figures and completions of a run that is over, from the data in the page. Inlined behind draw.js.
-import { FigureView, TOKEN_COLOURS, completionView, el, tokenLegend } from "./draw.js";
+// The report: figures and completions, from the data in the page. Inlined after draw.js.
+import { FigureView, TOKEN_COLOURS, Topics, completionView, el, tokenLegend } from "./draw.js";
 
 const told = JSON.parse(document.getElementById("run-data").textContent);
 const columns = { steps: told.steps, values: told.columns };
@@ -13,7 +13,9 @@ function zoomTo(range) {
 }
 
 for (const figure of told.figures) views.push(new FigureView(figure, columns, options, zoomTo));
-document.getElementById("figures").replaceChildren(...views.map((view) => view.node));
+const topics = new Topics();
+topics.place(views.map((view) => [view.figure.topic, view.node]));
+document.getElementById("figures").replaceChildren(topics.node);
 
 const shown = document.getElementById("completions");
 if (shown) {
