@@ -177,7 +177,7 @@ def without(part: str) -> Callable[[Path], None]:
         (words(peft_type="IA3"), "peft_type is 'IA3'; expected 'LORA'"),
         (words(use_dora=True), "use_dora is True; tlt reads plain LoRA adapters, False"),
         (words(rank_pattern={"q_proj": 4}), "rank_pattern is {'q_proj': 4}"),
-        (words(r="2"), "r is '2' and lora_alpha 2.0; expected a rank"),
+        (words(r="2"), "r is '2' and lora_alpha 2; expected a rank"),
         (words(r=3), "has shapes [2, 32] and [32, 2], expected [3, 32] and [32, 3]"),
         (words(base_model_name_or_path=None), "base_model_name_or_path is None; expected the policy's path or name"),
         (words(base_model_name_or_path="nobody/nothing"), "hf download nobody/nothing"),

@@ -76,13 +76,14 @@ def peft_tensors(
 
 def write_adapter(tensors: Mapping[str, Tensor], words: AdapterWords, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    alpha = words.scale * words.rank
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": words.base,
         "revision": words.revision,
         "r": words.rank,
-        "lora_alpha": words.scale * words.rank,
+        "lora_alpha": round(alpha) if alpha == round(alpha) else alpha,  # peft and vLLM declare it as an int
         "lora_dropout": 0.0,
         "target_modules": sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors}),
         "bias": "none",
