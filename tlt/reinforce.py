@@ -205,7 +205,8 @@ class _Run:
             self._log.emit(PromptsFitted("training", fitted.long, before, fitted.limit, choice))
         if isinstance(task, FileTask):
             asked, run = self._config.task, self._config.run
-            self._log.emit(PromptsPlanned(asked.path, len(task.prompts), asked.prompts, run.steps))
+            turns = self._config.grpo.dynamic_sampling + 1
+            self._log.emit(PromptsPlanned(asked.path, len(task.prompts), asked.prompts, run.steps, turns))
         return fitted.tokenizer
 
     # ---- evaluations

@@ -46,7 +46,7 @@ def held_out_of(config: RunConfig, task: Task | None = None, eval_task: Task | N
         "eval.paths is empty, and this task has no prompts that are held out; expected files of prompts that are not "
         "trained on: name them in eval.paths"
         + ("" if task is None else ", give tlt.train an eval_task")
-        + ", or set eval.every to 0"
+        + (", or set eval.every to 0" if config.eval.every else "")
     )
 
 

@@ -311,14 +311,22 @@ def _memory(planned: MemoryPlanned) -> str:
 
 
 def _prompts(planned: PromptsPlanned) -> tuple[str, str]:
-    asked = f"each is asked {planned.times:.3g} times in {planned.steps} steps"
-    text = f"{planned.path} has {planned.prompts:,} prompts: {asked}"
+    text = f"{planned.path} has {planned.prompts:,} prompts: {_asked(planned)}"
     if planned.per_step > planned.prompts:
         cure = f"a step asks {planned.per_step}: lower task.prompts to {planned.prompts}, and raise task.group instead"
         return f"{text}, some more than once in a step, as {cure}", "bold yellow"
     if planned.times > _BY_HEART:
         return f"{text}; the policy may learn them by heart: more prompts, or fewer steps", "bold yellow"
     return text, "dim"
+
+
+def _asked(planned: PromptsPlanned) -> str:
+    number, turns = planned.per_step * planned.steps, planned.turns
+    if planned.times * turns < 1:
+        more = f" to {number * turns:,}" if turns > 1 else ""
+        return f"{planned.steps} steps ask {number:,}{more} of them"
+    more = f" to {planned.times * turns:.3g}" if turns > 1 else ""
+    return f"each is asked {planned.times:.3g}{more} times in {planned.steps} steps"
 
 
 def _rate(planned: LearningRatePlanned) -> tuple[str, str]:

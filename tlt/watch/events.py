@@ -116,10 +116,11 @@ class PromptsPlanned(Event):
     prompts: int  # in the file
     per_step: int
     steps: int  # of the whole run
+    turns: int = 1  # rollouts of a step at most: more than one with dynamic sampling, each with prompts of its own
 
     @property
     def times(self) -> float:
-        """Mean number of uses of each prompt."""
+        """Mean number of uses of each prompt, without further turns."""
         return self.per_step * self.steps / self.prompts
 
 
