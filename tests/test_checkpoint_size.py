@@ -102,8 +102,8 @@ def test_what_is_free_is_said_and_whether_it_is_enough(tmp_path: Path, monkeypat
     planned = replace(planned, weights_bytes=10**9, optimizer_bytes=65 * 10**8, most_bytes=225 * 10**8)
     text, style = notice(replace(planned, free_bytes=80 * 10**9)) or ("", "")
     assert text == (
-        "a checkpoint takes 7.5 GB: weights 1.0 GB, optimizer 6.5 GB; 2 kept: up to 22.5 GB while one is written, "
-        "80.0 GB free"
+        "a checkpoint takes 7.5 GB, and 7.5 GB of host memory: weights 1.0 GB, optimizer 6.5 GB; 2 kept: up to 22.5 GB "
+        "while one is written, 80.0 GB free"
     )
     assert style == "dim"
     text, style = notice(replace(planned, keep=4, free_bytes=10**9)) or ("", "")

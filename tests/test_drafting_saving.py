@@ -156,7 +156,7 @@ def test_training_goes_on_after_a_copy_and_the_copy_is_written(policy: Transform
     """Training changes everything before the copy is written; what is read back is what was copied."""
     drafter = trained(policy)
     kept = {name: value.clone() for name, value in flat(drafter.state()).items() if isinstance(value, torch.Tensor)}
-    copied = HostCopy().take(contents_of(drafter, ORIGIN, True))
+    copied = HostCopy().begin(contents_of(drafter, ORIGIN, True)).result()
     drafter.learn_from(answers(policy, start=100), 1)
     drafter.train(after(5))
     write_contents(copied, tmp_path)

@@ -1,6 +1,7 @@
 """Copies through a ring of few slots: every byte, however late it arrives, and no slot used before it is emptied."""
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_every_byte_comes_through_the_ring(slots: int) -> None:
     device = Device()
     copies = host_copy(device, slots)
     first = state_of(1)
-    copied = copies.take(first)
+    copied = copies.begin(first).result()
     assert same(copied, state_of(1))
     assert copied["small"][7] == "words"
     assert not device.under_way
@@ -83,11 +84,11 @@ def test_every_byte_comes_through_the_ring(slots: int) -> None:
 def test_memory_is_used_again() -> None:
     device = Device()
     copies = host_copy(device)
-    first = [tensor.data_ptr() for tensor in tensors(copies.take(state_of(1)))]
-    second = copies.take(state_of(2))
+    first = [tensor.data_ptr() for tensor in tensors(copies.begin(state_of(1)).result())]
+    second = copies.begin(state_of(2)).result()
     assert [tensor.data_ptr() for tensor in tensors(second)] == first
     assert same(second, state_of(2))
-    other = copies.take({**state_of(2), "one piece": torch.ones(5)})
+    other = copies.begin({**state_of(2), "one piece": torch.ones(5)}).result()
     assert torch.equal(other["one piece"], torch.ones(5))
     assert len(device.slots) == 3
 
@@ -96,12 +97,41 @@ def test_what_is_on_the_host_needs_no_ring() -> None:
     def refuse(source: Tensor, slot: Tensor) -> Callable[[], None]:
         raise AssertionError("a copy from host to host went through the ring")
 
-    assert same(HostCopy(PinnedRing(refuse)).take(state_of(1)), state_of(1))
+    assert same(HostCopy(PinnedRing(refuse)).begin(state_of(1)).result(), state_of(1))
+
+
+def test_nothing_waits_for_a_copy_but_who_asks_for_it() -> None:
+    device, gate = Device(), Event()
+    begin = device.begin
+
+    def slow(source: Tensor, slot: Tensor) -> Callable[[], None]:
+        gate.wait()
+        return begin(source, slot)
+
+    copies = HostCopy(PinnedRing(slow, slots=2, slot_bytes=SLOT), lambda tensor: True)
+    state = {**state_of(1), "plain": [1, {"steps": 2}]}
+    first = copies.begin({"first": state})
+    second = copies.begin({"second": state_of(2)})
+    state["plain"][1]["steps"] = 3  # plain values are taken at once
+    assert not first.done()
+    assert not second.done()
+    gate.set()
+    assert same(second.result()["second"], state_of(2))
+    assert same(first.result()["first"], state_of(1))
+    assert first.result()["first"]["plain"] == [1, {"steps": 2}]
+
+
+def test_what_a_copy_failed_with_is_raised_to_who_asks_for_it() -> None:
+    def fail(source: Tensor, slot: Tensor) -> Callable[[], None]:
+        raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        HostCopy(PinnedRing(fail), lambda tensor: True).begin(state_of(1)).result()
 
 
 @pytest.mark.gpu
 def test_a_gpu_copies_through_few_pinned_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of its work: what is launched before the copy is in it, what is launched after it is not."""
+    """In the order of its work: what is launched before the copy is in it, whatever other streams do meanwhile."""
     pinned: list[int] = []
     empty = torch.empty
 
@@ -115,7 +145,9 @@ def test_a_gpu_copies_through_few_pinned_slots(monkeypatch: pytest.MonkeyPatch) 
     copies = HostCopy()
     for number in (1.0, 2.0):
         weight.fill_(number)
-        copied = copies.take({"weight": weight})["weight"]
+        future = copies.begin({"weight": weight})
+        weight.sin()  # work of another stream goes on
+        copied = future.result()["weight"]
         weight.fill_(-1.0)
         assert not copied.is_pinned()
         assert bool((copied == number).all())

@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 import tlt
 from tests.training import LEARNED, numbers, small
@@ -26,7 +27,7 @@ from tlt.loop import Emit, Fleet
 from tlt.multi_turn import Replies
 from tlt.recipe import to_toml
 from tlt.resume import ResumePoint, checkpoints_of, starting_point
-from tlt.train import policy_files
+from tlt.train import host_copy, policy_files
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import write_checksums
 from tlt.train.policy import UpdateResult
@@ -158,7 +159,8 @@ def events_so_far(config: RunConfig) -> list[str]:
 
 
 def train_until_killed(config: RunConfig, where: str) -> None:
-    """What a process runs. It ends in its first checkpoint, in the rollout of the fourth step, or as it should."""
+    """What a process runs. It ends in its first checkpoint, in the copy for it, in the rollout of the fourth step, or
+    as it should."""
 
     def kill(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -178,6 +180,15 @@ def train_until_killed(config: RunConfig, where: str) -> None:
 
     if where == "checkpoint":
         policy_files.save_state = kill  # after the policy, before what the optimizer remembers
+    if where == "copy":
+        copied = host_copy.HostCopy._copy
+
+        def killed_copy(self: host_copy.HostCopy, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+            copied(self, pairs[:1])
+            if pairs:
+                kill()
+
+        host_copy.HostCopy._copy = killed_copy  # type: ignore[method-assign]
     tlt.train(config, resume=True, open_fleet=open_fleet)
 
 
@@ -215,9 +226,11 @@ def test_killed_in_a_checkpoint_and_in_a_rollout(
     assert [entry.name for entry in half.iterdir()] == ["policy"]
     assert run("rollout") == -signal.SIGKILL
     assert '"step": 4, "phase": "rollout"' in [line for line in events_so_far(config) if "PhaseStarted" in line][-1]
+    assert run("copy") == -signal.SIGKILL
+    assert Checkpoints(half.parent).steps() == [2]
     assert run("nowhere") == 0
     assert same_as(undisturbed, config)
-    assert len([line for line in events_so_far(config) if "RunResumed" in line]) == 3
+    assert len([line for line in events_so_far(config) if "RunResumed" in line]) == 4
 
 
 @pytest.mark.slow

@@ -83,17 +83,20 @@ class Sharded:
         self.model, self.rank, self.size = model, mesh.get_rank(), mesh.size()
         self.trainer = ShardedTrainer(model, CONFIG, mesh, reference=None, add_up=add_up)
         self.files = ShardedPolicyFiles(mesh, group)
+        self.host = HostCopy()
+        self.copied = self.host.begin({})
 
     def learn(self, step: int) -> float:
-        return self.trainer.update(share_of(step, self.rank, self.size)).grad_norm
+        share = share_of(step, self.rank, self.size)
+        return self.trainer.update(share, before_change=self.copied.result).grad_norm
 
     def restore(self, directory: Path) -> None:
         restore_policy(self.model, directory / POLICY)
         self.trainer.restore(self.files.read_state(directory, self.model.embed.device))
 
     def snapshot(self) -> Callable[[Path], None]:
-        copied = HostCopy().take({POLICY: self.trainer.weights(), OPTIMIZER: self.trainer.state()})
-        return lambda directory: self.files.write(copied, self.model.config, TINY_POLICY, directory)
+        self.copied = copied = self.host.begin({POLICY: self.trainer.weights(), OPTIMIZER: self.trainer.state()})
+        return lambda directory: self.files.write(copied.result(), self.model.config, TINY_POLICY, directory)
 
 
 def meet(size: int) -> tuple[Any, Any]:

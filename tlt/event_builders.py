@@ -105,6 +105,7 @@ def _shortened(text: str) -> str:
 
 
 def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFinished:
+    """`checkpoint_s`: after the update; the wait for an earlier checkpoint's copy is added."""
     rollouts = step.rollouts
     lengths, rewards, update = Lengths.of(lengths_of(rollouts)), [rollout.reward for rollout in rollouts], step.update
     return StepFinished(
@@ -130,7 +131,7 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         reward_s=step.times.reward,
         update_s=step.times.update,
         drafting_s=step.times.drafting,
-        checkpoint_s=checkpoint_s,
+        checkpoint_s=checkpoint_s + update.checkpoint_s,
         step_s=step_s,
         saved_s=step.report.saved_s,
         verifies=step.report.verifies,

@@ -99,6 +99,9 @@ class Worker:
         self._learned = next((drafter for drafter in drafters if drafter.learned), Drafter())
         trained = self._learned.model if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, trained.config.taps, config) if trained else None
+        self._host = HostCopy()
+        self._drafter_copied = self._policy_copied = self._host.begin({})  # of the last snapshot
+        self._waited_s = 0.0  # of the last update, for a snapshot
         self.engine = build_engine(
             *(self.policy, self._with_room(), shape_policy, drafters, keeper),
             on_phase=lambda it: emit(StartupPhase(it)),
@@ -110,7 +113,6 @@ class Worker:
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
         self._step = -1  # of the last rollout
         self._before: SpeculationReport | None = None  # of the engine, when the first rollout of that step began
-        self._host = HostCopy()
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
         self._spans: list[RequestSpan] = []  # of the completions of a rollout
 
@@ -135,7 +137,12 @@ class Worker:
 
     def _online_drafter(self, trained: Eagle, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:
         own = replace(self.config, run=replace(self.config.run, seed=self.config.run.seed ^ (peers.rank << 32)))
-        drafter = OnlineDrafter.of(self.policy, trained, own, keeper=keeper, average=peers.average)
+        drafter = OnlineDrafter.of(
+            *(self.policy, trained, own),
+            keeper=keeper,
+            average=peers.average,
+            before_change=lambda: self._drafter_copied.result(),
+        )
         if self.policy.model.embed.is_cuda and self.config.cluster.workers > 1:
             drafter.warm_up()  # in idle time of a rollout, others would wait until this worker has compiled
         return drafter
@@ -229,9 +236,12 @@ class Worker:
     # ---- learning
 
     def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
-        """The engine sleeps from here to `publish`, if it is configured to."""
+        """The engine sleeps from here to `publish`, if it is configured to. Weights change when the last snapshot is
+        copied."""
         self.engine.sleep()
-        return self.trainer.update(experiences, observer)
+        self._waited_s = 0.0
+        update = self.trainer.update(experiences, observer, before_change=self.wait_for_copies)
+        return replace(update, checkpoint_s=self._waited_s)
 
     def publish(self, version: int) -> None:
         """The tensors already hold this version of the policy: whoever has derived something from them is told."""
@@ -251,9 +261,9 @@ class Worker:
     # ---- going on later
 
     def snapshot(self, rest: bool = True) -> Callable[[Path], None]:
-        """A copy on the host of this worker's part of policy and optimizer and, as the `rest`, of the drafter, to be
-        written whenever there is time. A drafter that has learned nothing yet is left out: a resumed run begins with
-        the same one."""
+        """Begins a copy on the host of this worker's part of policy and optimizer and, as the `rest`, of the drafter,
+        to be written whenever there is time. What is about to change one of them waits for its copy. A drafter that has
+        learned nothing yet is left out: a resumed run begins with the same one."""
         config, source = self.policy.model.config, self.policy.source
         live: dict[str, Any] = {OPTIMIZER: self.trainer.state()}
         adapters = self.trainer.adapters
@@ -262,25 +272,36 @@ class Worker:
             words = AdapterWords(*base_name(self.config.model), adapters.rank, adapters.scale)
         if not adapters or self.config.checkpoint.merge:
             live[POLICY] = self.trainer.weights()
+        learned: dict[str, Any] = {}
         if rest and self.drafter and self._drafter_is_saved(self.drafter):
             origin = Origin(self.config.model.path, tuple(config.source.get("architectures") or ()))
-            live[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
-        copied = self._host.take(live)
+            learned[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
+        self._drafter_copied = drafter = self._host.begin(learned)  # first: it is small, and may change first
+        self._policy_copied = policy = self._host.begin(live)
 
         def write(directory: Path) -> None:
+            learned, copied = drafter.result(), policy.result()
             if ADAPTER in copied:
                 write_adapter(copied[ADAPTER], words, directory / ADAPTER)
             self._files.write(copied, config, source, directory)
-            if DRAFTER in copied:
-                write_contents(copied[DRAFTER], directory / DRAFTER)
+            if DRAFTER in learned:
+                write_contents(learned[DRAFTER], directory / DRAFTER)
 
         return write
+
+    def wait_for_copies(self) -> None:
+        """Until no snapshot reads policy, optimizer or drafter any more. Raises what a copy failed with."""
+        self._drafter_copied.result()
+        started = time.perf_counter()
+        self._policy_copied.result()
+        self._waited_s += time.perf_counter() - started
 
     def _drafter_is_saved(self, drafter: OnlineDrafter) -> bool:
         return bool(drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer)
 
     def restore(self, directory: Path, version: int) -> None:
         """In place: the engine keeps its tensors. A drafter that the checkpoint has none of begins as configured."""
+        self.wait_for_copies()
         if not (directory / ADAPTER).is_dir():  # which is learned on the policy that model.path names
             restore_policy(self.policy.model, directory / POLICY)
         state = self._files.read_state(directory, self.policy.model.embed.device)

@@ -87,8 +87,9 @@ class Fleet(Protocol):
         """The run did something else for so long, between two steps: that is no part of a step."""
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Everything `restore` needs to go on bit by bit, as it is now. What comes back writes it into an empty
-        directory, whenever it is called, from any thread, but before the next snapshot is taken."""
+        """Everything `restore` needs to go on bit by bit, as it is now; it is copied while the run goes on. What comes
+        back writes it into an empty directory, whenever it is called, from any thread, but before the next snapshot is
+        taken."""
 
     def restore(self, directory: Path, version: int) -> None: ...
 
@@ -158,7 +159,7 @@ class Loop:
             rollout=rolled.rollout_s,
             reward=rolled.reward_s,
             drafting=rolled.drafting_s + update.drafting_s,
-            update=time.perf_counter() - update_started - update.drafting_s,
+            update=time.perf_counter() - update_started - update.drafting_s - update.checkpoint_s,
             replay=update_started - rolled.ended,
         )
         return Step(number, judged, rolled.report, update, times, learned)

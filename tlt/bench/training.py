@@ -78,7 +78,8 @@ class Total:
     variant: str
     steps: int
     start_s: float  # before the first step: opening the policy, capturing and timing what is known to be needed
-    snapshot_s: float | None  # the copy for a first checkpoint, which a run waits for; None: not taken
+    snapshot_s: float | None  # that a run waits for its first checkpoint's snapshot; None: not taken
+    copy_s: float | None  # until it was copied to the host, behind which the next update would wait
     seconds: float
     speedup: float | None  # over plain, everything included
     speedup_with_start: float | None  # start_s added to both
@@ -120,6 +121,7 @@ class VariantSteps:
     start_s: float = 0.0
     start_phases_s: dict[str, float] = field(default_factory=dict)  # seconds of each part of it
     snapshot_s: float | None = None
+    copy_s: float | None = None
     records: list[StepRecord] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of all answers
 
@@ -180,10 +182,12 @@ class VariantRun:
         return step, self._record(step, self._ended - started)
 
     def snapshot(self) -> None:
-        """Times the copy for a checkpoint. It is not written."""
+        """Times a checkpoint's snapshot and its copy. It is not written."""
         started = time.perf_counter()
         self.fleet.snapshot()
         self.taken.snapshot_s = time.perf_counter() - started
+        self.fleet.worker.wait_for_copies()
+        self.taken.copy_s = time.perf_counter() - started
 
     def _record(self, step: Step, seconds: float) -> StepRecord:
         rollouts, account = step.rollouts, self.fleet.account
@@ -276,6 +280,7 @@ def total_of(own: VariantSteps, plain: VariantSteps | None) -> Total:
         steps=len(steps),
         start_s=own.start_s,
         snapshot_s=own.snapshot_s,
+        copy_s=own.copy_s,
         seconds=_sum(steps, "step_s"),
         speedup=_speedup(base, steps),
         speedup_with_start=ratio(plain_start_s + _sum(base, "step_s"), own.start_s + _sum(steps, "step_s")),

@@ -256,7 +256,7 @@ def table_of(plain: Total, tlt: Total) -> Table:
     table.add_row(f"last {min(RECENT, tlt.steps)} steps, per token", "", "", _times(tlt.recent_token_speedup))
     table.add_row("drafter training", "", f"{tlt.drafting_share:.1%}", "")
     if plain.snapshot_s is not None and tlt.snapshot_s is not None:
-        table.add_row("first checkpoint's copy", f"{plain.snapshot_s:,.2f} s", f"{tlt.snapshot_s:,.2f} s", "")
+        table.add_row("first checkpoint's snapshot", f"{plain.snapshot_s:,.2f} s", f"{tlt.snapshot_s:,.2f} s", "")
     same("reward, first and last third", "reward_first", "reward_last", form=".3f")
     same("accept length, first and last third", "accept_first", "accept_last", form=".2f")
     same("tokens", "tokens")

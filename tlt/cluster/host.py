@@ -405,6 +405,7 @@ class Host:
     def load_state(self, state: WorkerState) -> None:
         """Takes over the complete state of another worker."""
         worker = self._worker
+        worker.wait_for_copies()
         for name, parameter in worker.policy.model.named_parameters():
             parameter.copy_(state.policy[name])
         worker.trainer.restore(state.trainer)
@@ -414,7 +415,8 @@ class Host:
         worker.swap_drafter()
 
     def snapshot(self, rest: bool) -> None:
-        """Copies policy and optimizer, or this worker's shards of them. `rest`: also what one worker writes for all."""
+        """Begins to copy policy and optimizer, or this worker's shards of them. `rest`: also what one worker writes for
+        all."""
         self._write = self._worker.snapshot(rest)
 
     @ray.method(concurrency_group=CONTROL)

@@ -394,4 +394,5 @@ def _merged(results: Sequence[UpdateResult]) -> UpdateResult:
         answer_tokens=sum(result.answer_tokens for result in results),
         entropies=tuple(found for result in results for found in result.entropies),
         mismatch_max=max(result.mismatch_max for result in results),
+        checkpoint_s=max(result.checkpoint_s for result in results),
     )

@@ -58,7 +58,8 @@ class OnlineDrafter:
 
     `eagle`: the drafter to start from, which is copied. `cold`: it is untrained. `keeper`: receives the engine's hidden
     states. `average`: averages gradients over workers that train one drafter, each on its own completions; all of them
-    must take the same number of micro-steps. The policy's tensors are expected to be updated in place.
+    must take the same number of micro-steps. `before_change` is called before the drafter or its trainer's state
+    change. The policy's tensors are expected to be updated in place.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class OnlineDrafter:
         cold: bool = False,
         keeper: StateKeeper | None = None,
         average: Averaging | None = None,
+        before_change: Callable[[], object] = lambda: None,
     ) -> None:
         self.policy = policy
+        self._before_change = before_change
         self._draft = draft
         self._drafting = drafting
         self._keeper, self._average, self._cold, self._seed = keeper, average, cold, seed
@@ -108,11 +111,17 @@ class OnlineDrafter:
         *,
         keeper: StateKeeper | None = None,
         average: Averaging | None = None,
+        before_change: Callable[[], object] = lambda: None,
     ) -> "OnlineDrafter":
         """By a configuration. A keeper (`states.keeper_of`) must be the engine's receiver of hidden states."""
         cold, seed = config.spec.path == NEW, config.run.seed
         return cls(
-            *(policy.model, eagle, config.draft, config.drafting), seed=seed, cold=cold, keeper=keeper, average=average
+            *(policy.model, eagle, config.draft, config.drafting),
+            seed=seed,
+            cold=cold,
+            keeper=keeper,
+            average=average,
+            before_change=before_change,
         )
 
     # ---- data
@@ -216,6 +225,7 @@ class OnlineDrafter:
 
     def _guarded(self, work: Callable[[], str]) -> tuple[str, str]:
         """How the work ended, and the error if there was one: then the learner is reset to the last good drafter."""
+        self._before_change()
         try:
             return work(), ""
         except DrafterDiverged as error:
@@ -400,6 +410,7 @@ class OnlineDrafter:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        self._before_change()
         self.version = state["version"]
         self._since_good, self._cuts, self._unchecked, self._unchecked_tokens = state["counts"]
         for model, name in ((self._good, "good"), (self._learner, "learner")):

@@ -1,12 +1,15 @@
 """Copies of states in host memory, to be written to disk while the originals change.
 
-Always holds: a copy is complete when `take` returns. Direct copies from a GPU need pinned memory. Pinning takes seconds
-per gigabyte, and pinned memory cannot be swapped out. So only a ring of a few slots is pinned; tensors pass through it
-into ordinary memory, which the next copy reuses. Does not know the meaning of the states.
+Always holds: `begin` waits for nothing; tensors must not change until its future is done, and a change launched behind
+it is in no copy. Direct copies from a GPU need pinned memory. Pinning takes seconds per gigabyte, and pinned memory
+cannot be swapped out. So only a ring of a few slots is pinned; tensors pass through it into ordinary memory, which the
+next copy reuses. Slots are small: a copy of a tick's tokens waits for at most one of them. Does not know the meaning of
+the states.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -15,13 +18,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-SLOTS, SLOT_BYTES = 4, 64 * 2**20
+SLOTS, SLOT_BYTES = 4, 16 * 2**20
 Begin = Callable[[Tensor, Tensor], Callable[[], None]]
 """Starts a copy of (bytes of a tensor) into (slot). The returned function waits until the copy is complete."""
 
 
 def begin_on_gpu(source: Tensor, slot: Tensor) -> Callable[[], None]:
-    slot.copy_(source, non_blocking=True)  # in stream order, after all work launched before
+    slot.copy_(source, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return arrived.synchronize
@@ -63,41 +66,67 @@ class PinnedRing:
 
 
 class HostCopy:
-    """Copies of states. Each copy reuses the memory of the previous one. Of a shard (DTensor), the local part is
-    copied, and the copy is a shard on a mesh of the same workers' CPUs."""
+    """Copies of states, made by a thread in the order they were begun. A state of the same names as an earlier one
+    takes its memory. Of a shard (DTensor), the local part is copied, and the copy is a shard on a mesh of the same
+    workers' CPUs."""
 
     def __init__(
         self, ring: PinnedRing | None = None, passes_ring: Callable[[Tensor], bool] = lambda t: t.is_cuda
     ) -> None:
         self._ring, self._passes_ring = ring or PinnedRing(), passes_ring
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-copy")
         self._memory: dict[str, Tensor] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # of the state that is begun: source and target
+        self._side: Any = None  # the stream of all copies: what is launched meanwhile does not wait for them
 
-    def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state with every tensor copied."""
-        copied: dict[str, Any] = self._copied(state, "")
+    def begin(self, state: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """The state as it is now, with every tensor copied. Plain values are taken at once."""
+        copied = {key: self._copied(part, key) for key, part in state.items()}
+        pairs, self._pairs = self._pairs, []
+        device = next((source.device for source, _ in pairs if source.is_cuda), None)
+        launched = torch.cuda.current_stream(device).record_event() if device else None
+
+        def copy() -> dict[str, Any]:
+            if device is None:
+                self._copy(pairs)
+                return copied
+            with torch.cuda.device(device):
+                self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(self._side):
+                    self._side.wait_event(launched)
+                    self._copy(pairs)
+            return copied
+
+        return self._thread.submit(copy)
+
+    @torch.no_grad()
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for source, target in pairs:
+            if self._passes_ring(source):
+                self._ring.copy(source, target)
+            else:
+                target.copy_(source)
         self._ring.finish()
-        return copied
 
     def _copied(self, value: Any, name: str) -> Any:
         if isinstance(value, DTensor):
-            local, mesh = self._copy(value.to_local().detach(), name), _on_host(value.device_mesh)
+            local, mesh = self._place(value.to_local().detach(), name), _on_host(value.device_mesh)
             size, stride = value.shape, value.stride()
             return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=size, stride=stride)
         if isinstance(value, Tensor):
-            return self._copy(value.detach(), name)
+            return self._place(value.detach(), name)
         if isinstance(value, Mapping):
             return {key: self._copied(part, f"{name}.{key}") for key, part in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self._copied(part, f"{name}.{index}") for index, part in enumerate(value))
         return value
 
-    def _copy(self, tensor: Tensor, name: str) -> Tensor:
+    def _place(self, tensor: Tensor, name: str) -> Tensor:
+        """Where the tensor will be copied to."""
         place = self._memory.get(name)
         if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
             place = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if not self._passes_ring(tensor):
-            return place.copy_(tensor)
-        self._ring.copy(tensor, place)
+        self._pairs.append((tensor, place))
         return place
 
 

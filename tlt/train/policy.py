@@ -90,6 +90,7 @@ class UpdateResult:
     mismatch_max: float  # likewise, of this worker
     weight_mean: float  # of the truncated importance weights; 1 without them
     drafting_s: float = 0.0  # of the step's seconds, those of drafter training inside it
+    checkpoint_s: float = 0.0  # likewise, those in which a snapshot of the weights was still copied
     entropies: tuple[tuple[Key, tuple[float, ...]], ...] = ()  # per token, of sampled completions
 
 
@@ -135,13 +136,20 @@ class PolicyTrainer:
         """What is learned instead of the weights themselves, if `train.lora_rank` asks for it."""
         return self._lora
 
-    def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
+    def update(
+        self,
+        experiences: Sequence[Experience],
+        observer: RowObserver | None = None,
+        *,
+        before_change: Callable[[], object] = lambda: None,
+    ) -> UpdateResult:
         """One step: `train.minibatches` × `train.epochs` updates of the weights, in place.
 
-        `observer` sees the rows of the first update."""
+        `observer` sees the rows of the first update. `before_change` is called before weights or optimizer change."""
         rate = learning_rate(self.steps_taken, self._schedule)
         parts = [self._prepare(experiences[i :: self._train.minibatches]) for i in range(self._train.minibatches)]
         if self._grpo.kl and self._reference is None and self._lora is not None:
+            before_change()
             with self._lora.off():
                 for part in parts:
                     part.rows = [self._referred(row, self._model) for row in self._rows(part)]
@@ -154,7 +162,7 @@ class PolicyTrainer:
         for part in parts * self._train.epochs:
             if part.something_to_learn:
                 seen = None if reports else observer
-                reports.append(self._learn(part, rate, entropies, first=not reports, observer=seen))
+                reports.append(self._learn(part, rate, entropies, before_change, first=not reports, observer=seen))
         self.steps_taken += 1
         told = tuple((key, tuple(entropy_N.tolist())) for key, entropy_N in entropies.items())
         return replace(_result(reports, parts, rate), entropies=told)
@@ -190,6 +198,7 @@ class PolicyTrainer:
         part: "_Minibatch",
         rate: float,
         entropies: dict[Key, Tensor],
+        before_change: Callable[[], object],
         *,
         first: bool,
         observer: RowObserver | None = None,
@@ -220,6 +229,7 @@ class PolicyTrainer:
         except TltError:
             self._optimizer.forget()
             raise
+        before_change()
         self._optimizer.step(rate, self._train.clip, norm)
         if self._lora is not None:
             self._lora.merge()

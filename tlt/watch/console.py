@@ -295,7 +295,9 @@ class StartupStatus(StartupLines):
 
 def _plan(planned: CheckpointsPlanned) -> tuple[str, str]:
     weights, optimizer = planned.weights_bytes, planned.optimizer_bytes
-    text = f"a checkpoint takes {size(weights + optimizer)}: weights {size(weights)}, optimizer {size(optimizer)}"
+    whole = size(weights + optimizer)
+    parts = f"weights {size(weights)}, optimizer {size(optimizer)}"
+    text = f"a checkpoint takes {whole}, and {whole} of host memory: {parts}"
     kept = f"{planned.keep} kept"
     if planned.keep_optimizer < planned.keep:
         kept += f", {planned.keep_optimizer} of them with the optimizer"
