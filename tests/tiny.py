@@ -17,7 +17,12 @@ EOS = 1
 
 
 def policy(
-    dtype: torch.dtype = torch.float64, *, seed: int = 0, sharpness: float = 25.0, family: str = "llama"
+    dtype: torch.dtype = torch.float64,
+    *,
+    seed: int = 0,
+    sharpness: float = 25.0,
+    family: str = "llama",
+    kv_heads: int = 2,
 ) -> Transformer:
     """A random policy with opinions: its logits are spread enough that no two batches round to different tokens."""
     config = ModelConfig.from_hf(
@@ -28,8 +33,8 @@ def policy(
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_attention_heads": 2 * kv_heads,
+            "num_key_value_heads": kv_heads,
             "max_position_embeddings": 512,
             "tie_word_embeddings": False,
         }

@@ -89,7 +89,7 @@ class EngineCore:
             cache_tokens=(pages - 1) * settings.page_size - beyond,  # a prompt's partial page may lie twice
         )
         kept_in = pages, settings.page_size, model.embed.dtype, model.embed.device
-        self._cache = KVCache.allocate(model.config, *kept_in, sleeps=settings.sleep == "always")
+        self._cache = KVCache.allocate(model.local, *kept_in, sleeps=settings.sleep == "always")
         admission = ADMISSIONS[settings.admission]()
         self._scheduler = Scheduler(
             PageAllocator(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
@@ -322,6 +322,8 @@ class EngineCore:
         """
         for text in texts:
             self.check(text)
+        if self._runner.model.parallel.size > 1:
+            raise RequestError("texts are scored by an engine of one rank; expected cluster.tensor_parallel = 1")
         return score(self._runner.model, texts, top)
 
     def check(self, text: Sequence[int]) -> None:
@@ -362,6 +364,10 @@ class EngineCore:
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Another version of the learned drafter, between two ticks."""
         self._speculation.load_drafter(weights, version)
+
+    def rest(self) -> None:
+        """Lets the other ranks of this engine go: they do nothing more until they follow again."""
+        self._runner.rest()
 
     def compile(self, *, filtered: bool = False) -> None:
         """What the policy's runs need, and graphs that decode; `filtered`: top-k or top-p will be asked for."""

@@ -20,6 +20,11 @@ from tlt.spec.tree import Trees
 def check_policy(model: Transformer) -> None:
     """Raises unless the policy runs on the kernels that are exact."""
     weight = model.embed
+    if model.parallel.size > 1:
+        raise ConfigError(
+            f"engine.exact is on, and cluster.tensor_parallel is {model.parallel.size}; expected 1, as sums over ranks "
+            "depend on where a row lies in the batch: set one of them otherwise"
+        )
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ConfigError(

@@ -82,8 +82,10 @@ class CapturePolicy:
 
 
 class GraphPool(Generic[T]):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_replay: Callable[[Key], None] = lambda key: None) -> None:
+        """`on_replay` is told of every replay before it."""
+        self._device, self._on_replay = device, on_replay
+        self.recording = False  # what runs now is only written down, in a graph
         self._side: Any = None  # the stream on which everything is captured: each has memory of its own
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._capture_policy = CapturePolicy()
@@ -130,12 +132,12 @@ class GraphPool(Generic[T]):
         if seconds > _STALL_S:
             self._stalls.append((key, seconds))
 
-    def capture(self, key: Key, function: Callable[[], T]) -> None:
+    def capture(self, key: Key, function: Callable[[], T], *, settled: bool = False) -> None:
         """Records the function, which must have no effect while captured; one that never ran is run once before, to
-        compile and settle it."""
+        compile and settle it, unless the caller has done so (`settled`)."""
         torch.cuda.synchronize(self._device)  # what was launched before is not the capture's
         started = time.perf_counter()
-        settled = key in self._settled and self._side is not None
+        settled = settled or (key in self._settled and self._side is not None)
         self._side = self._side or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._side):
@@ -161,9 +163,11 @@ class GraphPool(Generic[T]):
         gc.disable()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may be writing checkpoints
+            self.recording = True
             try:
                 result = function()
             finally:
+                self.recording = False
                 graph.capture_end()
         finally:
             if collecting:
@@ -175,16 +179,17 @@ class GraphPool(Generic[T]):
         for, and their requests are waiting."""
         if key not in self._seconds:
             started = time.perf_counter()
-            self._seconds[key] = self._timed(self._graphs[key][0])
+            self._seconds[key] = self._timed(key)
             self._spent(key, time.perf_counter() - started)
         return self._seconds[key]
 
-    def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
+    def _timed(self, key: Key) -> float:
         """The fastest of a few runs."""
-        runs = []
+        runs, graph = [], self._graphs[key][0]
         for _ in range(_TIMED_RUNS):
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begun.record()
+            self._on_replay(key)
             graph.replay()
             ended.record()
             ended.synchronize()
@@ -194,6 +199,7 @@ class GraphPool(Generic[T]):
     def replay(self, key: Key) -> T:
         """What the captured function returned: fixed tensors that the next replay overwrites."""
         graph, result = self._graphs[key]
+        self._on_replay(key)
         graph.replay()
         self._replays += 1
         return result

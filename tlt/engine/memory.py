@@ -23,12 +23,12 @@ def gib_of_what_is_free(free: int) -> float:
 
 
 def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes: int = 1) -> int:
-    """Pages within the memory asked for, or within what is free; never more than all rows could ever fill.
+    """Pages within the memory asked for, or within what is free on every rank; never more than all rows could fill.
 
     `beyond` is how many places a draft tree may take behind a context that is full, `nodes` how many of each row are
     computed in one tick at most.
     """
-    page = KVCache.page_bytes(model.config, settings.page_size, model.embed.dtype)
+    page = KVCache.page_bytes(model.local, settings.page_size, model.embed.dtype)
     budget = settings.kv_gib * GIB if settings.kv_gib else _free_bytes(model, settings, nodes)
     most = settings.rows * (-(-(model.config.max_positions + beyond) // settings.page_size) + 1)
     pages = min(int(budget // page), most)
@@ -40,7 +40,7 @@ def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes
             f"{budget / GIB:.3g} GiB are left for keys and values, and two pages need {least}: lower engine.rows or "
             "engine.prefill_tokens, which take memory too, or take a smaller policy"
         )
-    return pages
+    return model.parallel.least(pages)
 
 
 def _free_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> float:
@@ -53,7 +53,8 @@ def _free_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> flo
 
 def _forward_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> int:
     """What the largest prefill piece and the logits of all rows' nodes need beside the weights."""
-    config, size = model.config, model.embed.element_size()
+    config, size = model.local, model.embed.element_size()
     widest = 2 * config.mlp + config.mlp + config.qkv_width + 4 * config.hidden
     tokens = max(settings.prefill_tokens, settings.rows * nodes)
-    return tokens * widest * size + settings.rows * nodes * config.vocab * LOGIT_BYTES
+    logits = -(-config.vocab // model.parallel.size)
+    return tokens * widest * size + settings.rows * nodes * logits * LOGIT_BYTES

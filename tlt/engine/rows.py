@@ -2,7 +2,7 @@
 
 The host sends only what changes (entries, moves, grown pages); a tick reads and advances the rest where it lies, so
 that the next tick can start before the host has seen this one's tokens. Rows at or beyond `count` are idle: they write
-nothing.
+nothing. Where several ranks form an engine, the leader's rows are the engine's: the others take its inputs.
 """
 # R rows, P pages of a row, E changed rows, Q nodes of a tree, T nodes of all trees, S steps of a walk, W mask words
 
@@ -19,6 +19,7 @@ from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.draft_tree import verification as tree_kernels
 from tlt.kernels.sampling.noise import as_int64
+from tlt.model.parallel import ALONE, Alone
 from tlt.spec.drafter import RowView
 from tlt.spec.shape import FAVOUR
 from tlt.spec.tree import Trees, Walk
@@ -51,7 +52,8 @@ class TreeInputs:
 
 
 class Rows:
-    def __init__(self, rows: int, pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, pages: int, page_size: int, device: torch.device, parallel: Alone = ALONE) -> None:
+        self._parallel = parallel
         self._page_size = page_size
         self._device = device
         self._ints = torch.zeros((rows, 5), dtype=torch.int64, device=device)  # token, position, seed, request, top-k
@@ -98,6 +100,7 @@ class Rows:
         int64s, int32s, float32s = dispatch(batch_state.prepare_decode, self._ints.is_cuda)(
             *self._state(), rows, self._page_size
         )
+        self._parallel.share(int64s, int32s, float32s, self._pages[:rows])
         token, position = int64s[:2]
         sampling = _sampling(int64s, float32s, filtered)
         return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
@@ -123,9 +126,10 @@ class Rows:
         int64s, slot_T, context_R, float32s, mask_TW = dispatch(tree_kernels.prepare, on_gpu)(
             state, laid, start_R1, tokens, self._page_size
         )
+        pages_RP = self._pages[:rows]
+        self._parallel.share(start_R1, int64s, slot_T, context_R, float32s, mask_TW, pages_RP)
         token_T, position_T = int64s[:2]
         sampling = _sampling(int64s, float32s, filtered)
-        pages_RP = self._pages[:rows]
         return TreeInputs(start_R1, token_T, position_T, slot_T, mask_TW, context_R, pages_RP, sampling)
 
     def finish_trees(self, trees: Trees, inputs: TreeInputs, drawn: Sampled, steps: int) -> Walk:
@@ -133,9 +137,11 @@ class Rows:
         ints, _, _, count = self._state()
         tree = (trees.parent_RQ, trees.token_RQ)
         drawn_parts = (inputs.slot_T, drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
-        return Walk(
+        walk = Walk(
             *dispatch(tree_kernels.finish, ints.is_cuda)(ints, count, tree, inputs.start_R1, drawn_parts, steps)
         )
+        self._parallel.share(walk.moves_RS, walk.places_RS)  # the other ranks have no trees
+        return walk
 
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._ints, self._floats, self._pages, self._count

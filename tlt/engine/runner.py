@@ -1,5 +1,7 @@
 """The runner: carries out plans. Owns the cache, the rows and the graphs; decides nothing.
 
+Where several ranks form an engine, the leader's runner announces each run of the policy, and those of the other ranks
+(`tlt.engine.follower`) run the same: they have weights and a cache of their own, and take all inputs from the leader.
 One tick = prefill chunks (their keys and values only), page copies, row changes, then all rows at once: a forward of
 each row's newest token, or of its draft tree; sample; advance. The only thing read back is what was drawn.
 """
@@ -22,7 +24,7 @@ from tlt.engine.features import Features
 from tlt.engine.graphs import GraphPool, Key, PoolReport, Waste, bucket, buckets
 from tlt.engine.output import OutputBuffer, PendingOutput
 from tlt.engine.rows import Rows, send
-from tlt.engine.sampler import Sampled, SamplingRows, sample
+from tlt.engine.sampler import Sampled, SamplingRows, sample_slices
 from tlt.engine.scheduler import Chunk, Copy, Plan
 from tlt.engine.timer import TickTimer
 from tlt.kernels import compiling
@@ -31,12 +33,15 @@ from tlt.kernels.batch_state.reference import StatePlaces
 from tlt.kernels.dispatch import dispatch
 from tlt.model.attention import PagedLayout, kv_splits_of
 from tlt.model.kv import KVCache
-from tlt.model.transformer import Transformer
+from tlt.model.transformer import Output, Transformer
 from tlt.spec.costs import DECODE, POLICY, VERIFY, CostTable
 from tlt.spec.drafter import Entered, HiddenStateSink, NoSink, Piece, RowView, Segment
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
+Role = tuple[Any, ...]  # of a run of the policy: what it does, and what else its shapes depend on
+RUN, RECORD, REPLAY, READ, COPY = "run", "record", "replay", "read", "copy"  # what followers are told …
+COMPILE, REST = "compile", "rest"
 _TIMED_RUNS = 5  # of each captured size
 _DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of a forward that is still timed beforehand …
 _TOKEN_S = 1e-5  # of a forward, where none was timed
@@ -50,6 +55,32 @@ class _Result:
     taps: tuple[Tensor, ...]
     hidden: Tensor
     steps: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """Pieces of prompts, one behind the other, on the device."""
+
+    token_T: Tensor  # int64
+    position_T: Tensor  # int64
+    slot_T: Tensor  # int32, as the others
+    start_R1: Tensor
+    context_R: Tensor
+    pages_RP: Tensor
+
+    @classmethod
+    def empty(cls, tokens: int, pieces: int, pages: int, device: torch.device) -> "PrefillInputs":
+        def int32s(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        token_T, position_T = torch.empty((2, tokens), dtype=torch.int64, device=device)
+        slot_T, start_R1, context_R = int32s(tokens), int32s(pieces + 1), int32s(pieces)
+        return cls(token_T, position_T, slot_T, start_R1, context_R, int32s(pieces, pages))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the fields."""
+        return self.token_T, self.position_T, self.slot_T, self.start_R1, self.context_R, self.pages_RP
 
 
 class Runner:
@@ -72,7 +103,8 @@ class Runner:
         self._device = model.embed.device
         pages = -(-(model.config.max_positions + MOST_NODES) // self._page_size)
         self._max_rows = rows
-        self._rows = Rows(rows, min(pages, cache.k.shape[1]), self._page_size, self._device)
+        self._parallel = model.parallel
+        self._rows = Rows(rows, min(pages, cache.k.shape[1]), self._page_size, self._device, model.parallel)
         self._trees: dict[int, Trees] = {}  # by number of nodes; graphs hold these pointers
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         self._taps = tuple(taps) if on_features else ()
@@ -80,7 +112,8 @@ class Runner:
         self._state_sink = state_sink or NoSink()
         self._all_taps = (*self._state_sink.taps, *self._taps)
         self._sizes = buckets(rows)
-        self._pool: GraphPool[Any] | None = GraphPool(self._device) if graphs and model.embed.is_cuda else None
+        captures = graphs and model.embed.is_cuda
+        self._pool: GraphPool[Any] | None = GraphPool(self._device, self._announce_replay) if captures else None
         self._output_buffer = OutputBuffer(rows, self._device)
         self.timer = TickTimer(self._device, lambda: self.capture_s)
         self._costs = CostTable()  # of forwards, as they were timed beforehand
@@ -110,8 +143,8 @@ class Runner:
         if not count:
             return PendingOutput(torch.empty((0, 3), dtype=torch.int32), None)
         if plan.nodes == 1:
-            decode = partial(self._forward, filtered=plan.filtered)
-            result = self.timer.time(DECODE, lambda: self._run(("decode", plan.filtered), count, decode))
+            role, forward = self._decoding(plan.filtered)
+            result = self.timer.time(DECODE, lambda: self._run(role, count, forward))
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
@@ -230,7 +263,8 @@ class Runner:
     @torch.no_grad()
     def compile(self, widest: int, steps: int, *, filtered: bool = False) -> None:
         """What reads prompts, decodes, and verifies trees of many sizes, many and few: or rollouts would wait for a
-        compiler, a second and more, whenever a size first comes up."""
+        compiler, a second and more, whenever a size first comes up. All ranks of an engine compile at once."""
+        self._parallel.announce((COMPILE, widest, steps, filtered))
         live = self._rows.set_count(0)
         try:
             dispatch(compiling.compile_ahead, self._cache.k.is_cuda)(partial(self._run_idle, widest, steps, filtered))
@@ -239,21 +273,21 @@ class Runner:
 
     def _run_idle(self, widest: int, steps: int, filtered: bool) -> None:
         for chunks in idle_chunks(self._page_size, self._model.config.max_positions):
-            self._read(chunks)
-        for size, choosy in product(self._sizes, {False, filtered}):
-            self._forward(size, choosy)
+            self.read(self._sent(Packed.of(chunks, self._page_size)), max(len(chunk.tokens) for chunk in chunks))
+        for size, choosy in product(self._sizes, sorted({False, filtered})):
+            self.run(("decode", choosy), size)
         trees = [Shape(verify=2**power) for power in range(1, 1 + (widest - 1).bit_length())]
         sharing = [Shape(verify=nodes, share=1.5) for nodes in (2, 4) if nodes <= widest]
         for shape, halved in product(trees + sharing, range(self._max_rows.bit_length())):
             rows = self.padded(self._max_rows >> halved)
             if shape.tokens(rows) > _DEAREST[self._device.type]:
                 shape = replace(shape, share=1.5)  # so many requests only share
-            self._verification(shape, min(steps, shape.verify), filtered)[1](rows)
+            self.run(_verify(shape, min(steps, shape.verify), filtered), rows)
 
     @torch.no_grad()
     def ready_to_decode(self, filtered: bool) -> None:
-        decode = partial(self._forward, filtered=filtered)
-        self.ready([Segment(("decode", filtered), size, decode) for size in self._sizes])
+        role, decode = self._decoding(filtered)
+        self.ready([Segment(role, size, decode) for size in self._sizes])
 
     @torch.no_grad()
     def ready_to_verify(self, shape: Shape, rows: int, steps: int, filtered: bool) -> None:
@@ -269,7 +303,8 @@ class Runner:
         """No row is live, so that nothing changes."""
         self._rows.set_count(0)
         captured, started = self.capture_s, time.perf_counter()
-        self._run(("decode", False), size, lambda rows: self._forward(rows, filtered=False))
+        role, decode = self._decoding(False)
+        self._run(role, size, decode)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started - (self.capture_s - captured)
@@ -333,10 +368,11 @@ class Runner:
         return _Result(self._rows.finish(rows, sampled), taps, out.hidden_TD[:, None])
 
     def _shares(self, context_R: Tensor, max_query: int) -> Tensor | None:
-        return None if self._exact else kv_splits_of(context_R, self._model.config, max_query)
+        return None if self._exact else kv_splits_of(context_R, self._model.local, max_query)
 
     def _sample(self, hidden_TD: Tensor, rows: SamplingRows) -> Sampled:
-        return sample(self._model.logits(hidden_TD, exact=self._exact), rows, exact=self._exact)
+        logits_Tv, vocab = self._model.logit_slice(hidden_TD, exact=self._exact), self._model.config.vocab
+        return sample_slices(logits_Tv, rows, self._parallel, vocab, exact=self._exact)
 
     # ---- verify
 
@@ -347,12 +383,8 @@ class Runner:
 
     def _verification(self, shape: Shape, steps: int, filtered: bool) -> tuple[Hashable, Callable[[int], _Result]]:
         """Its role, and the work for so many rows."""
-        trees = self.trees(shape.verify)
-
-        def forward(rows: int) -> _Result:
-            return self._forward_trees(trees.first(rows), shape.tokens(rows), steps, filtered)
-
-        return ("verify", shape.verify, shape.share, steps, filtered), forward
+        role = _verify(shape, steps, filtered)
+        return role, partial(self._announced, role)
 
     def _forward_trees(self, trees: Trees, tokens: int, steps: int, filtered: bool) -> _Result:
         """The policy's token at every node of every tree, and how far they lead."""
@@ -386,6 +418,47 @@ class Runner:
         taps, hidden = tuple(tap[walked.at_RS] for tap in taps), out.hidden_TD[walked.at_RS]
         return _Result(walked.packed, taps, hidden, walked.steps_R)
 
+    # ---- the ranks of an engine
+
+    def _decoding(self, filtered: bool) -> tuple[Hashable, Callable[[int], _Result]]:
+        """Its role, and the work for so many rows."""
+        role = ("decode", filtered)
+        return role, partial(self._announced, role)
+
+    def _announced(self, role: Role, rows: int) -> _Result:
+        """Runs the policy, on all ranks. While a graph records it, the other ranks record it too."""
+        recorded = self._pool is not None and self._pool.recording
+        self._parallel.announce((RECORD if recorded else RUN, role, rows))
+        return self.run(role, rows)
+
+    def _announce_replay(self, key: Key) -> None:
+        role, rows = key
+        if isinstance(role, tuple) and role[0] in ("decode", "verify"):  # the others are a drafter's, on this rank
+            self._parallel.announce((REPLAY, role, rows))
+
+    def run(self, role: Role, rows: int) -> _Result:
+        """A run of the policy in this role, over so many rows."""
+        match role:
+            case ("decode", filtered):
+                return self._forward(rows, filtered)
+            case ("verify", nodes, share, steps, filtered):
+                tokens = Shape(verify=nodes, share=share).tokens(rows)
+                return self._forward_trees(self.trees(nodes).first(rows), tokens, steps, filtered)
+        raise AssertionError(f"no run of the policy is called {role}")
+
+    def record(self, role: Role, rows: int) -> None:
+        """Follower: captures the graph of a run that the leader captures."""
+        assert self._pool is not None
+        self._pool.capture((role, rows), partial(self.run, role, rows), settled=True)
+
+    def replay(self, role: Role, rows: int) -> None:
+        """Follower: replays the graph that the leader replays."""
+        assert self._pool is not None
+        self._pool.replay((role, rows))
+
+    def rest(self) -> None:
+        self._parallel.announce((REST,))
+
     # ---- prefill and copies
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -400,27 +473,50 @@ class Runner:
     def _read(self, chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], list[int]]:
         """The states that the keeper wants, and where each chunk's begin."""
         packed = Packed.of(chunks, self._page_size)
-        context_R = self._send(packed.contexts, torch.int32)
         most = max(len(chunk.tokens) for chunk in chunks)
+        self._parallel.announce((READ, len(packed.tokens), len(chunks), len(packed.pages[0]), most))
+        return self.read(self._sent(packed), most), packed.starts
+
+    def _sent(self, packed: Packed) -> PrefillInputs:
+        token_T, position_T = self._send([packed.tokens, packed.positions], torch.int64)
+        slot_T, start_R1, context_R, pages_RP = (
+            self._send(column, torch.int32) for column in (packed.slots, packed.starts, packed.contexts, packed.pages)
+        )
+        return PrefillInputs(token_T, position_T, slot_T, start_R1, context_R, pages_RP)
+
+    def read(self, inputs: PrefillInputs, most: int) -> tuple[Tensor, ...]:
+        """Keys and values of prompts' tokens, of each `most` at most; the states that the sink wants."""
+        self._parallel.share(*inputs.parts)
         layout = PagedLayout(
             cache=self._cache,
-            positions_T=self._send(packed.positions, torch.int64),
-            slots_T=self._send(packed.slots, torch.int32),
-            query_start_R1=self._send(packed.starts, torch.int32),
-            context_R=context_R,
-            pages_RP=self._send(packed.pages, torch.int32),
+            positions_T=inputs.position_T,
+            slots_T=inputs.slot_T,
+            query_start_R1=inputs.start_R1,
+            context_R=inputs.context_R,
+            pages_RP=inputs.pages_RP,
             max_query=most,
             exact=self._exact,
-            kv_splits_S=self._shares(context_R, most),
+            kv_splits_S=self._shares(inputs.context_R, most),
         )
-        return self._model(self._send(packed.tokens, torch.int64), layout, self._state_sink.taps).taps, packed.starts
+        out: Output = self._model(inputs.token_T, layout, self._state_sink.taps)
+        return out.taps
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         source, target = (self._send(slots, torch.int32) for slots in copied_slots(copies, self._page_size))
+        self._parallel.announce((COPY, *source.shape))
+        self.copy(source, target)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Keys and values from slots to slots, int32."""
+        self._parallel.share(source, target)
         dispatch(attention_kernels.copy_kv, self._cache.k.is_cuda)(self._cache.k, self._cache.v, source, target)
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return send(values, dtype, self._device)
+
+
+def _verify(shape: Shape, steps: int, filtered: bool) -> Role:
+    return "verify", shape.verify, shape.share, steps, filtered
 
 
 def _seconds_of(work: Callable[[], object]) -> float:

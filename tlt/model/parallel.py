@@ -73,7 +73,7 @@ class Alone:
         return x[None]
 
     def announce(self, command: tuple[Any, ...]) -> None:
-        """Leader: tells the followers what runs next."""
+        """Tells the other ranks what runs next. Those that follow have nobody to tell."""
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
@@ -119,7 +119,8 @@ class Ranks(Alone):
         with _rank_errors():
             for tensor in tensors:
                 whole = tensor.contiguous()  # a view of some columns
-                self._tensors.broadcast([whole], self._from_leader).wait()
+                if tensor.numel():
+                    self._tensors.broadcast([whole], self._from_leader).wait()
                 if whole is not tensor:
                     tensor.copy_(whole)
 
@@ -130,6 +131,8 @@ class Ranks(Alone):
         return found.view(self.size, *x.shape)
 
     def announce(self, command: tuple[Any, ...]) -> None:
+        if self.rank:
+            return
         packed = pickle.dumps(command)
         if len(packed) > _COMMAND_BYTES:
             raise AssertionError(f"the command {command} takes {len(packed)} bytes, expected {_COMMAND_BYTES} at most")

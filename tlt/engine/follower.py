@@ -1,0 +1,49 @@
+"""A rank of an engine that follows: it runs its slice of the policy whenever the leader runs its own.
+
+Always holds: it decides nothing. What runs next comes from the leader's announcement, and every input of it (tokens,
+positions, slots, page tables, sampling keys) is the leader's, so that ranks cannot come to differ. It keeps weights and
+the keys and values of its heads. Drafters, scheduler and shape policy run on the leader alone.
+"""
+
+import torch
+
+from tlt.config import EngineSettings
+from tlt.engine.memory import cache_pages
+from tlt.engine.runner import COMPILE, COPY, READ, RECORD, REPLAY, REST, RUN, PrefillInputs, Runner
+from tlt.model.kv import KVCache
+from tlt.model.parallel import Ranks
+from tlt.model.transformer import Transformer
+from tlt.spec.shape import MOST_NODES
+
+
+class Follower:
+    def __init__(self, model: Transformer, ranks: Ranks, settings: EngineSettings, nodes: int = 1) -> None:
+        """`model`: this rank's slice; `nodes`: of the largest draft tree. The leader makes its engine meanwhile."""
+        self._ranks = ranks
+        self._device = model.embed.device
+        pages = cache_pages(model, settings, MOST_NODES if nodes > 1 else 0, nodes)
+        cache = KVCache.allocate(model.local, pages, settings.page_size, model.embed.dtype, self._device)
+        self._runner = Runner(model, cache, rows=settings.rows, graphs=settings.graphs, taps=(), on_features=None)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Runs what the leader runs, until it lets go. Raises RankLost if the leader is gone."""
+        runner = self._runner
+        while True:
+            match self._ranks.next_command():
+                case (command, role, rows) if command == RUN:
+                    runner.run(role, rows)
+                case (command, role, rows) if command == RECORD:
+                    runner.record(role, rows)
+                case (command, role, rows) if command == REPLAY:
+                    runner.replay(role, rows)
+                case (command, tokens, pieces, pages, most) if command == READ:
+                    runner.read(PrefillInputs.empty(tokens, pieces, pages, self._device), most)
+                case (command, *shape) if command == COPY:
+                    runner.copy(*torch.empty((2, *shape), dtype=torch.int32, device=self._device))
+                case (command, widest, steps, filtered) if command == COMPILE:
+                    runner.compile(widest, steps, filtered=filtered)
+                case (command,) if command == REST:
+                    return
+                case unknown:
+                    raise AssertionError(f"the leader announced {unknown}")
