@@ -292,7 +292,7 @@ def _fallen(best: Evaluated, last: Evaluated) -> HealthLight | None:
     if best.mean_reward - last.mean_reward <= _ERRORS * hypot(best.reward_error, last.reward_error):
         return None
     says = f"reward on held-out {last.name} fell from {best.mean_reward:.3f} to {last.mean_reward:.3f}"
-    where = f"go on from step {best.step}: --resume-from step_{best.step}" if best.step else "begin again"
+    where = f"go on from checkpoint step_{best.step}, whose weights are kept" if best.step else "begin again"
     return HealthLight("rewards", "bad", says, f"lower train.learning_rate or raise grpo.kl, and {where}")
 
 
