@@ -171,7 +171,11 @@ def test_a_fall_on_held_out_prompts_is_warned_of_when_it_is_seen() -> None:
     *before, last = FELL
     assert not [warning for event in before for warning in health.see(event)]
     (warning,) = health.see(last)
-    assert (warning.step, warning.light, warning.remedy[-43:]) == (2, "rewards", "from checkpoint step_1, whose weights are kept"[-43:])
+    assert (warning.step, warning.light, warning.remedy[-43:]) == (
+        2,
+        "rewards",
+        "from checkpoint step_1, whose weights are kept"[-43:],
+    )
 
 
 def test_what_to_do_goes_by_the_settings() -> None:

@@ -270,7 +270,7 @@ def test_every_documented_form_is_read(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "is list"),
+        ("[1]", "is [1]; expected an object"),
         ({"prompt": "p"}, "columns are prompt; expected exactly one of answer"),
         ({"answer": "a"}, "expected exactly one of prompt"),
         ({"prompt": "p", "answer": "a", "completion": "c"}, "exactly one of answer"),
@@ -291,7 +291,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, complaint: str) -> No
 def test_a_missing_or_empty_file_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no such file"):
         read_pairs(tmp_path / "absent.jsonl")
-    with pytest.raises(TaskError, match="holds no lines"):
+    with pytest.raises(TaskError, match="holds no rows"):
         read_pairs(write_lines(tmp_path / "empty.jsonl", ""))
 
 

@@ -401,7 +401,7 @@ VERBS: dict[str, Verb] = {
         "train a model on prompts and answers",
         (
             _MODEL,
-            ("data", "a JSONL file, or the name of a task"),
+            ("data", "a file of prompts and answers, in a format that task.path has, or the name of a task"),
             ("--out", "where to save the model"),
             _OPTIONAL_RECIPE,
         ),
@@ -417,7 +417,7 @@ VERBS: dict[str, Verb] = {
                 "train: a model directory, a name in the Hugging Face cache or `tiny`; else a drafter directory",
             ),
             ("target", "where to write", "export"),
-            ("--prompts", "a JSONL file with a prompt or question column, or the name of a task", "train measure"),
+            ("--prompts", "a file with a prompt or question column, or the name of a task", "train measure"),
             ("--out", "where to save the drafter; unless told, MODEL-drafter in this directory", "train"),
             ("--format", "flat (vLLM and SGLang, the default) or speculators (`vllm serve DIR`)", "export"),
             ("--policy", "the drafter's policy, where it has moved", "measure export"),
@@ -442,7 +442,7 @@ VERBS: dict[str, Verb] = {
             ("--json", "write the results to this file", "engine rollout train fleet"),
             (
                 "--prompts",
-                "a JSONL file with a question or prompt column; without one, prompts are made up",
+                "a file with a question or prompt column; without one, prompts are made up",
                 "engine rollout",
             ),
             ("--raw", "no chat template: plain prompts", "engine rollout"),

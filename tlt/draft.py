@@ -278,7 +278,7 @@ def _prompts(config: RunConfig, policy: Policy, prompts: str, count: int) -> lis
         asked = task_of(config).sample(0, count)
         return [tuple(policy.tokenizer.encode_prompt(prompt.content)) for prompt in asked]
     if not isfile(prompts):
-        raise TaskError(f"{prompts}: no such file; expected a JSONL file of prompts, or the task `{config.task.name}`")
+        raise TaskError(f"{prompts}: no such file; expected a file of prompts, or the task `{config.task.name}`")
     return token_prompts(policy.tokenizer, count, Path(prompts), raw=False)
 
 

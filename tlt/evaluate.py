@@ -257,7 +257,7 @@ def evaluate(config: RunConfig) -> None:
         log.emit(StartupFinished(seconds=time.perf_counter() - started))
         config = replace(config, eval=replace(config.eval, best=""))
         evaluation = Evaluation(config, sets, tokenizer, emit, keep=True)
-        evaluation.run(0, partial(_answers, engine, console))
+        evaluation.run(0, lambda _, requests, __: answered(engine, requests, console))  # recipes' tasks have no replies
         write_new(directory / ROLLOUTS, partial(_write, evaluation.judged))
         log.emit(RunFinished(seconds=time.perf_counter() - started))
     for told in found:
@@ -272,10 +272,8 @@ def _model_name(path: str) -> str:
     return re.sub(r"[^\w.-]", "-", named) or "policy"
 
 
-def _answers(
-    engine: EngineCore, console: Console, _: int, requests: Sequence[Request], replies: Replies | None
-) -> Iterator[Completion]:
-    """Tasks of recipes have no replies."""
+def answered(engine: EngineCore, requests: Sequence[Request], console: Console) -> Iterator[Completion]:
+    """Every request's answer, once, as it ends. The console shows how many there are."""
     engine.submit(requests)
     finished = 0
     with WorkProgress("answers", len(requests), console, time.perf_counter) as shown:

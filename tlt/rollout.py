@@ -5,7 +5,7 @@ Writes a directory of its own, out/name-rollout: config.toml, events.jsonl and r
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,24 +15,22 @@ from rich.table import Table
 from tlt import __version__
 from tlt.config import RunConfig
 from tlt.engine.build import build_engine
-from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
+from tlt.evaluate import answered
 from tlt.event_builders import Lengths, acceptance_collapsed, lengths_of, mean_reward, rewards_failed, rollout_finished
 from tlt.loop import ask
 from tlt.model.weights import read_config
 from tlt.outputs import write_new
 from tlt.policy import Policy, open_policy, source_of
-from tlt.spec.alarm import Alarm
 from tlt.tasks.choose import judge_of, task_of
 from tlt.tasks.context import fit_task, refuse_long_prompts
 from tlt.tasks.judge import Verdict
 from tlt.tasks.task import Task
 from tlt.text import Tokenizer
-from tlt.types import Completion, Key, Prompt, Rollout
+from tlt.types import Prompt, Rollout
 from tlt.watch.directory import ROLLOUTS, held
 from tlt.watch.events import RewardsFailed, RunFinished, StartupFinished, StartupPhase
 from tlt.watch.log import EventLog
-from tlt.watch.progress import WorkProgress
 from tlt.watch.session import Watched
 
 _CHECKED = 16  # answers written a second time, in another batch, to compare
@@ -71,10 +69,11 @@ def _roll_out(config: RunConfig, log: EventLog, console: Console, file: Path) ->
         log.emit(StartupFinished(seconds=time.perf_counter() - started))
         requests = [request for _, request in asked]
 
-        def on_alarm(alarm: Alarm) -> None:
+        began = time.perf_counter()
+        completions = {completion.key: completion for completion in answered(engine, requests, console)}
+        seconds = time.perf_counter() - began
+        for alarm in engine.alarms:
             log.emit(acceptance_collapsed(1, alarm))
-
-        completions, seconds = _answer(engine, requests, console, on_alarm)
         answers = [(prompt, completions[request.key]) for prompt, request in asked]
         verdicts = judge.judge(answers)
     rollouts = [Rollout(*answer, verdict.reward) for answer, verdict in zip(answers, verdicts, strict=True)]
@@ -95,26 +94,6 @@ def _ask(config: RunConfig, task: Task) -> list[tuple[Prompt, Request]]:
     if config.task.long_prompts == "refuse":  # those of tasks that are no file, too
         refuse_long_prompts([one.prompt for one in asked], fitted.tokenizer, context, config.sampling.max_tokens)
     return [(one.prompt, request) for one in asked for request in one.requests]
-
-
-def _answer(
-    engine: EngineCore, requests: Sequence[Request], console: Console, on_alarm: Callable[[Alarm], None]
-) -> tuple[dict[Key, Completion], float]:
-    """The completions and their duration in seconds."""
-    started = time.perf_counter()
-    engine.submit(requests)
-    done: dict[Key, Completion] = {}
-    reported = 0  # alarms
-    with WorkProgress("answers", len(requests), console, time.perf_counter) as shown:
-        while not engine.idle:
-            for completion in engine.tick():
-                done[completion.key] = completion
-            while reported < len(engine.alarms):
-                on_alarm(engine.alarms[reported])
-                reported += 1
-            shown.at(len(done), f"{engine.running} running")
-    done.update((completion.key, completion) for completion in engine.drain())  # raises if a request failed
-    return done, time.perf_counter() - started
 
 
 def _write(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], file: Path) -> None:
@@ -185,8 +164,8 @@ def _print_identity(console: Console, config: RunConfig, summary: _Summary) -> N
     requests, half = summary.requests, _CHECKED // 2
     some = list(dict.fromkeys([*requests[:half], *requests[-half:]]))  # without duplicates
     before = {rollout.completion.key: rollout.completion.tokens for rollout in summary.rollouts}
-    again, _ = _answer(build_engine(summary.policy, config), some, console, on_alarm=lambda _: None)
-    same = sum(completion.tokens == before[key] for key, completion in again.items())
+    again = list(answered(build_engine(summary.policy, config), some, console))
+    same = sum(completion.tokens == before[completion.key] for completion in again)
     console.print(
         f"{same} of {len(again)} answers written again in a batch of their own came out token for token the same."
     )

@@ -37,7 +37,7 @@ _TASK_PAGE = 64  # prompts per call of a task's `sample`
 
 
 def warmup(config: RunConfig, data: str) -> None:
-    """Trains `config.model` on `data`, a JSONL file or the name of a task, and saves the result."""
+    """Trains `config.model` on `data`, a file or the name of a task, and saves the result."""
     console = Console(highlight=False)
     with held(config, "warmup") as directory:
         target = Path(config.warmup.save or directory / POLICY)
@@ -101,7 +101,7 @@ def _examples(config: RunConfig, data: str, tokenizer: Tokenizer, longest: int) 
         return (encode_pair(pair, tokenizer, longest) for pair in pairs)
     if not isfile(data):
         tasks = " or ".join(f"`{name}`" for name in BUILT_IN)
-        raise TaskError(f"{data}: no such file; expected a JSONL file of prompts and answers, or the task {tasks}")
+        raise TaskError(f"{data}: no such file; expected a file of prompts and answers, or the task {tasks}")
     return endless([encode_pair(pair, tokenizer, longest) for pair in read_pairs(data)], config.run.seed)
 
 

@@ -93,7 +93,7 @@ QUICK = EngineScale(
 class BenchOptions:
     sections: tuple[str, ...] = SECTIONS
     shape: str | None = None  # widen the policy to this predefined shape
-    prompts: Path | None = None  # a JSONL file
+    prompts: Path | None = None  # a file of prompts
     raw: bool = False  # no chat template
     json: Path | None = None  # where the results go
     commit: str | None = None
@@ -133,7 +133,7 @@ QUICK_ROLLOUT = RolloutScale(groups=4, group_size=4, cap=256, repeats=2)
 @dataclass(frozen=True, slots=True)
 class RolloutOptions:
     shape: str | None = None  # widen the policy to this predefined shape
-    prompts: Path | None = None  # a JSONL file
+    prompts: Path | None = None  # a file of prompts
     raw: bool = False  # no chat template
     json: Path | None = None  # where the results go
     commit: str | None = None
@@ -329,7 +329,7 @@ def _json(given: Namespace) -> Path | None:
 
 def _prompts(given: Namespace) -> Path | None:
     if given.prompts and not isfile(given.prompts):
-        raise ConfigError(f"--prompts: {given.prompts}: no such file; expected JSONL with a question or prompt column")
+        raise ConfigError(f"--prompts: {given.prompts}: no such file; expected a file with a question or prompt column")
     return Path(given.prompts) if given.prompts else None
 
 

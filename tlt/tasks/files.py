@@ -27,9 +27,18 @@ REFERENCE_COLUMNS = ("ground_truth", "answer", "label")
 class FileTask:
     """The rows of a file as prompts, judged by the configured reward."""
 
-    def __init__(self, settings: TaskSettings, *, seed: int = 0, max_tokens: int = SamplingParams().max_tokens) -> None:
-        """`max_tokens`: limit of an answer, which some rewards look at."""
-        rows = list(read_rows(example_file(settings.path)))
+    def __init__(
+        self,
+        settings: TaskSettings,
+        *,
+        seed: int = 0,
+        max_tokens: int = SamplingParams().max_tokens,
+        knob: str = "task.path",
+    ) -> None:
+        """`max_tokens`: limit of an answer, which some rewards look at; `knob`: the setting that named the file."""
+        rows = list(read_rows(example_file(settings.path), knob))
+        if not rows:
+            raise TaskError(f"{knob} {settings.path}: holds no rows; expected at least one prompt")
         self.prompts = _prompts(rows, settings)
         columns = frozenset.intersection(*(frozenset(p.extra) for p in self.prompts))
         self.judge = judge_with(settings, max_tokens, columns)
@@ -67,8 +76,6 @@ class _Layout:
 
 
 def _prompts(rows: Sequence[Row], settings: TaskSettings) -> list[Prompt]:
-    if not rows:
-        raise TaskError(f"task.path {settings.path}: holds no rows; expected at least one prompt")
     layout = _layout(rows[0], settings)
     return [_prompt(row, layout, settings) for row in rows]
 

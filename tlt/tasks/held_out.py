@@ -54,7 +54,7 @@ def _of_file(name: str, path: str, config: RunConfig, training: Task | None) -> 
     settings = replace(config.task, name="files", path=path)
     if config.eval.reward:
         settings = replace(settings, reward=config.eval.reward, rewards=(), reward_weights=())
-    task = FileTask(settings, seed=config.run.seed, max_tokens=_limit(config))
+    task = FileTask(settings, seed=config.run.seed, max_tokens=_limit(config), knob="eval.paths")
     prompts = tuple(task.prompts[: config.eval.prompts or None])
     return HeldOut(name, prompts, task.judge, training or task)
 

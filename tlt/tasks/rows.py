@@ -26,19 +26,22 @@ class Row:
     columns: Mapping[str, Any]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, in the format of its suffix, or of a directory written by `save_to_disk`."""
+def read_rows(path: Path, knob: str = "") -> Iterator[Row]:
+    """The rows of a file, in the format of its suffix, or of a directory written by `save_to_disk`.
+
+    `knob`: setting that holds the path, for messages."""
     check_reachable(path, TaskError)
+    named = f"{knob} {path}".lstrip()
     if isdir(path):
-        return _saved_rows(path)
+        return _saved_rows(path, named)
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise TaskError(
-            f"task.path {path}: ends in {path.suffix!r}; expected a file that ends in {', '.join(_READERS)}, "
+            f"{named}: ends in {path.suffix!r}; expected a file that ends in {', '.join(_READERS)}, "
             "or a directory that save_to_disk of `datasets` wrote"
         )
     if not isfile(path):
-        raise TaskError(f"task.path {path}: no such file; expected a file of prompts, relative to {Path.cwd()}")
+        raise TaskError(f"{named}: no such file; expected a file of prompts, relative to {Path.cwd()}")
     return reader(path)
 
 
@@ -48,7 +51,7 @@ def _numbered(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _unreadable(path: Path, error: OSError) -> TaskError:
-    return TaskError(f"task.path {path}: cannot be read ({error.strerror})")
+    return TaskError(f"{path}: cannot be read ({error.strerror})")
 
 
 # ---- text
@@ -134,25 +137,25 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
     return _numbered(path, _from_batches(path, "Arrow", _arrow_batches))
 
 
-def _saved_rows(path: Path) -> Iterator[Row]:
+def _saved_rows(path: Path, named: str) -> Iterator[Row]:
     """A directory written by `Dataset.save_to_disk`: Arrow files, listed in order by state.json."""
     if isfile(path / _SPLITS):
         splits = read_object(path / _SPLITS, TaskError, "save the dataset again").get("splits")
-        raise TaskError(f"task.path {path}: holds the splits {shown(splits)}; name one: {path}/SPLIT")
+        raise TaskError(f"{named}: holds the splits {shown(splits)}; name one: {path}/SPLIT")
     if not isfile(path / _STATE):
         raise TaskError(
-            f"task.path {path}: is a directory without {_STATE}; expected a file, or a directory that save_to_disk of "
+            f"{named}: is a directory without {_STATE}; expected a file, or a directory that save_to_disk of "
             "`datasets` wrote"
         )
     files = read_object(path / _STATE, TaskError, "save the dataset again").get("_data_files")
     files = files if isinstance(files, list) else [files]
     listed = [file.get("filename") if isinstance(file, dict) else None for file in files]
-    named = [name for name in listed if isinstance(name, str) and name == Path(name).name and isfile(path / name)]
-    if not named or len(named) < len(listed):
+    names = [name for name in listed if isinstance(name, str) and name == Path(name).name and isfile(path / name)]
+    if not names or len(names) < len(listed):
         raise TaskError(
             f"{path / _STATE}: its _data_files are {shown(files)}; expected names of files beside it: save it again"
         )
-    rows = (columns for name in named for columns in _from_batches(path / name, "Arrow", _arrow_batches))
+    rows = (columns for name in names for columns in _from_batches(path / name, "Arrow", _arrow_batches))
     return _numbered(path, rows)
 
 

@@ -1,4 +1,4 @@
-"""Prompts as tokens: from a JSONL file, or built-in questions that need no download.
+"""Prompts as tokens: from a file of prompts, or built-in questions that need no download.
 
 The built-in questions are always the same: word problems for a policy with a chat template, the toy task for others.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt.errors import TaskError
-from tlt.strict_json import InvalidJson, parse
+from tlt.tasks.rows import Row, read_rows
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
 from tlt.types import Message
@@ -37,24 +37,17 @@ def token_prompts(tokenizer: Tokenizer, count: int, file: Path | None, raw: bool
 
 
 def _read(file: Path) -> list[str]:
-    texts = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if line.strip():
-            texts.append(_text_of(line, f"{file}, line {number}"))
+    texts = list(map(_text_of, read_rows(file)))
     if not texts:
-        raise TaskError(f"{file} holds no prompts; expected one JSON object a line with a question or prompt column")
+        raise TaskError(f"{file}: holds no prompts; expected rows with a question or prompt column")
     return texts
 
 
-def _text_of(line: bytes, where: str) -> str:
-    try:
-        record = parse(line)
-    except InvalidJson as error:
-        raise TaskError(f"{where}: {error}; expected one object a line") from None
-    found = [record[name] for name in COLUMNS if name in record] if isinstance(record, dict) else []
+def _text_of(row: Row) -> str:
+    found = [row.columns[name] for name in COLUMNS if name in row.columns]
     if not found or not isinstance(found[0], str):
-        raise TaskError(f"{where}: no text under {' or '.join(COLUMNS)}; expected one of these columns")
-    return str(found[0])
+        raise TaskError(f"{row.origin}: no text under {' or '.join(COLUMNS)}; expected one of these columns")
+    return found[0]
 
 
 def _stories(count: int) -> list[str]:

@@ -16,6 +16,7 @@ Works on numbers and tensors of tokens; does not know models, rows or optimizers
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
@@ -43,18 +44,12 @@ def advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     count = len(rewards)
-    mean = math.fsum(rewards) / count
+    mean = fmean(rewards)
     # leave-one-out: a rollout is compared with (sum − r) / (count − 1)
     scale = count / (count - 1) if settings.leave_one_out else 1.0
     if settings.divide_by_std:
-        scale /= standard_deviation(rewards) + STD_FLOOR
+        scale /= stdev(rewards, mean) + STD_FLOOR
     return [(reward - mean) * scale for reward in rewards]
-
-
-def standard_deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation (divisor count − 1)."""
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 # ---- what counts, and how much

@@ -23,8 +23,8 @@ from tlt.errors import TaskError, TltError, shown, shown_names
 from tlt.model.attention import PackedLayout
 from tlt.model.device import Reading, upload
 from tlt.model.transformer import Transformer
-from tlt.strict_json import InvalidJson, parse
 from tlt.tasks.files import messages_of
+from tlt.tasks.rows import Row, read_rows
 from tlt.text import Tokenizer
 from tlt.train.logprobs import cross_entropy
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
@@ -160,21 +160,14 @@ class Pair:
 
 
 def read_pairs(path: Path | str) -> list[Pair]:
-    """The pairs of a JSONL file, one object per line. Blank lines are skipped.
+    """The pairs of a file, in any format that prompts have.
 
     Columns: `messages` (a chat whose last turn is the answer), or `prompt` or `question` with `answer`, `completion` or
-    `response`; a prompt may be a list of messages too. Anything else is an error that names the line.
+    `response`; a prompt may be a list of messages too. Anything else is an error that names the row.
     """
-    path = Path(path)
-    try:
-        lines = enumerate(path.read_bytes().splitlines(), start=1)
-    except FileNotFoundError:
-        raise TaskError(f"{path}: no such file; expected a JSONL file of prompts and answers") from None
-    except OSError as error:
-        raise TaskError(f"{path}: cannot be read ({error.strerror})") from None
-    pairs = [_parse_pair(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    pairs = list(map(_pair, read_rows(Path(path))))
     if not pairs:
-        raise TaskError(f"{path}: holds no lines; expected one JSON object with a prompt and an answer per line")
+        raise TaskError(f"{path}: holds no rows; expected a prompt and an answer per row")
     return pairs
 
 
@@ -216,17 +209,12 @@ def batches(examples: Iterable[Example], tokens_per_batch: int) -> Iterator[list
         yield batch
 
 
-def _parse_pair(line: bytes, origin: str) -> Pair:
-    try:
-        record = parse(line)
-    except InvalidJson as error:
-        raise TaskError(f"{origin}: {error}; expected one object per line") from None
-    if not isinstance(record, dict):
-        raise TaskError(f"{origin}: is {type(record).__name__}; expected an object with a prompt and an answer")
-    if "messages" in record:
-        return _chat_pair(record["messages"], origin)
-    prompt = record[_column(record, _PROMPT_COLUMNS, origin)]
-    answer = record[_column(record, _ANSWER_COLUMNS, origin)]
+def _pair(row: Row) -> Pair:
+    columns, origin = row.columns, row.origin
+    if "messages" in columns:
+        return _chat_pair(columns["messages"], origin)
+    prompt = columns[_column(columns, _PROMPT_COLUMNS, origin)]
+    answer = columns[_column(columns, _ANSWER_COLUMNS, origin)]
     content = prompt if isinstance(prompt, str) else messages_of(prompt, origin)
     if not isinstance(answer, str):
         raise TaskError(f"{origin}: the answer is {shown(answer)}; expected text")
