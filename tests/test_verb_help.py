@@ -75,6 +75,6 @@ def test_subjects_are_listed_until_one_is_named(
 ) -> None:
     told = help_of(capsys, monkeypatch, "draft")
     assert "tlt draft measure: measure a drafter" in told
-    assert "train, measure: a JSONL file" in told
+    assert "train, measure: a file with" in told
     assert "tlt draft measure:" not in help_of(capsys, monkeypatch, "draft", "train")
     assert "usage: tlt draft [" in help_of(capsys, monkeypatch, "draft", "trian")
