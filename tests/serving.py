@@ -18,7 +18,7 @@ from tlt.policy import TINY_POLICY
 from tlt.recipe import load_config
 from tlt.serve.app import build_app
 from tlt.serve.options import ServeOptions
-from tlt.serve.served import ServedPolicy
+from tlt.serve.served_policy import ServedPolicy
 from tlt.serve.server import listen
 
 _TIMEOUT_S = 60.0

@@ -27,7 +27,7 @@ from tlt.model.transformer import Transformer
 from tlt.model.weights import load_tensors, places
 from tlt.policy import Policy
 from tlt.recipe import load_config
-from tlt.serve.served import ServedPolicy
+from tlt.serve.served_policy import ServedPolicy
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key, SamplingParams
 
@@ -158,7 +158,7 @@ class TrlRollouts:
         if self._served is None:
             self._served = self._open(trainer)
         elif step != self._step:
-            self._served.changed(lambda model: self._copy(trainer, model), step)
+            self._served.update_weights(lambda model: self._copy(trainer, model), step)
         if step != self._step:
             self._step, self._asked, self._known = step, 0, []
         return self._served

@@ -17,11 +17,11 @@ from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.model.weights import copy_some
 from tlt.serve.app import build_app
-from tlt.serve.client import Client
+from tlt.serve.async_engine import AsyncEngine
+from tlt.serve.messages import ServeRequest
 from tlt.serve.options import ServeOptions
-from tlt.serve.served import ServedPolicy
+from tlt.serve.served_policy import ServedPolicy
 from tlt.serve.server import listen
-from tlt.serve.work import Ask
 from tlt.types import Key, SamplingParams
 
 _REFUSED = ("image_data", "video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
@@ -48,7 +48,7 @@ class VerlServer:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0.01)
-        self._client: Client = app.state.service.client
+        self._engine: AsyncEngine = app.state.server.engine
         return "{}:{}".format(*listening.getsockname()[:2])
 
     def _ended(self, why: str) -> None:
@@ -64,8 +64,8 @@ class VerlServer:
             if more.get(name):
                 raise ConfigError(f"{name} is not supported: the policy reads text alone")
         tokens = tuple(prompt)
-        ask = Ask(0, tokens, self._sampling(len(tokens), params), self._key(tokens))
-        async with self._client.generation([ask]) as generation:
+        request = ServeRequest(0, tokens, self._sampling(len(tokens), params), self._key(tokens))
+        async with self._engine.generation([request]) as generation:
             (part,) = [part async for part in generation]
         completion = part.completion
         assert completion is not None
@@ -103,10 +103,10 @@ class VerlServer:
     async def update(self, tensors: Mapping[str, Tensor], version: int | None, last: bool) -> None:
         """Some of the policy's weights; with the last of them their version."""
         if not last:
-            await self._client.when_idle(partial(copy_some, self._served.model, tensors))
+            await self._engine.when_idle(partial(copy_some, self._served.model, tensors))
             return
-        change = partial(self._served.changed, partial(copy_some, tensors=tensors), version)
-        self._version = await self._client.update(change)
+        change = partial(self._served.update_weights, partial(copy_some, tensors=tensors), version)
+        self._version = await self._engine.update(change)
         self._alike.clear()
 
     async def set_version(self, version: int) -> None:
@@ -114,21 +114,21 @@ class VerlServer:
             await self.update({}, version, last=True)
 
     async def sleep(self) -> None:
-        await self._client.when_idle(self._served.sleep)
+        await self._engine.when_idle(self._served.sleep)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Weights alone are copied into host memory while it sleeps; the engine is built with its cache."""
         if tags is None or "kv_cache" in tags:
-            await self._client.call(self._served.wake)
+            await self._engine.call(self._served.wake)
 
     async def clear_kv_cache(self) -> None:
-        await self._client.call(self._served.drop_prefixes)
+        await self._engine.call(self._served.drop_prefixes)
 
     async def abort_all(self) -> int:
         """How many were under way. Nothing is written until `resume`."""
-        count = self._client.under_way
-        await self._client.pause("abort")
+        count = self._engine.in_flight
+        await self._engine.pause("abort")
         return count
 
     async def resume(self) -> None:
-        await self._client.resume()
+        await self._engine.resume()

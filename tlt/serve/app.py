@@ -1,4 +1,4 @@
-"""The ASGI application: routes, who may call them, and what becomes of errors."""
+"""The ASGI application: routes, API keys, and errors as responses."""
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,14 +12,14 @@ from starlette.routing import Route
 
 from tlt.errors import TltError
 from tlt.serve import chat, completions, control, tokens
-from tlt.serve.client import Client
-from tlt.serve.errors import ApiError
+from tlt.serve.async_engine import AsyncEngine
 from tlt.serve.http import error_response
 from tlt.serve.options import ServeOptions
-from tlt.serve.served import ServedPolicy
-from tlt.serve.service import Service
+from tlt.serve.protocol import ApiError
+from tlt.serve.served_policy import ServedPolicy
+from tlt.serve.state import ServerState
 
-Endpoint = Callable[[Request, Service], Awaitable[Response]]
+Endpoint = Callable[[Request, ServerState], Awaitable[Response]]
 
 _OPEN = {"/health", "/liveness", "/ping"}  # asked without a key
 _READ: dict[str, Endpoint] = {
@@ -59,12 +59,12 @@ def build_app(served: ServedPolicy, options: ServeOptions, ended: Callable[[str]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        client = Client(served, options.queue, ended)
-        app.state.service = Service(client, options, options.name or path, path)
+        engine = AsyncEngine(served, options.queue, ended)
+        app.state.server = ServerState(engine, options, options.name or path, path)
         try:
             yield
         finally:
-            await client.close()
+            await engine.close()
 
     routes = [Route(name, _guarded(endpoint, options), methods=["GET"]) for name, endpoint in _READ.items()]
     routes += [Route(name, _guarded(endpoint, options), methods=["POST"]) for name, endpoint in _WRITE.items()]
@@ -76,13 +76,13 @@ def _guarded(endpoint: Endpoint, options: ServeOptions) -> Callable[[Request], A
         try:
             if request.url.path not in _OPEN:
                 _check_key(request, options.api_key)
-            return await endpoint(request, request.app.state.service)
+            return await endpoint(request, request.app.state.server)
         except ApiError as error:
             return error_response(error)
         except TltError as error:
             return error_response(ApiError(400, str(error)))
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the connection is closed
 
     return run
 

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages and tools through the policy's own chat template."""
+"""`POST /v1/chat/completions`: messages and tools, rendered with the policy's chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,25 +9,33 @@ from starlette.responses import Response
 
 from tlt.errors import shown
 from tlt.serve import logprobs
-from tlt.serve.answers import Call, Piece, answer, finish_reason, new_id, now, read_top, streams, version_fields
-from tlt.serve.errors import refused
-from tlt.serve.fields import Fields
 from tlt.serve.http import read_fields
-from tlt.serve.sampling import read_sampling
-from tlt.serve.service import Service
+from tlt.serve.protocol import Fields, read_sampling, refused
+from tlt.serve.responses import (
+    Call,
+    TextOutput,
+    finish_reason,
+    new_id,
+    now,
+    read_stream,
+    read_top,
+    respond,
+    version_fields,
+)
+from tlt.serve.state import ServerState
 
 
-async def chat_completions(request: Request, service: Service) -> Response:
-    fields = await read_fields(request, service.body_limit)
-    model = service.check_model(fields)
-    prompt = chat_prompt(fields, service)
+async def chat_completions(request: Request, state: ServerState) -> Response:
+    fields = await read_fields(request, state.body_limit)
+    model = state.check_model(fields)
+    prompt = chat_prompt(fields, state)
     limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    most = fields.integer(limit, service.room(prompt), 1)
-    stream, usage = streams(fields)
+    most = fields.integer(limit, state.room(prompt), 1)
+    stream, usage = read_stream(fields)
     call = Call(
         model,
         [prompt],
-        read_sampling(fields, most, service.options.queue),
+        read_sampling(fields, most, state.options.queue),
         *(stream, usage),
         logprobs=fields.flag("logprobs"),
         top=read_top(fields, "top_logprobs"),
@@ -35,10 +43,10 @@ async def chat_completions(request: Request, service: Service) -> Response:
         as_ids=fields.flag("return_tokens_as_token_ids"),
         with_stop=fields.flag("include_stop_str_in_output"),
     )
-    return await answer(request, service, call, _ChatForm(service, new_id("chatcmpl"), now()))
+    return await respond(request, state, call, _ChatFormat(state, new_id("chatcmpl"), now()))
 
 
-def chat_prompt(fields: Fields, service: Service) -> tuple[int, ...]:
+def chat_prompt(fields: Fields, state: ServerState) -> tuple[int, ...]:
     """The prompt that the template makes of `messages` and `tools`."""
     fields.only("tool_choice", "auto", "none", why="the policy chooses by itself")
     fields.only("modalities", ["text"])
@@ -50,7 +58,7 @@ def chat_prompt(fields: Fields, service: Service) -> tuple[int, ...]:
     going_on = fields.flag("continue_final_message")
     if going_on and fields.flag("add_generation_prompt"):
         raise refused("add_generation_prompt", "true, as continue_final_message is; one of them must be false")
-    tokens = service.tokenizer.encode_chat(
+    tokens = state.tokenizer.encode_chat(
         messages, tools=tools, going_on=going_on, variables=fields.object("chat_template_kwargs")
     )
     return tuple(tokens)
@@ -73,32 +81,33 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChatForm:
-    service: Service
+class _ChatFormat:
+    state: ServerState
     id: str
     created: int
 
     def opening(self, call: Call, index: int) -> dict[str, Any] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def choice(self, call: Call, piece: Piece, *, streamed: bool) -> dict[str, Any]:
-        part = piece.part
-        found: dict[str, Any] | None = None
+    def choice(self, call: Call, found: TextOutput, *, streamed: bool) -> dict[str, Any]:
+        output = found.output
+        scores: dict[str, Any] | None = None
         if call.logprobs:
-            told = logprobs.of_part(part, (), echo=False, top=call.top, processed=self.service.processed)
-            found = logprobs.for_chat(told, self.service.tokenizer, as_ids=call.as_ids)
-        message = {"content": piece.text} if streamed else {"role": "assistant", "content": piece.text}
+            values = logprobs.of_output(output, (), echo=False, top=call.top, processed=self.state.processed)
+            scores = logprobs.for_chat(values, self.state.tokenizer, as_ids=call.as_ids)
+        message = {"content": found.text} if streamed else {"role": "assistant", "content": found.text}
         return {
-            "index": part.index,
+            "index": output.index,
             "delta" if streamed else "message": message,
-            "logprobs": found,
-            "finish_reason": finish_reason(part),
-            "stop_reason": piece.stop,
-            **({"token_ids": list(part.tokens)} if call.token_ids else {}),
-            **version_fields(part),
+            "logprobs": scores,
+            "finish_reason": finish_reason(output),
+            "stop_reason": found.stop,
+            **({"token_ids": list(output.tokens)} if call.token_ids else {}),
+            **version_fields(output),
         }
 
-    def envelope(self, call: Call, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
+    def envelope(self, call: Call, choices: list[dict[str, Any]], *, streamed: bool, first: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": call.model}
-        return {**head, "choices": choices, **({"prompt_token_ids": list(call.prompts[0])} if call.token_ids else {})}
+        prompt = {"prompt_token_ids": list(call.prompts[0])} if call.token_ids and first else {}
+        return {**head, "choices": choices, **prompt}

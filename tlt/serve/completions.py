@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts as text or tokens, echoed and scored if asked for."""
+"""`POST /v1/completions`: prompts as text or token ids, optionally echoed with their log-probabilities."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,26 +7,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt.serve import logprobs
-from tlt.serve.answers import Call, Piece, answer, finish_reason, new_id, now, read_top, streams, version_fields
-from tlt.serve.fields import Fields
 from tlt.serve.http import read_fields
-from tlt.serve.sampling import read_sampling
-from tlt.serve.service import Service
+from tlt.serve.protocol import Fields, read_sampling
+from tlt.serve.responses import (
+    Call,
+    TextOutput,
+    finish_reason,
+    new_id,
+    now,
+    read_stream,
+    read_top,
+    respond,
+    version_fields,
+)
+from tlt.serve.state import ServerState
 
 _USUAL_TOKENS = 16  # as OpenAI has it
 
 
-async def completions(request: Request, service: Service) -> Response:
-    fields = await read_fields(request, service.body_limit)
-    model = service.check_model(fields)
+async def completions(request: Request, state: ServerState) -> Response:
+    fields = await read_fields(request, state.body_limit)
+    model = state.check_model(fields)
     fields.only("suffix", "")
-    prompts = service.prompts(fields)
+    prompts = state.prompts(fields)
     echo, most = fields.flag("echo"), fields.integer("max_tokens", _USUAL_TOKENS)
-    stream, usage = streams(fields)
+    stream, usage = read_stream(fields)
     call = Call(
         model,
         prompts,
-        read_sampling(fields, max(1, most), service.options.queue),
+        read_sampling(fields, max(1, most), state.options.queue),
         *(stream, usage),
         logprobs=fields.has("logprobs"),
         top=read_top(fields, "logprobs"),
@@ -34,55 +43,57 @@ async def completions(request: Request, service: Service) -> Response:
         token_ids=fields.flag("return_token_ids"),
         as_ids=fields.flag("return_tokens_as_token_ids"),
         with_stop=fields.flag("include_stop_str_in_output"),
-        write=most > 0,
-        keep=_texts(fields),
+        generate=most > 0,
+        prompt_texts=_texts(fields),
     )
     if not most and not echo:
-        fields.only("max_tokens", why="without echo there is nothing to answer")
-    return await answer(request, service, call, _CompletionForm(service, new_id("cmpl"), now()))
+        fields.only("max_tokens", why="without echo the response would be empty")
+    return await respond(request, state, call, _CompletionFormat(state, new_id("cmpl"), now()))
 
 
-def _texts(fields: Fields) -> dict[str, Any]:
-    """Prompts that came as text are echoed as they came."""
+def _texts(fields: Fields) -> list[Any]:
+    """The prompts as they were sent: texts are echoed unchanged."""
     value = fields.raw("prompt")
-    return {"texts": [value] if isinstance(value, str) else value}
+    return [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)
-class _CompletionForm:
-    service: Service
+class _CompletionFormat:
+    state: ServerState
     id: str
     created: int
 
     def _echoed(self, call: Call, index: int) -> str:
-        given = call.keep["texts"]
+        given = call.prompt_texts
         text = given[index // call.sampling.n] if len(given) == len(call.prompts) else None
-        return text if isinstance(text, str) else self.service.tokenizer.decode(call.prompt(index))
+        return text if isinstance(text, str) else self.state.tokenizer.decode(call.prompt(index))
 
     def opening(self, call: Call, index: int) -> dict[str, Any] | None:
         if not call.echo:
             return None
         return {"index": index, "text": self._echoed(call, index), "logprobs": None, "finish_reason": None}
 
-    def choice(self, call: Call, piece: Piece, *, streamed: bool) -> dict[str, Any]:
-        part, prompt = piece.part, call.prompt(piece.part.index)
+    def choice(self, call: Call, found: TextOutput, *, streamed: bool) -> dict[str, Any]:
+        output, prompt = found.output, call.prompt(found.output.index)
         echo = call.echo and not streamed
-        before = self._echoed(call, part.index) if echo else ""
-        found: dict[str, Any] | None = None
+        before = self._echoed(call, output.index) if echo else ""
+        scores: dict[str, Any] | None = None
         if call.logprobs:
-            told = logprobs.of_part(part, prompt, echo=echo, top=call.top, processed=self.service.processed)
-            found = logprobs.for_completions(told, self.service.tokenizer, 0, as_ids=call.as_ids)
-        tokens = {"token_ids": list(part.tokens), "prompt_token_ids": list(prompt)} if call.token_ids else {}
+            values = logprobs.of_output(output, prompt, echo=echo, top=call.top, processed=self.state.processed)
+            scores = logprobs.for_completions(values, self.state.tokenizer, 0, as_ids=call.as_ids)
+        tokens = {"token_ids": list(output.tokens)} if call.token_ids else {}
+        if call.token_ids and found.first:
+            tokens["prompt_token_ids"] = list(prompt)
         return {
-            "index": part.index,
-            "text": before + piece.text,
-            "logprobs": found,
-            "finish_reason": finish_reason(part),
-            "stop_reason": piece.stop,
+            "index": output.index,
+            "text": before + found.text,
+            "logprobs": scores,
+            "finish_reason": finish_reason(output),
+            "stop_reason": found.stop,
             **tokens,
-            **version_fields(part),
+            **version_fields(output),
         }
 
-    def envelope(self, call: Call, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
+    def envelope(self, call: Call, choices: list[dict[str, Any]], *, streamed: bool, first: bool) -> dict[str, Any]:
         head = {"id": self.id, "object": "text_completion", "created": self.created, "model": call.model}
         return {**head, "choices": choices}

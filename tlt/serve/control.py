@@ -1,4 +1,4 @@
-"""What a trainer asks of the server: pause and resume, other weights, adapters, sleep, caches; and how it does."""
+"""Control endpoints for trainers: pause and resume, weight updates, LoRA, sleep, caches; health, models, metrics."""
 
 import os
 import tempfile
@@ -14,121 +14,121 @@ from tlt import __version__
 from tlt.errors import shown
 from tlt.model.transformer import Transformer
 from tlt.model.weights import check_headers, load_some, load_tensors, read_tensors
-from tlt.serve.answers import now
-from tlt.serve.errors import ApiError, refused
-from tlt.serve.fields import Fields
 from tlt.serve.http import read_fields
 from tlt.serve.metrics import metrics_text
-from tlt.serve.service import Service
+from tlt.serve.protocol import ApiError, Fields, refused
+from tlt.serve.responses import now
+from tlt.serve.state import ServerState
 
 _TENSORS = ("application/octet-stream", "application/safetensors")  # media types of a body of weights
 _PAUSES = ("keep", "wait", "abort")
 
 
-async def health(request: Request, service: Service) -> Response:
-    if not service.client.alive:
+async def health(request: Request, state: ServerState) -> Response:
+    if not state.engine.alive:
         raise ApiError(503, "the engine's thread has ended")
     return Response()
 
 
-async def models(request: Request, service: Service) -> Response:
-    served = service.client.served
-    entry = {"object": "model", "created": now(), "owned_by": "tlt", "root": service.path, "parent": None}
+async def models(request: Request, state: ServerState) -> Response:
+    served = state.engine.served
+    entry = {"object": "model", "created": now(), "owned_by": "tlt", "root": state.path, "parent": None}
     limits = {"max_model_len": served.context, "weight_version": served.version}
-    names = [service.model, *(name for name in service.names if name != service.model)]
+    names = [state.model, *(name for name in state.names if name != state.model)]
     return JSONResponse({"object": "list", "data": [{"id": name, **entry, **limits} for name in names]})
 
 
-async def metrics(request: Request, service: Service) -> Response:
-    text = metrics_text(service.model, service.client.counters, await service.client.report())
+async def metrics(request: Request, state: ServerState) -> Response:
+    text = metrics_text(state.model, state.engine.counters, await state.engine.report())
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-async def version(request: Request, service: Service) -> Response:
+async def version(request: Request, state: ServerState) -> Response:
     return JSONResponse({"version": __version__})
 
 
-async def server_info(request: Request, service: Service) -> Response:
-    mode = f"{service.options.logprobs}_logprobs"
-    return JSONResponse({"vllm_config": {"model_config": {"model": service.path, "logprobs_mode": mode}}})
+async def server_info(request: Request, state: ServerState) -> Response:
+    mode = f"{state.options.logprobs}_logprobs"
+    return JSONResponse({"vllm_config": {"model_config": {"model": state.path, "logprobs_mode": mode}}})
 
 
-async def world_size(request: Request, service: Service) -> Response:
+async def world_size(request: Request, state: ServerState) -> Response:
     return JSONResponse({"world_size": 1})
 
 
 # ---- pausing
 
 
-async def pause(request: Request, service: Service) -> Response:
-    fields = await _options(request, service)
+async def pause(request: Request, state: ServerState) -> Response:
+    fields = await _options(request, state)
     mode = fields.text("mode", "abort")
     if mode not in _PAUSES:
         raise refused("mode", f"{shown(mode)}; expected one of {', '.join(_PAUSES)}")
     clear = _truth(fields, "clear_cache", default=False)
-    await service.client.pause(mode)  # type: ignore[arg-type]
+    await state.engine.pause(mode)  # type: ignore[arg-type]
     if clear:
-        await service.client.call(service.client.served.drop_prefixes)
+        await state.engine.call(state.engine.served.drop_prefixes)
     return JSONResponse({"status": "paused", "mode": mode})
 
 
-async def resume(request: Request, service: Service) -> Response:
-    await service.client.resume()
+async def resume(request: Request, state: ServerState) -> Response:
+    await state.engine.resume()
     return JSONResponse({"status": "resumed"})
 
 
-async def is_paused(request: Request, service: Service) -> Response:
-    return JSONResponse({"is_paused": service.client.paused})
+async def is_paused(request: Request, state: ServerState) -> Response:
+    return JSONResponse({"is_paused": state.engine.paused})
 
 
-async def reset_prefix_cache(request: Request, service: Service) -> Response:
-    await service.client.call(service.client.served.drop_prefixes)
+async def reset_prefix_cache(request: Request, state: ServerState) -> Response:
+    await state.engine.call(state.engine.served.drop_prefixes)
     return JSONResponse({"status": "reset"})
 
 
-async def sleep(request: Request, service: Service) -> Response:
-    fields = await _options(request, service)
+async def sleep(request: Request, state: ServerState) -> Response:
+    fields = await _options(request, state)
     level = fields.text("level", "1")
     if level != "1":
         raise refused("level", f"{shown(level)}; expected 1: weights go to host memory, the key-value cache is freed")
-    await service.client.when_idle(service.client.served.sleep)
+    await state.engine.when_idle(state.engine.served.sleep)
     return JSONResponse({"status": "asleep"})
 
 
-async def wake_up(request: Request, service: Service) -> Response:
-    await service.client.call(service.client.served.wake)
+async def wake_up(request: Request, state: ServerState) -> Response:
+    await state.engine.call(state.engine.served.wake)
     return JSONResponse({"status": "awake"})
 
 
-async def is_sleeping(request: Request, service: Service) -> Response:
-    return JSONResponse({"is_sleeping": service.client.served.asleep})
+async def is_sleeping(request: Request, state: ServerState) -> Response:
+    return JSONResponse({"is_sleeping": state.engine.served.asleep})
 
 
 # ---- weights
 
 
-async def update_weights(request: Request, service: Service) -> Response:
-    """{"weight_dir"}: a Hugging Face directory. Or a safetensors file as the body: some of the policy's tensors, in
-    place. The version is one more than the last, or `version`."""
+async def update_weights(request: Request, state: ServerState) -> Response:
+    """Body `{"weight_dir": DIR}`, a Hugging Face directory, or a safetensors file with some of the policy's tensors.
+
+    The version is `version`, or the last one plus one."""
     if request.headers.get("content-type", "").partition(";")[0] in _TENSORS:
-        return await _update_from_body(request, service)
-    fields = await read_fields(request, service.body_limit)
+        return await _update_from_body(request, state)
+    fields = await read_fields(request, state.body_limit)
     directory = fields.text("weight_dir") or fields.text("path")
     if not directory:
         raise refused("weight_dir", "expected the directory of the weights, or a safetensors file as the body")
     if not Path(directory).is_dir():
         raise refused("weight_dir", f"{shown(directory)} is no directory of this machine")
-    return await _changed(service, fields, partial(_load_directory, directory=Path(directory)))
+    return await _changed(state, fields, partial(_load_directory, directory=Path(directory)))
 
 
-async def _update_from_body(request: Request, service: Service) -> Response:
+async def _update_from_body(request: Request, state: ServerState) -> Response:
     handle, name = tempfile.mkstemp(suffix=".safetensors")
     try:
         with os.fdopen(handle, "wb") as file:
             async for chunk in request.stream():
                 file.write(chunk)
         fields = Fields(dict(request.query_params))
-        return await _changed(service, fields, partial(load_some, file=Path(name)))
+        return await _changed(state, fields, partial(load_some, file=Path(name)))
     finally:
         Path(name).unlink()
 
@@ -138,7 +138,7 @@ def _load_directory(model: Transformer, directory: Path) -> None:
     load_tensors(model, read_tensors(directory), origin=str(directory))
 
 
-async def _changed(service: Service, fields: Fields, load: Callable[[Transformer], None]) -> Response:
+async def _changed(state: ServerState, fields: Fields, load: Callable[[Transformer], None]) -> Response:
     wanted = fields.raw("version")
     text = str(wanted) if wanted is not None else ""
     if text and not (text.isdecimal() and len(text) <= 18):
@@ -146,38 +146,38 @@ async def _changed(service: Service, fields: Fields, load: Callable[[Transformer
     given = int(text) if text else None
 
     def change() -> int:
-        found = service.client.served.changed(load, given)
-        service.adapters.forget()
+        found = state.engine.served.update_weights(load, given)
+        state.adapters.forget()
         return found
 
-    return JSONResponse({"status": "updated", "version": await service.client.update(change)})
+    return JSONResponse({"status": "updated", "version": await state.engine.update(change)})
 
 
-async def load_lora_adapter(request: Request, service: Service) -> Response:
-    fields = await read_fields(request, service.body_limit)
+async def load_lora_adapter(request: Request, state: ServerState) -> Response:
+    fields = await read_fields(request, state.body_limit)
     name, path = fields.text("lora_name"), fields.text("lora_path")
     if not name or not path:
         raise refused("lora_path" if name else "lora_name", "expected a text")
 
     def load(model: Transformer) -> None:
-        service.adapters.load(model, Path(path), name)
+        state.adapters.load(model, Path(path), name)
 
-    number = await service.client.update(partial(service.client.served.changed, load))
+    number = await state.engine.update(partial(state.engine.served.update_weights, load))
     return JSONResponse({"status": "loaded", "version": number})
 
 
-async def unload_lora_adapter(request: Request, service: Service) -> Response:
-    fields = await read_fields(request, service.body_limit)
+async def unload_lora_adapter(request: Request, state: ServerState) -> Response:
+    fields = await read_fields(request, state.body_limit)
     name = fields.text("lora_name")
-    if not name or name != service.adapters.name:
+    if not name or name != state.adapters.name:
         raise ApiError(404, f"the adapter {name!r} is not loaded", param="lora_name")
-    number = await service.client.update(partial(service.client.served.changed, service.adapters.unload))
+    number = await state.engine.update(partial(state.engine.served.update_weights, state.adapters.unload))
     return JSONResponse({"status": "unloaded", "version": number})
 
 
-async def _options(request: Request, service: Service) -> Fields:
+async def _options(request: Request, state: ServerState) -> Fields:
     """Options in the query, as vLLM has them, or in the body."""
-    body = await read_fields(request, service.body_limit)
+    body = await read_fields(request, state.body_limit)
     given: dict[str, Any] = {name: body.raw(name) for name in ("mode", "clear_cache", "level")}
     texts = {name: str(value) for name, value in given.items() if isinstance(value, int)}
     return Fields({**given, **texts, **request.query_params})

@@ -1,8 +1,8 @@
-"""The engine's thread: ticks while there is work, and runs what others ask of the engine between two ticks.
+"""The engine thread: ticks while there are requests, and runs functions of other threads between two ticks.
 
-What always holds: the engine is touched by this thread alone; every `Ask` taken ends with exactly one last part, or was
-dropped by its client; weights change between ticks, and unless the server is paused only when no request is under way.
-Knows asks and parts; knows nothing of HTTP.
+What always holds: only this thread uses the engine; every submitted `ServeRequest` ends with exactly one last output,
+or was dropped by its client; weights change between ticks, and unless the server is paused only while no request runs.
+Does not know HTTP.
 """
 
 import sys
@@ -16,22 +16,22 @@ from typing import Any, Generic, Literal, TypeVar
 
 from tlt.engine.request import Request
 from tlt.errors import TltError
-from tlt.serve.errors import ApiError
-from tlt.serve.served import ServedPolicy
-from tlt.serve.work import Ask, Delta, Versions
-from tlt.types import Completion, Key, Timing
+from tlt.serve.messages import ServeOutput, ServeRequest, Versions
+from tlt.serve.protocol import ApiError
+from tlt.serve.served_policy import ServedPolicy
+from tlt.types import Completion, Key, SamplingParams, Timing
 
 T = TypeVar("T")
 C = TypeVar("C")
-Pause = Literal["keep", "wait", "abort"]
+PauseMode = Literal["keep", "wait", "abort"]
 _STOPPED = "the server is shutting down"
 
 
 @dataclass(slots=True, eq=False)
-class _Live(Generic[C]):
-    """An ask under way. `client` receives its parts."""
+class _LiveRequest(Generic[C]):
+    """A request that has not ended. `client` receives its outputs."""
 
-    ask: Ask
+    request: ServeRequest
     client: C
     key: Key
     sent: int = 0
@@ -42,26 +42,26 @@ class EngineLoop(Generic[C]):
     def __init__(
         self,
         served: ServedPolicy,
-        deliver: Callable[[list[tuple[C, Delta]]], None],
+        deliver: Callable[[list[tuple[C, ServeOutput]]], None],
         ended: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`deliver` is called in the engine's thread, once per tick; `ended` when the thread has ended, with the reason
-        if nobody asked for it."""
+        """`deliver` is called in the engine thread, once per tick; `ended` when the thread has ended, with its error
+        ("" without one)."""
         self._served, self._deliver, self._on_end = served, deliver, ended
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._live: dict[Key, _Live[C]] = {}
-        self._streamed: dict[Key, _Live[C]] = {}
-        self._unscored: deque[tuple[_Live[C], Completion | None]] = deque()
-        self._when_idle: deque[Callable[[], None]] = deque()  # asks wait behind these
+        self._live: dict[Key, _LiveRequest[C]] = {}
+        self._streamed: dict[Key, _LiveRequest[C]] = {}
+        self._unscored: deque[tuple[_LiveRequest[C], Completion | None]] = deque()
+        self._when_idle: deque[Callable[[], None]] = deque()  # new requests wait behind these
         self._held: deque[Callable[[], None]] = deque()
-        self._promised: set[Future[Any]] = set()
-        self._asked = 0
+        self._futures: set[Future[Any]] = set()
+        self._calls = 0
         self._paused = self._stopping = False
-        self._rested = False  # the drafter has learned from all there is
+        self._rested = False  # training the drafter no longer helps
         self._thread = threading.Thread(target=self._run, name="engine")
 
-    # ---- what other threads call
+    # ---- called by other threads
 
     def start(self) -> None:
         self._thread.start()
@@ -71,7 +71,7 @@ class EngineLoop(Generic[C]):
         return self._thread.is_alive() and not self._stopping
 
     def stop(self) -> None:
-        """Ends every ask, and then the thread."""
+        """Ends every request, and then the thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -79,32 +79,32 @@ class EngineLoop(Generic[C]):
             self._thread.join()
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Has the engine's thread do something between two ticks. A TltError is the future's; others end the thread."""
-        future = self._promise(work)
-        self._post(lambda: _keep_promise(work, future))
+        """Runs `work` between two ticks. The future receives a TltError; any other exception ends the thread."""
+        future = self._future(work)
+        self._post(lambda: _resolve(work, future))
         return future
 
-    def submit(self, asks: Sequence[Ask], client: C) -> "Future[list[Key]]":
-        """Takes all of the asks, or none. The keys are for `drop`."""
-        work = partial(self._submit, asks, client)
-        future = self._promise(work)
+    def submit(self, requests: Sequence[ServeRequest], client: C) -> "Future[list[Key]]":
+        """Submits all requests or none. The result is their keys, for `drop`."""
+        work = partial(self._submit, requests, client)
+        future = self._future(work)
 
         def enter() -> None:
             if self._when_idle:
                 self._held.append(enter)
             else:
-                _keep_promise(work, future)
+                _resolve(work, future)
 
         self._post(enter)
         return future
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Their client is gone: what is still under way ends, and no parts come any more."""
+        """Aborts requests whose client has disconnected. No further outputs are delivered."""
         gone = list(keys)
         self.call(lambda: self._drop(gone))
 
-    def pause(self, mode: Pause) -> "Future[None]":
-        """No ticks until `resume`. keep: requests under way go on then; abort: they end now; wait: first they end."""
+    def pause(self, mode: PauseMode) -> "Future[None]":
+        """No ticks until `resume`. keep: requests continue then; abort: they end now; wait: they end first."""
         if mode == "wait":
             return self.when_idle(lambda: self._set_paused(True))
         return self.call(lambda: self._pause(abort=mode == "abort"))
@@ -113,26 +113,26 @@ class EngineLoop(Generic[C]):
         return self.call(lambda: self._set_paused(False))
 
     def when_idle(self, work: Callable[[], T]) -> "Future[T]":
-        """Runs once no request is under way; asks that come meanwhile wait behind it. At once while paused."""
-        future = self._promise(work)
-        run = partial(_keep_promise, work, future)
+        """Runs `work` once all running requests have ended, while new ones wait; at once if the server is paused."""
+        future = self._future(work)
+        run = partial(_resolve, work, future)
         self._post(lambda: run() if self._paused else self._when_idle.append(run))
         return future
 
     def update(self, change: Callable[[], int]) -> "Future[int]":
-        """`change` gives the policy other weights and returns their version: when no request is under way, or while
-        paused at once; then requests under way go on with these."""
+        """Runs `change`, which loads weights and returns their version, as `when_idle` does. Requests of a paused
+        server continue with the new weights."""
         return self.when_idle(lambda: self._update(change))
 
     @property
     def paused(self) -> bool:
         return self._paused
 
-    def _promise(self, work: Callable[[], T]) -> "Future[T]":
-        """A future that is resolved at the latest when the thread ends."""
+    def _future(self, work: Callable[[], T]) -> "Future[T]":
+        """A future that is resolved when the thread ends, at the latest."""
         future: Future[T] = Future()
-        self._promised.add(future)
-        future.add_done_callback(self._promised.discard)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
         return future
 
     def _post(self, work: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ class EngineLoop(Generic[C]):
                 self._do_one_round()
         finally:
             error = sys.exception()
-            self._end(f"the engine's thread died: {error!r}" if error else "")
+            self._end(f"the engine thread died: {error!r}" if error else "")
 
     def _do_one_round(self) -> None:
         while self._inbox:
@@ -178,35 +178,35 @@ class EngineLoop(Generic[C]):
     def _end(self, why: str) -> None:
         with self._wake:
             self._stopping = True
-        for future in list(self._promised):
+        for future in list(self._futures):
             if not future.done():
                 future.set_exception(ApiError(503, why or _STOPPED))
-        live = [*self._live.values(), *(live for live, _ in self._unscored)]
-        self._deliver([(each.client, Delta(each.ask.index, failure=why or _STOPPED)) for each in live])
+        unfinished = [*self._live.values(), *(live for live, _ in self._unscored)]
+        self._deliver([(live.client, ServeOutput(live.request.index, failure=why or _STOPPED)) for live in unfinished])
         self._served.close()
         self._on_end(why)
 
     # ---- between ticks
 
-    def _submit(self, asks: Sequence[Ask], client: C) -> list[Key]:
-        started = [_Live(ask, client, Key(self._asked, ask.index)) for ask in asks]
-        self._asked += 1
-        writing = [
-            Request(each.key, each.ask.prompt, each.ask.params, str(hash(each.ask.prompt)), each.ask.noise, keep=True)
-            for each in started
-            if each.ask.params is not None
+    def _submit(self, requests: Sequence[ServeRequest], client: C) -> list[Key]:
+        started = [_LiveRequest(request, client, Key(self._calls, request.index)) for request in requests]
+        self._calls += 1
+        generated = [
+            _engine_request(live.key, live.request, live.request.params)
+            for live in started
+            if live.request.params is not None
         ]
-        self._served.submit(writing)
-        for each in started:
-            each.versions.append((0, self._served.version))
-            if each.ask.params is None:
-                self._served.check(each.ask.prompt)
-                self._unscored.append((each, None))
+        self._served.submit(generated)
+        for live in started:
+            live.versions.append((0, self._served.version))
+            if live.request.params is None:
+                self._served.check(live.request.prompt)
+                self._unscored.append((live, None))
                 continue
-            self._live[each.key] = each
-            if each.ask.streamed:
-                self._streamed[each.key] = each
-        return [each.key for each in started]
+            self._live[live.key] = live
+            if live.request.streamed:
+                self._streamed[live.key] = live
+        return [live.key for live in started]
 
     def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -222,96 +222,101 @@ class EngineLoop(Generic[C]):
         if abort:
             ended = [(self._live[key], self._served.abort(key)) for key in list(self._live)]
             self._live, self._streamed = {}, {}
-            self._deliver([self._last(each, completion) for each, completion in ended])
+            self._deliver([self._last(live, completion) for live, completion in ended])
         self._paused = True
 
     def _update(self, change: Callable[[], int]) -> int:
         version = change()
-        for each in self._live.values():
-            written = self._served.count(each.key)
-            if each.versions[-1][0] == written:
-                each.versions.pop()  # nothing was written with these
-            each.versions.append((written, version))
+        for live in self._live.values():
+            written = self._served.count(live.key)
+            if live.versions[-1][0] == written:
+                live.versions.pop()  # these weights drew no token
+            live.versions.append((written, version))
         self._rested = False
         return version
 
     # ---- ticks
 
     def _tick(self) -> None:
-        out: list[tuple[C, Delta]] = []
+        out: list[tuple[C, ServeOutput]] = []
         if self._served.busy:
             for completion in self._served.tick():
-                each = self._live.pop(completion.key)
+                live = self._live.pop(completion.key)
                 self._streamed.pop(completion.key, None)
                 self._rested = False
-                if each.ask.top is None:
-                    out.append(self._last(each, completion))
+                if live.request.top is None:
+                    out.append(self._last(live, completion))
                 else:
-                    self._unscored.append((each, completion))
+                    self._unscored.append((live, completion))
             for key, why in self._served.take_failures().items():
-                each = self._live.pop(key)
+                live = self._live.pop(key)
                 self._streamed.pop(key, None)
-                out.append((each.client, Delta(each.ask.index, failure=why)))
-            out += [part for each in self._streamed.values() if (part := self._next(each))]
+                out.append((live.client, ServeOutput(live.request.index, failure=why)))
+            out += [output for live in self._streamed.values() if (output := self._next(live))]
         if self._unscored:
             out += self._score()
         if out:
             self._deliver(out)
 
-    def _next(self, each: _Live[C]) -> tuple[C, Delta] | None:
-        new = self._served.written_since(each.key, each.sent)
+    def _next(self, live: _LiveRequest[C]) -> tuple[C, ServeOutput] | None:
+        new = self._served.written_since(live.key, live.sent)
         if not new.tokens:
             return None
-        each.sent += len(new.tokens)
-        return each.client, Delta(each.ask.index, new.tokens, new.logprobs, new.policy_logprobs)
+        live.sent += len(new.tokens)
+        return live.client, ServeOutput(live.request.index, new.tokens, new.logprobs, new.policy_logprobs)
 
-    def _last(self, each: _Live[C], completion: Completion) -> tuple[C, Delta]:
-        rest = slice(each.sent, None)
-        part = Delta(
-            *(each.ask.index, completion.tokens[rest], completion.logprobs[rest], completion.policy_logprobs[rest]),
+    def _last(self, live: _LiveRequest[C], completion: Completion) -> tuple[C, ServeOutput]:
+        rest = slice(live.sent, None)
+        output = ServeOutput(
+            *(live.request.index, completion.tokens[rest], completion.logprobs[rest], completion.policy_logprobs[rest]),
             reason=completion.finish_reason,
             completion=completion,
-            versions=_versions(each),
+            versions=_versions(live),
         )
-        return each.client, part
+        return live.client, output
 
-    def _score(self) -> list[tuple[C, Delta]]:
-        """Some of those that wait: as much as a tick may read of prompts."""
-        batch, tokens = list[tuple[_Live[C], Completion]](), 0
+    def _score(self) -> list[tuple[C, ServeOutput]]:
+        """Scores waiting requests, up to as many tokens as a tick may prefill."""
+        batch, tokens = list[tuple[_LiveRequest[C], Completion]](), 0
         while self._unscored and (not batch or tokens < self._served.score_tokens):
-            each, completion = self._unscored.popleft()
-            completion = completion or _nothing(each)
-            batch.append((each, completion))
+            live, completion = self._unscored.popleft()
+            completion = completion or _nothing(live)
+            batch.append((live, completion))
             tokens += len(completion.prompt_tokens) + len(completion.tokens)
         texts = [completion.prompt_tokens + completion.tokens for _, completion in batch]
-        scores = self._served.score(texts, max(each.ask.top or 0 for each, _ in batch))
+        scores = self._served.score(texts, max(live.request.top or 0 for live, _ in batch))
         return [
             (
-                each.client,
-                Delta(
-                    *(each.ask.index, completion.tokens, completion.logprobs, completion.policy_logprobs),
+                live.client,
+                ServeOutput(
+                    *(live.request.index, completion.tokens, completion.logprobs, completion.policy_logprobs),
                     reason=completion.finish_reason,
                     completion=completion,
                     scores=score,
-                    versions=_versions(each),
+                    versions=_versions(live),
                 ),
             )
-            for (each, completion), score in zip(batch, scores, strict=True)
+            for (live, completion), score in zip(batch, scores, strict=True)
         ]
 
 
-def _versions(each: _Live[C]) -> Versions:
-    return tuple(each.versions)
+def _engine_request(key: Key, request: ServeRequest, params: SamplingParams) -> Request:
+    """Requests with one prompt share a prompt id, under which the engine remembers lengths and completions."""
+    return Request(key, request.prompt, params, str(hash(request.prompt)), request.noise, keep=True)
 
 
-def _nothing(each: _Live[C]) -> Completion:
+def _versions(live: _LiveRequest[C]) -> Versions:
+    return tuple(live.versions)
+
+
+def _nothing(live: _LiveRequest[C]) -> Completion:
     """The completion of a prompt that is only scored."""
-    version = each.versions[-1][1]
-    return Completion(each.key, each.ask.prompt, (), "", (), (), "length", version, Timing(0.0, 0.0))
+    version = live.versions[-1][1]
+    return Completion(live.key, live.request.prompt, (), "", (), (), "length", version, Timing(0.0, 0.0))
 
 
-def _keep_promise(work: Callable[[], T], future: "Future[T]") -> None:
-    """A TltError is the future's; any other ends the thread."""
+def _resolve(work: Callable[[], T], future: "Future[T]") -> None:
+    """Resolves the future with the result of `work` or its TltError. Other exceptions end the thread."""
     if not future.set_running_or_notify_cancel():
         return
     try:

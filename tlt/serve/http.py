@@ -1,4 +1,4 @@
-"""Bodies in, answers out: size limits, strict JSON, OpenAI's error form, and event streams that notice who has left."""
+"""HTTP bodies and streams: size limits, strict JSON, errors, and server-sent events until the client disconnects."""
 
 import asyncio
 import json
@@ -10,8 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tlt.serve.errors import ApiError
-from tlt.serve.fields import Fields
+from tlt.serve.protocol import ApiError, Fields
 from tlt.strict_json import InvalidJson, parse
 
 T = TypeVar("T")
@@ -33,7 +32,9 @@ async def read_fields(request: Request, limit: int) -> Fields:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    too_large = ApiError(413, f"the body has more than {limit} bytes, as many as this server takes", code="too_large")
+    too_large = ApiError(
+        413, f"the body has more than {limit} bytes, the limit of this server (--body-mib)", code="too_large"
+    )
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
@@ -50,22 +51,22 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result; it is cancelled if the client leaves first."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request.receive))
+async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client disconnects first."""
+    running = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({running, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
             raise ClientDisconnect
-        return working.result()
+        return running.result()
     finally:
-        for task in (working, leaving):
+        for task in (running, disconnect):
             task.cancel()
         with suppress(asyncio.CancelledError):
-            await leaving
-        if not working.done():
-            await asyncio.wait({working})
+            await disconnect
+        if not running.done():
+            await asyncio.wait({running})
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -74,8 +75,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, one per object, and the error as the last one if there is one. `close` is called at the end,
-    also when the client leaves before."""
+    """Server-sent events, one per object; an error is the last one. `close` is called at the end and on disconnect."""
 
     media_type = "text/event-stream"
 
@@ -86,13 +86,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
+        disconnect = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            leaving.cancel()
+            disconnect.cancel()
             sending.cancel()
-            await asyncio.wait({sending, leaving})
+            await asyncio.wait({sending, disconnect})
             await self._close()
         if not sending.cancelled():
             sending.result()

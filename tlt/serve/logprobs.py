@@ -1,10 +1,10 @@
-"""Log-probabilities in the three forms that clients read: completions, chat, and tokens alone."""
+"""Log-probabilities in the formats of /v1/completions, /v1/chat/completions and /inference/v1/generate."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.serve.work import Delta
+from tlt.serve.messages import ServeOutput
 from tlt.text import Tokenizer
 
 Row = tuple[tuple[int, float], ...]  # (token, log-probability) of the likeliest tokens of a position
@@ -19,28 +19,29 @@ class TokenLogprobs:
     top: tuple[Row | None, ...]  # likeliest first; empty rows where none were asked for
 
 
-def of_part(part: Delta, prompt: Sequence[int], *, echo: bool, top: int, processed: bool) -> TokenLogprobs:
-    """Of the part's tokens, behind the prompt's if they are echoed. `processed`: under the distribution drawn from
-    (temperature and filters) instead of the policy's own."""
-    drawn = part.logprobs if processed else part.policy_logprobs
-    count = len(part.tokens)
+def of_output(output: ServeOutput, prompt: Sequence[int], *, echo: bool, top: int, processed: bool) -> TokenLogprobs:
+    """Of the output's tokens, and before them of the prompt's if it is echoed.
+
+    `processed`: under the distribution that was sampled (temperature and filters) instead of the policy's own."""
+    drawn = output.logprobs if processed else output.policy_logprobs
+    count = len(output.tokens)
     rows: tuple[Row | None, ...] = ((),) * count
-    if part.scores and count and top:
-        scored = tuple(row[:top] for row in part.scores.top[-count:])
-        rows = tuple(map(_with_drawn, scored, part.tokens, drawn))
+    if output.scores and count and top:
+        scored = tuple(row[:top] for row in output.scores.top[-count:])
+        rows = tuple(map(_with_drawn, scored, output.tokens, drawn))
     if not echo:
-        return TokenLogprobs(part.tokens, drawn, rows)
-    assert part.scores is not None
+        return TokenLogprobs(output.tokens, drawn, rows)
+    assert output.scores is not None
     before = len(prompt) - 1
-    own = part.scores.logprobs[:before]
-    known = [_with_drawn(row[:top], token, p) if top else () for row, token, p in _prompt_rows(part, prompt)]
-    return TokenLogprobs((*prompt, *part.tokens), (None, *own, *drawn), (None, *known, *rows))
+    own = output.scores.logprobs[:before]
+    known = [_with_drawn(row[:top], token, p) if top else () for row, token, p in _prompt_rows(output, prompt)]
+    return TokenLogprobs((*prompt, *output.tokens), (None, *own, *drawn), (None, *known, *rows))
 
 
-def _prompt_rows(part: Delta, prompt: Sequence[int]) -> Iterator[tuple[Row, int, float]]:
-    assert part.scores is not None
-    rows = part.scores.top or ((),) * len(part.scores.logprobs)
-    return zip(rows, prompt[1:], part.scores.logprobs, strict=False)
+def _prompt_rows(output: ServeOutput, prompt: Sequence[int]) -> Iterator[tuple[Row, int, float]]:
+    assert output.scores is not None
+    rows = output.scores.top or ((),) * len(output.scores.logprobs)
+    return zip(rows, prompt[1:], output.scores.logprobs, strict=False)
 
 
 def _with_drawn(row: Row, token: int, logprob: float) -> Row:

@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's files, merged into the policy's matrices: one at a time, each on the weights it came to.
+"""LoRA adapters in PEFT's format, merged into the policy's weights, one at a time.
 
-Always holds: an adapted matrix is base + scale · B·A with the base as it was before the first adapter, so that adapters
-replace each other without a trace.
+Always holds: an adapted matrix is base + scale · B·A. The base is kept, so that another adapter replaces this one
+exactly.
 """
 
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""`GET /metrics`: Prometheus text under vLLM's names, and what only this server knows under `tlt:`."""
+"""`GET /metrics`: Prometheus text, with vLLM's names where it has the metric, and `tlt:` names for the rest."""
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
 from tlt.event_builders import rollout_report
-from tlt.serve.served import ServedReport
+from tlt.serve.served_policy import ServedReport
 from tlt.types import Completion
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -31,7 +31,7 @@ class Histogram:
 
 
 class Counters:
-    """What the completions so far add up to."""
+    """Totals of all completions so far."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = 0
@@ -87,14 +87,14 @@ def _of_engine(report: ServedReport, labels: str) -> Iterator[str]:
     speculation = report.engine.speculation
     if speculation is None:
         return
-    told = rollout_report(speculation)
-    yield from _metric("counter", "vllm:spec_decode_num_drafts_total", labels, told.verifies)
-    yield from _metric("counter", "vllm:spec_decode_num_accepted_tokens_total", labels, told.accepted)
-    yield from _metric("gauge", "tlt:accept_length", labels, told.accept_length)
-    yield from _metric("gauge", "tlt:saved_seconds", labels, told.saved_s)
+    found = rollout_report(speculation)
+    yield from _metric("counter", "vllm:spec_decode_num_drafts_total", labels, found.verifies)
+    yield from _metric("counter", "vllm:spec_decode_num_accepted_tokens_total", labels, found.accepted)
+    yield from _metric("gauge", "tlt:accept_length", labels, found.accept_length)
+    yield from _metric("gauge", "tlt:saved_seconds", labels, found.saved_s)
     yield "# TYPE tlt:shape_ticks_total counter"
     ticks: Counter[str] = Counter()
-    for _, shape, count in told.chosen:
+    for _, shape, count in found.chosen:
         ticks[str(shape)] += count
     for shape_text, count in sorted(ticks.items()):
         yield f'tlt:shape_ticks_total{{{labels},shape="{shape_text}"}} {count}'

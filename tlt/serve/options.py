@@ -1,4 +1,4 @@
-"""How `tlt serve` listens, and what it takes. Values alone: read before anything is imported."""
+"""Options of `tlt serve`: address, API key and limits. Imports nothing heavy, so that they are checked first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from tlt.errors import ConfigError, shown
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How `tlt serve` listens and what it takes."""
+    """Options of `tlt serve` that are not knobs of a run."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free
     name: str = ""  # of the policy in /v1/models; "": as it was opened
-    api_key: str = ""  # "": nobody is asked for one
-    queue: int = 2048  # completions under way or waiting
-    body_mib: int = 16  # of a request; weights are not bound by it
+    api_key: str = ""  # "": calls need no key
+    queue: int = 2048  # completions running or waiting, at most
+    body_mib: int = 16  # largest request body; weights may be larger
     logprobs: Literal["raw", "processed"] = "raw"  # raw: of the policy; processed: with temperature and filters
 
 

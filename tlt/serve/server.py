@@ -25,7 +25,7 @@ def serve(config: RunConfig, options: ServeOptions) -> None:
     except ImportError:
         raise ConfigError("tlt serve needs starlette and uvicorn: pip install 'tlt-rl[serve]'") from None
     from tlt.serve.app import build_app
-    from tlt.serve.served import ServedPolicy
+    from tlt.serve.served_policy import ServedPolicy
 
     if options.host not in _LOOPBACK and not options.api_key:
         raise ConfigError(
@@ -42,7 +42,7 @@ def serve(config: RunConfig, options: ServeOptions) -> None:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            asyncio.get_running_loop().call_later(_GRACE_S, app.state.service.client.abort_all)
+            asyncio.get_running_loop().call_later(_GRACE_S, app.state.server.engine.abort_all)
             await super().shutdown(sockets)
 
     app = build_app(served, options, ended)

@@ -1,19 +1,18 @@
-"""What every endpoint works with: the client of the engine, the served names, and the server's limits."""
+"""What all endpoints share: the engine, the names of the served weights, and the limits of the server."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tlt.serve.client import Client
-from tlt.serve.errors import ApiError, refused
-from tlt.serve.fields import Fields, is_tokens
+from tlt.serve.async_engine import AsyncEngine
 from tlt.serve.lora import Adapters
 from tlt.serve.options import ServeOptions
+from tlt.serve.protocol import ApiError, Fields, is_tokens, refused
 from tlt.text import Tokenizer
 
 
 @dataclass(slots=True)
-class Service:
-    client: Client
+class ServerState:
+    engine: AsyncEngine
     options: ServeOptions
     model: str  # the policy's name
     path: str  # of its weights, as it was opened
@@ -21,7 +20,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.client.served.tokenizer
+        return self.engine.served.tokenizer
 
     @property
     def processed(self) -> bool:
@@ -38,7 +37,7 @@ class Service:
         return [adapter] if adapter else [self.model]
 
     def check_model(self, fields: Fields) -> str:
-        """The name the caller uses; every way to write the policy's is taken."""
+        """The model name of the call: the served name, the path, or the last part of the path."""
         name = fields.text("model") or self.names[0]
         known = {*self.names} if self.adapters.name else {self.model, self.path, Path(self.path).name}
         if name not in known:
@@ -65,5 +64,5 @@ class Service:
         return found
 
     def room(self, prompt: tuple[int, ...]) -> int:
-        """Tokens that may be written behind a prompt; at least one: a prompt that is too long is refused later."""
-        return max(1, self.client.served.context - len(prompt))
+        """Tokens of context behind a prompt, at least one: the engine refuses prompts that are too long."""
+        return max(1, self.engine.served.context - len(prompt))

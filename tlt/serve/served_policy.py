@@ -1,7 +1,8 @@
-"""What a server serves: a policy, its engine, and whoever keeps the drafter sharp. One thread touches it.
+"""The policy of a server, its engine, and the trainer of its drafter. Used by one thread.
 
-What always holds: the policy's tensors stay where they are while it is awake, so that other weights are copied into
-them; a version names the weights; asleep there is no engine, and the weights lie in host memory.
+What always holds: the policy's tensors stay at their addresses while the server is awake, and new weights are copied
+into them; the version changes with the weights; while the server sleeps there is no engine, and the weights are in
+host memory.
 """
 
 import gc
@@ -18,18 +19,18 @@ from tlt.engine.request import PartialOutput, Request
 from tlt.engine.scoring import Scores
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy, open_policy
-from tlt.serve.errors import ApiError
+from tlt.serve.protocol import ApiError
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key
 
 _ASLEEP = "the server sleeps; POST /wake_up first"
-_TAKE_IN = 64  # completions after which the drafter's buffer takes in what has arrived
+_SORT_EVERY = 64  # completions after which the drafter's buffer sorts those that arrived
 
 
 @dataclass(frozen=True, slots=True)
 class ServedReport:
-    """The engine's report, and what it does not know."""
+    """The engine's report, with queue lengths and versions."""
 
     engine: EngineReport | None  # None: asleep
     running: int
@@ -48,7 +49,7 @@ class ServedPolicy:
         self._engine: EngineCore | None = None
         self._version = 0
         self._in_flight = 0
-        self._untaken = 0  # completions that the drafter's buffer has not taken in
+        self._unsorted = 0  # completions that the drafter's buffer has not sorted
         self._build()
 
     def _build(self) -> None:
@@ -63,7 +64,7 @@ class ServedPolicy:
         elif eagle is not None and not self.config.drafting.frozen:
             self._trainer = OnlineDrafter.of(self._policy, eagle, self.config)
 
-    # ---- what others may read
+    # ---- properties
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -71,7 +72,7 @@ class ServedPolicy:
 
     @property
     def model(self) -> Transformer:
-        """The policy. Change its weights by `changed` alone."""
+        """The policy. Change its weights with `update_weights` only."""
         return self._policy.model
 
     @property
@@ -122,10 +123,10 @@ class ServedPolicy:
         self._in_flight -= len(completions)
         if self._trainer and completions:
             self._trainer.learn_from(completions, self._version)
-            self._untaken += len(completions)
-            if self._untaken >= _TAKE_IN:
+            self._unsorted += len(completions)
+            if self._unsorted >= _SORT_EVERY:
                 self._trainer.sort_arrived()
-                self._untaken = 0
+                self._unsorted = 0
         return completions
 
     def take_failures(self) -> Mapping[Key, str]:
@@ -138,7 +139,7 @@ class ServedPolicy:
         return self._awake.abort(key)
 
     def count(self, key: Key) -> int:
-        """Tokens of a request under way that were read so far."""
+        """Tokens of a running request so far."""
         return len(self._awake.written(key))
 
     def written_since(self, key: Key, start: int) -> PartialOutput:
@@ -153,8 +154,9 @@ class ServedPolicy:
 
     # ---- weights
 
-    def changed(self, load: Callable[[Transformer], None], version: int | None = None) -> int:
-        """Other weights in the policy's tensors, by `load`; their version: one more than the last, unless given."""
+    def update_weights(self, load: Callable[[Transformer], None], version: int | None = None) -> int:
+        """Loads new weights into the policy's tensors with `load`. Returns their version: the last one plus one, unless
+        given."""
         load(self._policy.model)
         self._version = self._version + 1 if version is None else version
         if self._engine:
@@ -162,9 +164,9 @@ class ServedPolicy:
         return self._version
 
     def sleep(self) -> None:
-        """Frees the key-value cache and the graphs; the weights go to host memory."""
+        """Frees the KV cache and the CUDA graphs, and moves the weights to host memory."""
         if self.busy:
-            raise ApiError(409, "requests are under way; first POST /pause, with mode=abort or mode=wait", code="busy")
+            raise ApiError(409, "requests are running; first POST /pause, with mode=abort or mode=wait", code="busy")
         self._engine, self._learned = None, Drafter()
         gc.collect()  # engine and drafters refer to each other
         self._move("cpu")
@@ -186,12 +188,12 @@ class ServedPolicy:
         return self._trainer is not None and self._engine is not None
 
     def learn(self, until: Callable[[], bool], seconds: float = 0.0) -> bool:
-        """Trains the drafter until told to stop, and then up to so many seconds in all; gives the engine a better one.
-        False: there is no more to gain."""
+        """Trains the drafter until `until` is true, and after that up to `seconds` in all; loads a better one into the
+        engine. False: training no longer helps."""
         if self._trainer is None or self._engine is None:
             return False
         result = self._trainer.train(until, extra_s=seconds)
-        self._untaken = 0
+        self._unsorted = 0
         if self._trainer.version != self._learned.version:
             self._engine.load_drafter(self._trainer.weights(), self._trainer.version)
         return result.ended == "stopped"
