@@ -22,7 +22,10 @@ from tlt.serve.served_policy import ServedPolicy
 from tlt.serve.server import listen
 
 _TIMEOUT_S = 60.0
-CHAT = "{% for m in messages %}({{ m.content }}){% endfor %}{% if tools %}{{ tools | length }}{% endif %}"
+CHAT = (
+    "{% for m in messages %}({{ m.content }}){% endfor %}{% if tools %}{{ tools | length }}{% endif %}"
+    "{% if not add_generation_prompt %}={% endif %}"
+)
 
 
 @dataclass

@@ -78,6 +78,9 @@ def test_a_stream_adds_up_to_the_whole(server: Serving, stop: list[str]) -> None
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert not any(text in choice["text"] for text in stop)
         assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        assert [part.get("prompt_token_ids") for part in parts] == [choice["prompt_token_ids"]] + [None] * (
+            len(parts) - 1
+        )
         logprobs = [logprob for part in parts for logprob in part["logprobs"]["token_logprobs"]]
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
         assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
@@ -147,6 +150,8 @@ def test_a_chat_goes_through_the_template_with_its_tools(server: Serving) -> Non
     tools = [{"type": "function", "function": {"name": "f"}}] * 7
     made = server.post("/tokenize", messages=messages, tools=tools, return_token_strs=True)
     assert "".join(made["token_strs"]) == "(2+)(4*)7"
+    bare = server.post("/tokenize", messages=messages, add_generation_prompt=False, return_token_strs=True)
+    assert "".join(bare["token_strs"]) == "(2+)(4*)="
     call = {"messages": messages, "tools": tools, "seed": 3, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
     (choice,) = server.post("/v1/chat/completions", **call, return_token_ids=True)["choices"]
     tokens = server.post("/inference/v1/generate", token_ids=made["tokens"], sampling_params={
@@ -189,6 +194,8 @@ def test_text_becomes_tokens_and_text_again(server: Serving) -> None:
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "1", "content": [{"type": "image_url"}]}]}, 400, None),
         ("/v1/chat/completions", {"messages": [{"role": "1"}], "tool_choice": "required"}, 400, "tool_choice"),
+        ("/v1/chat/completions", {"messages": [{"role": "1"}], "functions": [{"name": "f"}]}, 400, "functions"),
+        ("/v1/chat/completions", {"messages": [{"role": "1"}], "top_logprobs": 2}, 400, "top_logprobs"),
         ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids"),
         ("/update_weights", {"weight_dir": "/nowhere"}, 400, "weight_dir"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, 400, None),

@@ -112,7 +112,8 @@ class MultiTurn:
             return
         self._so_far[completion.key] = followed
         params = replace(request.params, max_tokens=left - len(reply))
-        further.append(replace(request, prompt=request.prompt + followed.tokens, params=params))
+        tokens, guess = followed.tokens, request.draft_tokens[len(followed.tokens) :]
+        further.append(replace(request, prompt=request.prompt + tokens, params=params, draft_tokens=guess))
 
     def __enter__(self) -> Self:
         return self

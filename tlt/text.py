@@ -83,9 +83,11 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         going_on: bool = False,
+        generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """A chat in the template, with a generation prompt; `going_on`: its last message is to be continued instead.
+        """A chat in the template, with a generation prompt unless it is left out; `going_on`: its last message is to be
+        continued instead.
 
         `tools` and `variables` are what the template knows under these names.
         """
@@ -93,7 +95,8 @@ class Tokenizer:
             raise TaskError(
                 "the prompt is a chat, but the policy's tokenizer has no chat template: use a plain text prompt"
             )
-        options = {**(variables or {}), "add_generation_prompt": not going_on, "continue_final_message": going_on}
+        prompted = generation_prompt and not going_on
+        options = {**(variables or {}), "add_generation_prompt": prompted, "continue_final_message": going_on}
         try:
             text = self._inner.apply_chat_template(list(messages), tools=list(tools) or None, tokenize=False, **options)
         except Exception as error:

@@ -32,6 +32,8 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
     limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     most = fields.integer(limit, state.room(prompt), 1)
     stream, usage = read_stream(fields)
+    if read_top(fields, "top_logprobs") and not fields.flag("logprobs"):
+        raise refused("top_logprobs", "expected logprobs to be true beside it")
     call = Call(
         model,
         [prompt],
@@ -50,16 +52,19 @@ def chat_prompt(fields: Fields, state: ServerState) -> tuple[int, ...]:
     """The prompt that the template makes of `messages` and `tools`."""
     fields.only("tool_choice", "auto", "none", why="the policy chooses by itself")
     fields.only("modalities", ["text"])
-    fields.only("chat_template")
+    for name in ("chat_template", "functions", "function_call", "audio", "web_search_options", "documents"):
+        fields.only(name)
     messages = [_message(index, message) for index, message in enumerate(fields.objects("messages"))]
     if not messages:
         raise refused(fields.name("messages"), "expected at least one message")
     tools = fields.objects("tools") if fields.raw("tool_choice") != "none" else []
     going_on = fields.flag("continue_final_message")
-    if going_on and fields.flag("add_generation_prompt"):
+    prompted = fields.flag("add_generation_prompt", default=not going_on)
+    if going_on and prompted:
         raise refused("add_generation_prompt", "true, as continue_final_message is; one of them must be false")
+    variables = fields.object("chat_template_kwargs")
     tokens = state.tokenizer.encode_chat(
-        messages, tools=tools, going_on=going_on, variables=fields.object("chat_template_kwargs")
+        messages, tools=tools, going_on=going_on, generation_prompt=prompted, variables=variables
     )
     return tuple(tokens)
 
