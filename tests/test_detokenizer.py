@@ -1,6 +1,5 @@
 """Streamed text: whatever the pieces, it adds up to the whole text up to the first stop string."""
 
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,12 +13,16 @@ pytest.importorskip("datasets")
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+import tlt  # noqa: E402
 from examples import trl_grpo  # noqa: E402
+from tlt.engine.request import Request  # noqa: E402
 from tlt.errors import ConfigError  # noqa: E402
 from tlt.integrations.trl import TrlRollouts, merged_tensors, rollout_func  # noqa: E402
 from tlt.model.weights import load_policy  # noqa: E402
 from tlt.policy import TINY_POLICY  # noqa: E402
+from tlt.types import Key, SamplingParams  # noqa: E402
 
+PLAIN_ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 5)]
 _COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -75,10 +79,10 @@ def train(out: Path, rollouts: TrlRollouts, steps: int = 3, said: Sequence[int] 
     )
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(TINY_POLICY),
+        processing_class=settings.pop("tokenizer", None) or AutoTokenizer.from_pretrained(TINY_POLICY),
         reward_funcs=lambda completions, **_: [float(len(text) % 3) for text in completions],
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 5)]),
+        train_dataset=Dataset.from_list(settings.pop("rows", PLAIN_ROWS)),
         rollout_func=checked,
         **settings,
     )
@@ -144,6 +148,62 @@ def test_replies_are_read_masked_and_gone_on_from(tmp_path: Path) -> None:
     assert answered == 4
     assert len(seen) == 12
     assert double.worst < 1e-4
+
+
+TOOL_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+)
+
+
+class OncePerAnswer:
+    """An environment whose one tool adds to what was written."""
+
+    def reset(self, **row: Any) -> None:
+        self.calls = 0
+
+    def more(self) -> str:
+        """Asks for more.
+
+        Returns:
+            A term and an equals sign.
+        """
+        self.calls += 1
+        return "+1="
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+def test_an_environment_calls_the_engine_for_every_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own tool loop. The tiny policy writes no JSON: its even first turns are read as a call of the tool."""
+    tool, seen = "+1=", list[tuple[list[int], list[int]]]()
+
+    def read(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any = None) -> dict[str, Any]:
+        seen.append((list(prefix), list(ids)))
+        message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+        call = {"type": "function", "function": {"name": "more", "arguments": {}}}
+        first = not tokenizer.decode(prefix).endswith(tool)
+        return {**message, "tool_calls": [call]} if first and len(ids) % 2 == 0 else message
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", read)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    tokenizer.chat_template, tokenizer.response_schema = TOOL_TEMPLATE, {}
+    prompts = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(1, 5) for b in range(1, 5)]
+    settings = {"environment_factory": OncePerAnswer, "rows": prompts, "tokenizer": tokenizer}
+    checked = train(tmp_path, rollout_func(kv_gib=0.05), steps=1, **settings)
+    assert checked.worst < 1e-4
+    said = tuple(tokenizer.encode(tool, add_special_tokens=False))
+    called = [(place, prefix, ids) for place, (prefix, ids) in enumerate(seen[:8]) if len(ids) % 2 == 0]
+    called = [(place, prefix, ids) for place, prefix, ids in called if len(ids) + len(said) <= 24]
+    assert 0 < len(called) == len(seen) - 8 < 8
+    with tlt.Engine.open(str(TINY_POLICY), device="cpu") as engine:
+        for (place, prefix, ids), (text, turn) in zip(called, seen[8:], strict=True):
+            whole = (*prefix, *ids, *said)  # computed from its first token, with the key of the first turn
+            assert tuple(text) == whole
+            engine._core.submit([Request(Key(42, place), whole, SamplingParams(max_tokens=24))])
+            (again,) = engine._core.drain()
+            assert turn == list(again.tokens)[: 24 - len(ids) - len(said)]
 
 
 def test_settings_that_the_engine_does_not_know_are_refused(tmp_path: Path) -> None:
