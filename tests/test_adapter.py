@@ -50,6 +50,8 @@ def test_a_checkpoint_has_an_adapter_and_a_merged_policy(trained: Path) -> None:
     words = json.loads((trained / "adapter" / CONFIG).read_text())
     assert (words["r"], words["lora_alpha"], words["peft_type"]) == (3, 12, "LORA")
     assert words["base_model_name_or_path"] == str(TINY_POLICY)
+    modes = {(trained / "adapter" / file).stat().st_mode for file in (CONFIG, WEIGHTS)}
+    assert len(modes) == 1, "whoever may read one may read the other"
     assert words["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     adapter, merged = load_file(trained / "adapter" / WEIGHTS), load_file(trained / "policy" / "model.safetensors")
     base = hf_tensors(load_policy(TINY_POLICY, dtype=torch.float64))

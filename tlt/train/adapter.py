@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt.errors import ModelError, shown, shown_names
 from tlt.model.config import ModelConfig
+from tlt.model.stream import write_safetensors
 from tlt.model.transformer import Transformer
 from tlt.model.weights import Place, places
 from tlt.strict_json import read_object
@@ -95,10 +96,7 @@ def write_adapter(tensors: Mapping[str, Tensor], words: AdapterWords, directory:
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    try:
-        save_file({key: tensor.clone() for key, tensor in tensors.items()}, directory / WEIGHTS)  # one A may be shared
-    except SafetensorError as error:  # a full disk, for instance, as any other way of writing reports it
-        raise OSError(str(error)) from error
+    write_safetensors(directory / WEIGHTS, tensors)
 
 
 def is_adapter(directory: Path) -> bool:
