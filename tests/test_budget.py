@@ -54,6 +54,21 @@ def overrun(turns: Sequence[Turn], left_out: str | None = None) -> float:
     return worst_s
 
 
+def test_workers_go_on_from_the_mean_of_the_accounts_that_were_saved() -> None:
+    """Of other numbers of workers, too: the free share is not to be spent again, nor more than once."""
+    accounts = [Budget() for _ in range(3)]
+    for number, account in enumerate(accounts, start=1):
+        account.ran(9.0 * number, 10.0 * number)
+        account.charge(CostKind.CAPTURES, float(number))
+        account.tried(0.5 * number)
+    saved = [{**account.state(), "of another version": 7.0} for account in accounts]
+    restored = Budget(loan_s=3.0)
+    restored.restore(saved)
+    assert restored.balance_s == pytest.approx(accounts[1].balance_s)
+    assert restored.state() == pytest.approx(accounts[1].state())
+    assert restored.loan_s == 3.0
+
+
 @given(TURNS)
 @settings(max_examples=200, deadline=None)
 def test_a_run_takes_at_most_a_hundredth_longer_at_any_moment(turns: Sequence[Turn]) -> None:

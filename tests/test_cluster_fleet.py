@@ -32,7 +32,7 @@ from tlt.config import RunConfig
 from tlt.dispatch import Dispatch
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, StateLost
-from tlt.fleet import LocalFleet
+from tlt.fleet import LocalFleet, read_accounts
 from tlt.loop import Fleet, Loop, RolloutReport, ask
 from tlt.tasks.judge import DirectJudge
 from tlt.types import Completion, Key, Prompt, SamplingParams
@@ -311,8 +311,13 @@ def test_a_checkpoint_is_gone_on_from(
     monkeypatch.setattr(crowd.fleet._actors, "on_this_machine", lambda worker_id: same_machine)
     crowd.run(1)
     crowd.fleet.snapshot()(tmp_path)
+    accounts = read_accounts(tmp_path)["accounts"]
     run(crowd.config, crowd.fleet, Story(), 2, first=1)  # what is to be forgotten
     crowd.fleet.restore(tmp_path, 1)
+    mean_s = sum(account["plain_s"] for account in accounts) / len(crowd.fleet._actors.members)
+    restored = ray.get([member.actor.account.remote() for member in crowd.fleet._actors.members.values()])
+    assert [account["plain_s"] for account in restored] == [pytest.approx(mean_s)] * len(restored)
+    assert mean_s > 0.0
     again = run(crowd.config, crowd.fleet, Story(), 2, first=1)
     assert again.tokens == alone.tokens[1:2]
     assert again.losses == pytest.approx(alone.losses[1:2], rel=1e-9, abs=1e-12)

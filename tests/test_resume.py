@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -27,6 +28,7 @@ from tlt.loop import Emit, Fleet
 from tlt.multi_turn import Replies
 from tlt.recipe import to_toml
 from tlt.resume import ResumePoint, checkpoints_of, starting_point
+from tlt.spec.budget import SHARE, CostKind
 from tlt.train import host_copy, policy_files
 from tlt.train.checkpoint import Checkpoints
 from tlt.train.checksums import write_checksums
@@ -34,6 +36,7 @@ from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience
 from tlt.watch.console import notice
 from tlt.watch.events import (
+    AccountUpdated,
     CheckpointDamaged,
     CheckpointSaved,
     NothingLeft,
@@ -116,6 +119,39 @@ def test_stopped_with_the_policy_updated_or_a_checkpoint_half_written(
     assert same_as(undisturbed, config)
     assert [event.step for event in events_of(run, RunResumed)] == [2]
     assert [step.step for step in steps_of(run)] == [1, 2, 3, 4]
+    accounts = {event.step: event for event in events_of(run, AccountUpdated)}
+    for before, after in pairwise(accounts[step] for step in (1, 2, 3, 4)):
+        assert before.plain_s < after.plain_s
+        assert all(before.spent_s[kind] <= after.spent_s[kind] for kind in CostKind)
+
+
+def test_a_resumed_run_goes_on_with_its_account_and_its_learning_curve(tmp_path: Path) -> None:
+    """Restored to the bit; and of a checkpoint that holds none, a run begins with empty ones."""
+    config = small(tmp_path, *LEARNED)
+    first, second = (LocalFleet(config, lambda event: None) for _ in range(2))
+    assert first.account is not None
+    assert second.account is not None
+    planner = first._planner
+    assert planner is not None
+    planner.trained(1.2, 4096, 1.5)
+    planner.rolled_out([5, 9], 1.0, 2.0, 0.0)
+    first.account.ran(7.0, 8.0)
+    first.account.charge(CostKind.TRAINING, 0.5)
+    first.account.tried(0.25)
+    first.snapshot()(tmp_path)
+    second.restore(tmp_path, 1)
+    assert second.account.state() == first.account.state()
+    assert second.account.plain_s == 10.0
+    assert second._planner is not None
+    assert second._planner.state() == planner.state()
+    balance_s = second.account.balance_s
+    second._planner.rolled_out([5, 9], 1.0, 2.0, 0.0)  # what was booked before is not booked again
+    assert second.account.balance_s == pytest.approx(balance_s + SHARE * 2.0)
+    (tmp_path / "account.json").unlink()
+    third = LocalFleet(config, lambda event: None)
+    third.restore(tmp_path, 1)
+    assert third.account is not None
+    assert third.account.plain_s == 0.0
 
 
 # ---- the power fails

@@ -47,6 +47,7 @@ from tlt.spec.eagle_files import Origin
 from tlt.spec.speculation import SpeculationReport
 from tlt.spec.tuner import Tuner
 from tlt.train.adapter import AdapterWords, write_adapter
+from tlt.train.checkpoint import read_words, write_words
 from tlt.train.drafter import Averaging
 from tlt.train.host_copy import HostCopy
 from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateResult
@@ -59,6 +60,7 @@ from tlt.watch.trace import RequestSpan, request_spans
 T = TypeVar("T")
 _MOMENT_S = 0.05
 ADAPTER, DRAFTER = "adapter", "drafter"  # directories in a checkpoint
+ACCOUNT = "account"  # name of a file in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,11 @@ class Worker:
         """Whether states of the policy are kept for the drafter from now on, where they are not computed again."""
         if self._keeper:
             self._keeper.wanted = wanted
+
+    @property
+    def account(self) -> Budget | None:
+        """Seconds that this worker's rollouts speculated for, and what came of it; None: nothing counts them."""
+        return self.tuner.budget if self.tuner else None
 
     @property
     def learned_name(self) -> str:
@@ -328,8 +335,14 @@ def _planner_of(worker: Worker) -> TrainingPlanner:
     shapes = shapes_of(config.spec, exact=config.engine.exact)
     known = DraftShapes(shapes, worker.learned_name, tuner.expected) if tuner else None
     rows = config.engine.rows
-    account = tuner.budget if tuner else None
-    return TrainingPlanner(config.drafting, config.run.steps, config.draft.unroll, rows, padding(rows), known, account)
+    sizes = config.run.steps, config.draft.unroll, rows, padding(rows)
+    return TrainingPlanner(config.drafting, *sizes, known, worker.account)
+
+
+def read_accounts(directory: Path) -> dict[str, Any]:
+    """What a checkpoint knows of the cost of speculation: the account of every worker, and the planner's state."""
+    written = (directory / f"{ACCOUNT}.json").exists()  # by this version of tlt
+    return read_words(directory, ACCOUNT) if written else {"accounts": []}
 
 
 class LocalFleet:
@@ -351,8 +364,8 @@ class LocalFleet:
 
     @property
     def account(self) -> Budget | None:
-        """Seconds that speculation cost and saved so far; None where no drafter is trained. To be read only."""
-        return self._planner.account if self._planner else None
+        """Seconds that speculation cost and saved so far; None where nothing counts them. To be read only."""
+        return self._planner.account if self._planner else self.worker.account
 
     def leave_out(self, seconds: float) -> None:
         if self._since:
@@ -490,10 +503,23 @@ class LocalFleet:
         self.worker.end_evaluation()
 
     def snapshot(self) -> Callable[[Path], None]:
-        return self.worker.snapshot()
+        write = self.worker.snapshot()
+        account, planner = self.account, self._planner
+        words = {"accounts": [account.state()] if account else [], "planner": planner.state() if planner else None}
+
+        def write_all(directory: Path) -> None:
+            write(directory)
+            write_words(words, directory, ACCOUNT)
+
+        return write_all
 
     def restore(self, directory: Path, version: int) -> None:
         self.worker.restore(directory, version)
+        saved = read_accounts(directory)
+        if self.account and saved["accounts"]:
+            self.account.restore(saved["accounts"])
+            if self._planner and saved.get("planner"):
+                self._planner.restore(saved["planner"])
 
     def close(self) -> None:
         pass

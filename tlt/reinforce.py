@@ -3,7 +3,7 @@
 Owns the run: its directory, its checkpoints and the order of things around a step. What always holds: a checkpoint is
 there only when the events of all its steps are, so that a run stopped at any moment and resumed tells each step, and
 tells what the undisturbed run would have told. Nothing random is left to save: prompts are a function of the step,
-tokens of policy, seed and request. What a resumed run has lost is speed for a while: what the tuner has measured, the
+tokens of policy, seed and request. What a resumed run has lost is speed for a while: costs of ticks, acceptance, the
 answers the suffix drafter remembers and, unless `checkpoint.buffer` keeps them, those the drafter learns from.
 """
 

@@ -399,6 +399,7 @@ class Host:
             trainer=on_host(worker.trainer.state()),
             drafter=on_host(worker.drafter.state(buffer=False)) if worker.drafter else None,
             version=worker.engine.version,
+            account=self.account(),
         )
 
     @torch.no_grad()
@@ -411,6 +412,8 @@ class Host:
         worker.trainer.restore(state.trainer)
         if worker.drafter and state.drafter:
             worker.drafter.restore(state.drafter)
+        if state.account and worker.account and not worker.account.plain_s:  # a replacement begins as the others
+            worker.account.restore([state.account])
         worker.publish(state.version)
         worker.swap_drafter()
 
@@ -437,6 +440,14 @@ class Host:
     def bytes_written(self) -> int:
         """A number that grows while the snapshot is written."""
         return bytes_written(self._writes_to) if self._writes_to else 0
+
+    def account(self) -> dict[str, float] | None:
+        """What speculation cost and saved on this worker; None: nothing counts it."""
+        return self._worker.account.state() if self._worker.account else None
+
+    def restore_account(self, saved: Sequence[Mapping[str, float]]) -> None:
+        if self._worker.account and saved:
+            self._worker.account.restore(saved)
 
     def restore(self, directory: Path, version: int) -> None:
         self._worker.restore(directory, version)

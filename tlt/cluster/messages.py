@@ -110,3 +110,4 @@ class WorkerState:
     trainer: Mapping[str, Any]
     drafter: Mapping[str, Any] | None
     version: int  # of the policy
+    account: Mapping[str, float] | None = None  # what speculation cost and saved; None: nothing counts it

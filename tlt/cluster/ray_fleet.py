@@ -31,8 +31,10 @@ from tlt.drafting.idle import Coordinator
 from tlt.engine.request import Request
 from tlt.errors import ClusterError, ConfigError, StateLost
 from tlt.event_builders import drafter_trained, engine_slept, together
+from tlt.fleet import ACCOUNT, read_accounts
 from tlt.loop import Emit, RolloutReport
 from tlt.multi_turn import MultiTurn, Replies
+from tlt.train.checkpoint import write_words
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import merge_policy
 from tlt.types import Completion, Experience
@@ -255,8 +257,14 @@ class RayFleet:
             self._recover("checkpoint")
             return self.snapshot()
         wait = partial(wait_while_it_moves, limit_s=self._config.cluster.hang_s, liveness=self._liveness)
-        actors = list(writers.values())
-        return CheckpointWriter(actors, wait, merge_policy) if sharded else CheckpointWriter(actors, wait)
+        accounts = [one for one in self._actors.ask_all("account").answers.values() if one]
+
+        def finish(directory: Path) -> None:
+            if sharded:
+                merge_policy(directory)
+            write_words({"accounts": accounts}, directory, ACCOUNT)
+
+        return CheckpointWriter(list(writers.values()), wait, finish)
 
     def restore(self, directory: Path, version: int) -> None:
         def ask(calls: Mapping[int, Any]) -> Mapping[int, Any]:
@@ -267,6 +275,7 @@ class RayFleet:
 
         actors = {worker_id: member.actor for worker_id, member in self._actors.members.items()}
         restore_workers(actors, directory, version, ask)
+        self._actors.ask_all("restore_account", read_accounts(directory)["accounts"])
 
     def close(self) -> None:
         dead = False

@@ -55,6 +55,12 @@ class LearningCurve:
         self._squares = 1.0 + _FADE * (self._squares - 1.0) + x * x
         self._products = _RISE + _FADE * (self._products - _RISE) + x * after
 
+    def state(self) -> tuple[float, float, float]:
+        return self._tokens, self._squares, self._products
+
+    def restore(self, state: Sequence[float]) -> None:
+        self._tokens, self._squares, self._products = state
+
     def after(self, chance: float, tokens: int) -> float:
         """The expected chance after training on `tokens` more tokens; never below the present one."""
         rise = max(1e-3, self._products / self._squares)

@@ -5,8 +5,9 @@ if the forecast expects larger savings; time in which nothing waits is used and 
 training still gains. Pure: numbers in, a decision out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlt.config import DraftingSettings
 from tlt.drafting.forecast import (
@@ -138,6 +139,16 @@ class TrainingPlanner:
     def trained(self, before: float, tokens: int, after: float) -> None:
         """Adds a measured training to the learning curve: accept lengths before and after `tokens` tokens."""
         self._curve.see(chance_of(before, self._unroll), tokens, chance_of(after, self._unroll))
+
+    def state(self) -> dict[str, Any]:
+        """What is known of the run besides the account, for one that goes on later."""
+        return {"curve": self._curve.state(), "seconds": self._seconds, "trust": self._trust}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The account is restored before."""
+        self._curve.restore(state["curve"])
+        self._seconds, self._trust = state["seconds"], state["trust"]
+        self._counted = self.account.took_s, self.account.saved_s
 
     def decide(self, step: int, status: DrafterStatus) -> Decision:
         """`step`: the step whose rollout has just ended; the first is 1."""

@@ -6,6 +6,7 @@ top and is reported by itself. Seconds in which nothing waits are never charged.
 drafters, no clock.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -73,3 +74,14 @@ class Budget:
         """The same for a try, which promises nothing."""
         left_s = max(LEARNING_SHARE * (self.plain_s - self.saved_s), self.loan_s) - self.tried_s
         return worst_s <= left_s and self.affords(worst_s)
+
+    def state(self) -> dict[str, float]:
+        """Seconds by name, for a run that goes on later."""
+        totals = {"plain_s": self.plain_s, "saved_s": self.saved_s, "tried_s": self.tried_s}
+        return totals | {str(kind): seconds for kind, seconds in self.spent.items()}
+
+    def restore(self, saved: Sequence[Mapping[str, float]]) -> None:
+        """Goes on from the mean of the workers' accounts: they share each rollout, and their number may change."""
+        mean = {name: sum(one.get(name, 0.0) for one in saved) / len(saved) for name in self.state()}
+        self.plain_s, self.saved_s, self.tried_s = mean["plain_s"], mean["saved_s"], mean["tried_s"]
+        self.spent = {kind: mean[kind] for kind in CostKind}
