@@ -64,6 +64,7 @@ def test_init_without_a_name_lists_them(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "expected"),
     [
         (["init", "quickstat"], "no recipe quickstat comes with tlt; did you mean quickstart?"),
+        (["init", "gsm"], "no recipe gsm comes with tlt; did you mean gsm8k?"),
         (["init", "x"], "no recipe x comes with tlt; there are "),
         (["init", "gsm8k", "--run.seed", "1"], "tlt init takes no settings, found --run.seed"),
     ],

@@ -1,7 +1,7 @@
-"""How large a run's checkpoints become, from its configuration alone: known before the policy is loaded.
+"""Size of a run's checkpoints, computed from the configuration before the policy is loaded.
 
-What always holds: the bytes are those of the tensors that a checkpoint is made of, without tokenizer files and without
-the drafter's answers (`checkpoint.buffer`). Reads configs; loads no weights.
+Always holds: the bytes are those of a checkpoint's tensors, without tokenizer files and without the drafter's answers
+(`checkpoint.buffer`). Reads configs; loads no weights.
 """
 
 import shutil
@@ -25,7 +25,7 @@ _ID_BYTES, _MARK_BYTES = 8, 1  # of a token that the drafter can name, and of an
 
 
 def checkpoints_planned(config: RunConfig, directory: Path) -> CheckpointsPlanned:
-    """What the checkpoints in this directory will take, beside what is free. The run's directory exists."""
+    """Bytes that the checkpoints in this directory will take, and free bytes. The run's directory exists."""
     weights, state = checkpoint_bytes(config)
     without = checkpoint_bytes(replace(config, drafting=replace(config.drafting, frozen=True)))
     run, kept = config.run, config.checkpoint
@@ -48,7 +48,7 @@ def checkpoints_planned(config: RunConfig, directory: Path) -> CheckpointsPlanne
 
 
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
-    """Of one checkpoint: of its weights, and of what only a resumed run needs."""
+    """Bytes of one checkpoint: its weights, and the state that only a resumed run needs."""
     dtype = dtype_of(config.model)
     wide = torch.promote_types(dtype, torch.float32).itemsize
     adam = 2 * wide + (0 if wide == dtype.itemsize else wide)  # bytes per learned weight: two moments, and its master
@@ -74,7 +74,7 @@ def _count(of: Iterable[Place]) -> int:
 
 
 def _sides(of: Iterable[Place]) -> int:
-    """Rows and columns of the matrices that are made of these places: q, k and v share an adapter, gate and up too."""
+    """Sum of rows and columns of the adapted matrices. q, k and v share an A, and so do gate and up."""
     columns = {place.parameter: place.shape[1] for place in of}
     return sum(place.shape[0] for place in of) + sum(columns.values())
 

@@ -1,6 +1,6 @@
-"""Evaluation: held-out prompts answered by the engine of the run, judged, and summed up; and `tlt eval` on its own.
+"""Evaluation: the run's engine answers held-out prompts, and the judged answers are summed up; and the verb `tlt eval`.
 
-What always holds: requests have keys of their own, the same in every evaluation. Training's tokens do not depend on
+Always holds: requests have keys of their own, the same in every evaluation. Training's tokens do not depend on
 whether it is evaluated, and two policies are compared under the same noise. An evaluation is one event for each set of
 prompts, and a resumed run makes it again only if that event is not there.
 """
@@ -62,12 +62,12 @@ VERB = "eval"
 
 
 def pass_at(k: int, answers: int, correct: int) -> float:
-    """The probability that one of `k` answers is correct, without bias, from more answers of which some are."""
+    """The unbiased estimate of pass@k from `answers` answers of which `correct` are correct."""
     return 1.0 - comb(answers - correct, k) / comb(answers, k)
 
 
 def evaluated(step: int, name: str, judged: Sequence[Judged], settings: EvalSettings, seconds: float) -> Evaluated:
-    """What came of one set of prompts."""
+    """The results of one set of prompts."""
     rollouts = [rollout for one in judged for rollout in one.group.rollouts]
     means = [fmean(rollout.reward for rollout in one.group.rollouts) for one in judged]
     told = RewardMetrics.of([verdict for one in judged for verdict in one.verdicts])
@@ -106,7 +106,7 @@ def score_of(told: Evaluated, wanted: str, sets: Sequence[str]) -> float | None:
 
 
 class Evaluation:
-    """Every evaluation of a run. `told`: what it evaluated before it was resumed."""
+    """All evaluations of a run. `told`: those made before it was resumed."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class Evaluation:
         self._keep = keep
 
     def due(self, step: int) -> bool:
-        """Whether there is one after `step` steps, that was not made yet."""
+        """Whether an evaluation is due after `step` steps and not complete yet."""
         every, last = self._config.eval.every, self._config.run.steps
         return every > 0 and (step % every == 0 or step == last) and bool(self._missing(step))
 
     def run(self, step: int, answer: Answer) -> None:
-        """Every set of prompts that was not evaluated at this step yet."""
+        """Evaluates every set that has no result at this step yet."""
         for one in self._missing(step):
             self._emit(PhaseStarted(step, "evaluation"))
             self._tell(self._evaluate(step, one, answer))
@@ -202,7 +202,7 @@ def sampling_of(config: RunConfig) -> SamplingParams:
 def fitting(
     config: RunConfig, sets: Sequence[HeldOut], tokenizer: Tokenizer, context: int, emit: Emit
 ) -> tuple[list[HeldOut], Tokenizer]:
-    """The sets without the prompts that are left out, and a tokenizer that cuts those that are cut."""
+    """Applies `task.long_prompts`: the sets without filtered prompts, and a tokenizer that truncates."""
     found = []
     for one in sets:
         fitted = fit_prompts(one.prompts, tokenizer, config.task, context, sampling_of(config).max_tokens)
@@ -214,7 +214,7 @@ def fitting(
 
 
 def _requests(index: int, one: HeldOut, config: RunConfig, tokenizer: Tokenizer) -> list[tuple[Request, ...]]:
-    """Of each prompt."""
+    """The requests of each prompt."""
     seed, params, answers = evaluation_seed(config), sampling_of(config), config.eval.answers
     found = []
     for place, prompt in enumerate(one.prompts):
@@ -231,7 +231,7 @@ def _requests(index: int, one: HeldOut, config: RunConfig, tokenizer: Tokenizer)
 
 
 def evaluate(config: RunConfig) -> None:
-    """Evaluates `model.path` on the recipe's held-out prompts, and prints and writes what came of it."""
+    """Evaluates `model.path` on the recipe's held-out prompts. Prints and writes the results."""
     console = Console(highlight=False)
     config = replace(config, run=replace(config.run, name=f"{config.run.name}-{_model_name(config.model.path)}"))
     with held(config, VERB) as directory, ExitStack() as stack:
@@ -266,7 +266,7 @@ def evaluate(config: RunConfig) -> None:
 
 
 def _model_name(path: str) -> str:
-    """The end of a path that tells it from others: `run-step_20` of runs/run/checkpoints/step_20/policy."""
+    """A name for the policy in this directory: `run-step_20` for runs/run/checkpoints/step_20/policy."""
     parts = [part for part in Path(path).parts if part not in ("policy", "adapter", "checkpoints", "/", ".", "..")]
     named = "-".join(parts[-2:] if parts[-1:] and parts[-1].startswith("step_") else parts[-1:])
     return re.sub(r"[^\w.-]", "-", named) or "policy"

@@ -2,7 +2,7 @@
 
 What always holds: the step is a function of the policy, the seed and the step's number alone. Answers may come in any
 order, from any worker, with any speculation: groups, advantages and the update see them in the order they were asked.
-Knows nothing of engines, processes or devices: a fleet is whoever has these methods.
+Knows nothing of engines, processes or devices: a fleet is any object with these methods.
 """
 
 import time
@@ -68,7 +68,7 @@ class Fleet(Protocol):
         """Of the last step's rollouts: with dynamic sampling there may be several."""
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
-        """The rollout is over: trains the drafter while nobody waits, and longer only if it is worth the wait."""
+        """The rollout is over: trains the drafter until `until` is true, and longer only if that is worth the wait."""
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
         """One step of the policy, on all workers."""

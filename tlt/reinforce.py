@@ -106,7 +106,7 @@ def train(
         log.emit(StartupPhase("reading the prompts"))
         held_out = held_out_of(config, task, eval_task) if config.eval.every else []
         task = task or task_of(config)
-        # first: a reward that cannot be loaded is told before a policy is
+        # first: a reward that cannot be loaded fails before the policy is opened
         judge = stack.enter_context(judge_of(task, config))
         for one in held_out:
             stack.enter_context(one.judge)
@@ -175,7 +175,7 @@ class _Run:
         step_s = time.perf_counter() - started - step.times.replay
         self._log.emit(step_finished(step, checkpoint_s=checkpoint_s, step_s=step_s))
         self._warn()
-        if fill:  # after the event: whoever resumes from this checkpoint does not compute the step again
+        if fill:  # after the event: a run resumed from this checkpoint does not compute the step again
             self._saver.save(step.number, fill)
         self._saver.tell()
 
@@ -229,7 +229,7 @@ class _Run:
     # ---- checkpoints
 
     def _copy(self, fleet: Fleet, step: int) -> Callable[[Path], None]:
-        """Everything as it is after the step; what comes back writes it."""
+        """Copies the state after the step. The returned function writes it."""
         self._log.emit(PhaseStarted(step, "checkpoint"))
         self._saver.wait()  # the last copy's memory is used again
         write_fleet = fleet.snapshot()
@@ -290,7 +290,7 @@ class StepKeeper:
 
 
 class _Saver:
-    """Writes checkpoints while the run goes on, one at a time. One that failed is told at the next call."""
+    """Writes checkpoints while the run goes on, one at a time. A failure raises at the next call."""
 
     def __init__(self, checkpoints: Checkpoints, log: EventLog) -> None:
         self._checkpoints, self._log = checkpoints, log

@@ -1,7 +1,7 @@
 """The recipes that come with tlt, and the files they name: found by name from any directory.
 
-They lie in the wheel, or in the checkout. A file of the user's always comes first. Knows names and places; does not
-know what a recipe says.
+They are in the wheel or in the checkout. A file of the user takes precedence. Knows names and paths; does not read
+settings.
 """
 
 import difflib
@@ -42,14 +42,14 @@ def recipe_path(recipe: str | Path) -> Path:
 def recipe_text(name: str) -> str:
     path = recipe_path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
+        near = difflib.get_close_matches(name, [*recipe_names(), *_SHORT], n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(recipe_names())}"
         raise ConfigError(f"no recipe {shown_names([name])} comes with tlt; {hint}")
     return path.read_text(encoding="utf-8")
 
 
 def example_file(path: str | Path) -> Path:
-    """The file at that path, or the one under that path that a shipped recipe asks for."""
+    """The file at that path, or the example file of that path that is shipped with the recipes."""
     given = Path(path)
     shipped = _HOME / given
     return shipped if given.parts[:1] == ("examples",) and not given.exists() and shipped.exists() else given

@@ -1,6 +1,6 @@
-"""Held-out prompts and their judges, as `[eval]` names them: a set for each file, or one of a task's own.
+"""Held-out prompts and their judges: one set per file of `eval.paths`, or one set of a task's own prompts.
 
-Prompts of the toy and steps tasks are drawn with another seed than training's. Does not know policies or scores.
+The toy and steps tasks draw them with another seed than training's. Does not know policies or scores.
 """
 
 import random
@@ -14,7 +14,7 @@ from tlt.tasks.judge import Judge
 from tlt.tasks.task import Task
 from tlt.types import Prompt
 
-_DRAWN = 256  # prompts of a task that has as many as one asks for
+_DRAWN = 256  # prompts of a task without a file, if eval.prompts is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class HeldOut:
 
 
 def evaluation_seed(config: RunConfig) -> int:
-    """A seed for all that evaluation draws. No rollout of training uses it."""
+    """The seed of evaluation's prompts and sampling. No rollout of training uses it."""
     return random.Random(f"evaluation/{config.run.seed}").getrandbits(62)
 
 
@@ -74,5 +74,5 @@ def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
 
 
 def _limit(config: RunConfig) -> int:
-    """Of an answer, in tokens."""
+    """Tokens of an answer at most."""
     return config.eval.max_tokens or config.sampling.max_tokens

@@ -1,9 +1,9 @@
 """A reward server: answers are posted to it as JSON, and it returns a reward for each.
 
 POST {"answers": [{prompt, completion, tokens, reference, data_source, columns}, …]} gives {"rewards": [reward, …]}, in
-order, each a number or an object with `score`. An attempt that fails for a reason that may pass (no connection, no
-answer in time, status 408, 429 or 5xx) is made again, after a wait that doubles; what the server says of the wait
-(Retry-After) counts. Knows HTTP; does not know rewards or processes.
+order, each a number or an object with `score`. A temporary failure (no connection, no answer in time, status 408, 429
+or 5xx) is retried after a wait that doubles, or after the seconds of the server's Retry-After. Knows HTTP; does not
+know rewards or processes.
 """
 
 import json
@@ -18,7 +18,7 @@ from tlt.errors import TaskError, shown
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _LARGEST = 2**26  # bytes of a reply
-_PASSING = {408, 429, *range(500, 600)}  # statuses that another attempt may not have
+_PASSING = {408, 429, *range(500, 600)}  # statuses of temporary failures
 
 
 def is_remote(name: str) -> bool:
@@ -26,13 +26,13 @@ def is_remote(name: str) -> bool:
 
 
 def backoffs(retries: int) -> Iterator[float]:
-    """Seconds before each further attempt, at most if a server does not ask for more."""
+    """Seconds before each further attempt, unless the server asks for others."""
     return (min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**index) for index in range(retries))
 
 
 def longest_s(timeout_s: float, retries: int) -> float:
-    """Seconds that a call may take at most: at each attempt a server may be slow to connect, to answer and to send, and
-    it may ask for the longest wait before the next."""
+    """Seconds that a call takes at most. Each attempt may reach the time limit in connecting, in answering and in
+    sending, and the server may ask for the longest wait before the next."""
     return 3 * (retries + 1) * timeout_s + retries * _LONGEST_WAIT_S
 
 
@@ -42,7 +42,7 @@ class RemoteReward:
         self._url, self._timeout_s, self._retries = url, timeout_s, retries
 
     def values(self, answers: Sequence[dict[str, Any]]) -> list[Any]:
-        """What the server says of each. TaskError if it cannot be had."""
+        """The server's value for each answer. TaskError after the last attempt."""
         body = json.dumps({"answers": list(answers)}, default=str).encode()
         waits = [*backoffs(self._retries), 0.0]
         for attempt, wait_s in enumerate(waits, start=1):
@@ -68,7 +68,7 @@ class RemoteReward:
         )
 
     def _post(self, body: bytes, timeout_s: float) -> bytes:
-        """The reply. The whole of it is limited in time, also where a server sends byte after byte."""
+        """The reply. The time limit holds for the whole of it, also if the server sends single bytes."""
         request = Request(self._url, body, {"Content-Type": "application/json"}, method="POST")
         ends, received = time.monotonic() + timeout_s, bytearray()
         with urlopen(request, timeout=timeout_s) as reply:
@@ -89,7 +89,7 @@ def _said(error: HTTPError) -> str:
 
 
 def _asked_wait(error: HTTPError, wait_s: float) -> float:
-    """Seconds that the server asks for, within reason."""
+    """Seconds of Retry-After, at most the longest wait; `wait_s` without one."""
     asked = error.headers.get("Retry-After", "")
     return min(_LONGEST_WAIT_S, float(asked)) if asked.isdecimal() else wait_s
 

@@ -31,8 +31,8 @@ class WeightedReward:
 def judge_with(
     settings: TaskSettings, max_tokens: int, columns: frozenset[str] = frozenset(), own: Judge | None = None
 ) -> Judge:
-    """The judge that `settings` ask for. `max_tokens`: limit of an answer; `columns`: those that every prompt has;
-    `own`: that of a task that is no file."""
+    """The judge of the configured rewards. `max_tokens`: limit of an answer; `columns`: columns that every prompt has;
+    `own`: the judge of a task without a file."""
     if not settings.rewards:
         return own or _judge(settings.reward, settings, max_tokens, columns)
     weights = settings.reward_weights or (1.0,) * len(settings.rewards)
@@ -50,7 +50,7 @@ def _judge(name: str, settings: TaskSettings, max_tokens: int, columns: frozense
 
 
 def reward_names(rewards: Sequence[str]) -> list[str]:
-    """Short names, each once: of a built-in, a function, or a server's path."""
+    """Short, unique names: the built-in's, the function's, or the last part of the server's path."""
     names: list[str] = []
     for short in map(_short, rewards):
         taken = sum(name == short or name.startswith(f"{short}-") for name in names)
@@ -66,7 +66,7 @@ def _short(reward: str) -> str:
 
 
 class SeveralJudge:
-    """Judges by every reward, and adds them up."""
+    """Judges by every reward and returns the weighted sum."""
 
     def __init__(self, rewards: Sequence[WeightedReward]) -> None:
         self._rewards = tuple(rewards)

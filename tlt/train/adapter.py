@@ -1,8 +1,8 @@
 """LoRA adapters in the format of PEFT: `adapter_model.safetensors` and `adapter_config.json`, which peft and vLLM load.
 
 Always holds: base + lora_alpha / r · B·A of every module is the policy's weight. Here queries, keys and values are one
-matrix, as are gate and up; in the file each has a B of its own and a copy of the common A. Reading is strict: what PEFT
-can do and this cannot is an error that names it.
+matrix, as are gate and up; in the file each has a B of its own and a copy of the common A. Reading is strict: a PEFT
+feature that is not supported here is an error that names it.
 """
 # N outputs, K inputs, r rank
 
@@ -28,7 +28,7 @@ from tlt.strict_json import read_object
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTED = ("qkv", "o", "gate_up", "down")  # matrices of a block that get an adapter
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
-# What an adapter's config may say of these; anything else changes how it is applied.
+# Accepted values of settings that change how an adapter is applied.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -46,7 +46,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterWords:
-    """What an adapter's config says of it."""
+    """The settings of an adapter that are read here."""
 
     base: str  # directory of the policy that it changes, or its name on the Hugging Face hub
     revision: str | None  # of a name
@@ -121,7 +121,7 @@ def read_words(directory: Path) -> AdapterWords:
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
-    """What an adapter adds to one module: scale · B·A."""
+    """The change of one module: scale · B·A."""
 
     place: Place
     a_rK: Tensor
@@ -143,7 +143,7 @@ def merge_adapter(model: Transformer, directory: Path) -> None:
 
 
 def read_adapter(config: ModelConfig, directory: Path) -> list[AdapterChange]:
-    """What the adapter in this directory adds to a policy of this shape, checked."""
+    """The checked changes of the adapter in this directory, for a policy of this shape."""
     words, found = read_words(directory), _read(directory / WEIGHTS)
     wanted, changes = adapted_places(config), list[AdapterChange]()
     modules = [module for module in wanted if _key(module, "A") in found or _key(module, "B") in found]
@@ -167,7 +167,7 @@ def read_adapter(config: ModelConfig, directory: Path) -> list[AdapterChange]:
 
 
 def adapter_bytes(config: ModelConfig, rank: int, dtype: torch.dtype) -> int:
-    """Of the tensors in the file."""
+    """Bytes of the tensors in the file."""
     return sum(sum(place.shape) for place in adapted_places(config).values()) * rank * dtype.itemsize
 
 

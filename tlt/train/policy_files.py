@@ -1,6 +1,6 @@
 """A policy and its trainer on disk, as part of a checkpoint: written by one worker, or by every worker its shards.
 
-Always holds: `policy/` is a Hugging Face directory, whoever wrote it, and the trainer's state is read by any number of
+Always holds: `policy/` is a Hugging Face directory in every case, and the trainer's state is read by any number of
 workers, however many wrote it. From shards, the directory is put together tensor by tensor. Does not know drafters,
 runs or when a checkpoint is complete.
 """

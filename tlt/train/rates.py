@@ -1,7 +1,7 @@
-"""The learning rate of a policy where the recipe names none: by what is trained.
+"""The default learning rate, by the kind of training: full weights, LoRA adapters, or a tiny policy.
 
-All weights of a real policy move little by little (1e-6 is usual); adapters start from nothing and take more; a policy
-of a few million weights, and its adapters, far more. Decides from two numbers; knows no models.
+Usual rates are 1e-6 for the full weights of a language model, 1e-5 to 1e-4 for adapters, and far higher ones for a
+policy of a few million weights. Decides from two numbers; does not know models.
 """
 
 from dataclasses import dataclass

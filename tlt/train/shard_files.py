@@ -1,9 +1,9 @@
 """States on disk in shards (torch's distributed checkpoint, DCP): every worker writes and reads its own part.
 
 Always holds: the files are safetensors that name the offsets of their parts, so what any number of workers wrote is
-read by any other number of workers, or whole by one. Nobody holds more of a sharded tensor than its own part. Writing
-is collective, over a group that nothing else uses: it can run beside training. Reading needs no other worker. Does not
-know the meaning of the states.
+read by any other number of workers, or whole by one. A worker holds no more of a sharded tensor than its own part.
+Writing is collective, over a group that nothing else uses: it can run beside training. Reading needs no other worker.
+Does not know the meaning of the states.
 """
 
 import warnings

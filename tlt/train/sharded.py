@@ -2,7 +2,7 @@
 
 Always holds: N workers compute the numbers of one worker, up to the rounding of sums. The engine's weights are a
 separate, complete copy that changes only in `publish`, which gathers the shards. Weights and state to be saved are this
-worker's shards: nobody ever holds the whole of the optimizer's state. All workers make every call together, and as many
+worker's shards: no worker holds the whole of the optimizer's state. All workers make every call together, and as many
 passes as the worker with the most rows.
 """
 

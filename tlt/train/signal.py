@@ -1,9 +1,9 @@
 """Groups with a signal, and dynamic sampling (DAPO): which places of a step ask another prompt. Pure decisions.
 
-A group has a signal if its rewards differ: without, every advantage is 0 and nothing is learned from it. A step has so
-many places; in a place whose group has no signal another prompt is asked, `grpo.dynamic_sampling` times at most.
-Always holds: what is asked in a place, and what is learned from, depends on the rewards of that place alone, so that a
-resumed step asks the same, whatever came in first. Knows rewards; does not know prompts or engines.
+A group has a signal if its rewards differ. Without one, every advantage is 0. A step has one place per prompt. A place
+whose group has no signal asks another prompt in the next turn, `grpo.dynamic_sampling` times at most.
+Always holds: the prompts of a place, and the group that is learned from, depend on the rewards of that place alone. A
+resumed step therefore asks the same prompts, in any order of arrival. Knows rewards; does not know prompts or engines.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Places:
 
     @property
     def last_turn(self) -> bool:
-        """Whether this turn is the last one, whatever comes of it."""
+        """Whether no turn can follow this one."""
         return self._turn == self._more
 
     @property
@@ -49,6 +49,6 @@ class Places:
 
     @property
     def learned(self) -> frozenset[int]:
-        """Indices of the groups that are learned from, of all that were asked. Without dynamic sampling, and where no
-        group has a signal: all."""
+        """Indices of the groups that are learned from, among all groups asked. Without dynamic sampling, and if no
+        group has a signal, all of them."""
         return frozenset(self._learned.values() if self._more and self._learned else range(self._seen))
