@@ -30,6 +30,17 @@ from tlt.watch.step_files import step_file
 from tlt.watch.workers import WorkerSpans
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+# What a screen reader would stumble over: an outline with gaps, controls and pictures without names.
+UNSOUND = """() => {
+    const levels = [...document.querySelectorAll('h1, h2, h3, h4')].map((node) => Number(node.tagName[1]));
+    const gaps = levels.filter((level, place) => level > (levels[place - 1] || 0) + 1);
+    const named = (node) => node.getAttribute('aria-label') || node.textContent || (node.labels && node.labels.length);
+    const silent = [...document.querySelectorAll('a, button, input, select, summary, [tabindex="0"], [role=img], th')]
+        .filter((node) => !named(node)).map((node) => node.outerHTML.slice(0, 100));
+    const heads = document.querySelectorAll('h1').length === 1 && document.querySelectorAll('main').length === 1;
+    return [...gaps, ...silent, ...(heads ? [] : ['not one h1 and one main'])];
+}"""
 MARKUP = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>\n\"&amp;"
 
 
@@ -74,6 +85,12 @@ class Looking:
         self.page.goto(f"{self.home}?{self.visits}#/{address}")  # a change behind # alone would not load the page again
         self.page.wait_for_selector("body[data-ready]")
 
+    def move(self, address: str) -> None:
+        """To another view without loading the page again."""
+        before = int(self.page.get_attribute("body", "data-ready"))
+        self.page.evaluate(f"location.hash = '#/{address}'")
+        self.page.wait_for_function(f"() => Number(document.body.dataset.ready) > {before}")
+
     def ask(self, path: str) -> Any:
         """What the server answers."""
         return self.page.request.get(self.home + path).json()
@@ -83,6 +100,32 @@ class Looking:
 
     def nodes(self) -> int:
         return int(self.page.evaluate("document.querySelectorAll('*').length"))
+
+    def heap_mb(self) -> float:
+        """Memory of the page's script after a garbage collection."""
+        session = self.page.context.new_cdp_session(self.page)
+        session.send("HeapProfiler.collectGarbage")
+        used = session.send("Runtime.getHeapUsage")["usedSize"]
+        session.detach()
+        return float(used) / 1e6
+
+    def every_view(self, run: str, step: int) -> dict[str, str]:
+        """The text of all five views, by name. Each has content, a sound outline, and names for all its controls."""
+        views = {
+            "runs": "",
+            "run": f"run/{run}",
+            "step": f"run/{run}/step/{step}",
+            "completions": f"run/{run}/step/{step}/completions",
+            "drafter": f"run/{run}/drafter",
+        }
+        said = {}
+        for name, address in views.items():
+            self.go(address)
+            assert self.page.is_hidden("#trouble"), self.text("#trouble")
+            assert self.page.evaluate(UNSOUND) == [], name
+            assert self.page.evaluate(OVERFLOW) <= 0, f"{name} is wider than the window"
+            said[name] = self.text()
+        return said
 
 
 # ---- runs

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -31,7 +32,7 @@ from tests.pages import (
     write_long_run,
     write_step_file,
 )
-from tests.watching import step
+from tests.watching import MACHINE, step
 from tlt.cli import main
 from tlt.errors import TltError
 from tlt.watch.events import EVENTS_FILE, RunFinished, RunResumed, StepFinished, read_run
@@ -51,7 +52,7 @@ PATIENCE_MS = 120_000
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt install chromium")
+        pytest.skip("needs Chromium; on Debian: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -94,7 +95,7 @@ def test_every_view_of_a_run_is_drawn(tmp_path: Path, look: Looking) -> None:
     assert titles == [figure.title for figure in figures_of(read_run(home))]
     assert "mean reward" in look.text(".tiles")
     look.go("run/whole/step/6")
-    shown = look.page.eval_on_selector_all("figure h3", "nodes => nodes.map((node) => node.textContent)")
+    shown = look.page.eval_on_selector_all("figure h2, figure h3", "nodes => nodes.map((node) => node.textContent)")
     assert shown == ["Requests", "Workers", "Shapes", "Tick costs"]
     assert "balance: may be spent" in look.text()
     drawn = look.page.evaluate(
@@ -166,6 +167,10 @@ def test_curves_and_settings_of_runs_are_compared(tmp_path: Path, look: Looking)
     look.page.check('[aria-label="compare b"]')
     look.page.wait_for_function("() => document.querySelectorAll('figure path.line').length === 2")
     assert "train.learning_rate" in look.text("main")
+    assert "0.0 (default)" in look.text("main")
+    look.page.reload()
+    look.page.wait_for_function("() => document.querySelectorAll('figure path.line').length === 2")
+    assert look.page.is_checked('[aria-label="compare b"]'), "the address holds what is compared"
     look.page.select_option("label:has-text('Curve') select", "policy/entropy")
     assert "policy/entropy" in look.text("figure")
     rows = "nodes => nodes.map((node) => node.textContent)"
@@ -222,6 +227,103 @@ def test_markup_of_a_policy_is_text_everywhere(tmp_path: Path, look: Looking) ->
     assert titles == [figure.title for figure in figures_of(read_run(home))]
 
 
+# ---- how it is used
+
+
+def test_a_secret_in_the_address_is_all_that_is_needed(tmp_path: Path, browser: Any) -> None:
+    whole_run(tmp_path)
+    with served(tmp_path, secret="s3cret") as home:
+        page = browser.new_page()
+        look = Looking(page, f"{home}s3cret/")  # requests to any other path are problems
+        assert "answer 1 with words" in look.every_view("whole", 6)["completions"]
+        page.close()
+    assert look.problems == []
+
+
+def test_a_narrow_window_light_and_dark(tmp_path: Path, browser: Any) -> None:
+    """Nothing is wider than the window, whose colours are the system's."""
+    whole_run(tmp_path)
+    paper = r"getComputedStyle(document.body).backgroundColor.match(/\d+/g).map(Number)"
+    with served(tmp_path) as home:
+        for scheme, low, high in (("light", 200, 255), ("dark", 0, 60)):
+            page = browser.new_page(viewport={"width": 360, "height": 700}, color_scheme=scheme)
+            look = Looking(page, home)
+            look.every_view("whole", 6)
+            assert all(low <= part <= high for part in page.evaluate(paper))
+            page.close()
+            assert look.problems == []
+
+
+def test_all_of_it_with_a_keyboard(tmp_path: Path, look: Looking) -> None:
+    """From the table of runs to the log-probability of a token."""
+    whole_run(tmp_path)
+    look.go("")
+    press = look.page.keyboard.press
+    focused = "() => document.activeElement.getAttribute('aria-label') || document.activeElement.innerText"
+
+    def tab_to(wanted: str) -> None:
+        for _ in range(80):
+            press("Tab")
+            if wanted in str(look.page.evaluate(focused)):
+                return
+        raise AssertionError(f"{wanted} is not reached")
+
+    tab_to("Skip to the content")
+    tab_to("started")
+    press("Enter")  # sorts by it, and the focus stays
+    assert look.page.get_attribute("th:has-text('started')", "aria-sort") == "ascending"
+    tab_to("compare whole")
+    press("Space")
+    look.page.wait_for_selector("figure path.line")
+    press("Shift+Tab")
+    tab_to("compare whole")
+    tab_to("whole")
+    press("Enter")
+    look.page.wait_for_selector("h1:has-text('whole')")
+    tab_to("Last step")
+    press("Enter")
+    look.page.wait_for_selector("canvas")
+    tab_to("12 requests over time")
+    press("ArrowDown")
+    assert "first token after 0.2 s" in look.text("figure.wide .spoken")
+    look.page.focus("nav a")
+    tab_to("Completions")
+    press("Enter")
+    look.page.wait_for_selector("details.completion")
+    tab_to("Tokens of the completion")
+    press("End")
+    assert "log-probability" in look.text(".token-words")
+
+
+def test_the_next_step_is_linked_as_soon_as_it_is_there(tmp_path: Path, look: Looking) -> None:
+    home = write_events(tmp_path, "grows", [MACHINE, *told_step(1)])
+    look.go("run/grows/step/1")
+    assert look.page.locator(".links a", has_text="later").count() == 0
+    with (home / EVENTS_FILE).open("a") as file:
+        file.write(_line(step(2)))
+    look.page.click(".links a:has-text('later')")
+    look.page.wait_for_selector("h1:has-text('Step 2')")
+
+
+def test_smoothing_and_log_scale_do_what_they_say(tmp_path: Path, look: Looking) -> None:
+    write_events(tmp_path, "few", [event for n in range(1, 7) for event in told_step(n)])
+    look.go("run/few")
+    figure = look.page.locator('figure[data-title="Reward"]')
+    figure.locator("path.line").wait_for()
+    assert figure.locator("path.line").count() == 1, "few steps are not smoothed by themselves"
+    look.page.select_option("label:has-text('Smoothing') select", "5")
+    assert figure.locator("path.faint").count() == 1
+    figure.locator("svg").focus()
+    look.page.keyboard.press("End")
+    mean = sum(step(number).mean_reward for number in range(2, 7)) / 5
+    assert f"(mean {mean:.4g})" in figure.locator(".tip").inner_text()
+    look.page.check("text=log scale")
+    ticks = figure.locator("text.axis[text-anchor=end]").evaluate_all(
+        "nodes => nodes.map((n) => Number(n.textContent))"
+    )
+    assert ticks == [0.1, 0.2, 0.5], "steps of 1, 2 and 5 that enclose 0.1 to 0.29"
+
+
 # ---- runs of all kinds
 
 
@@ -239,8 +341,10 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path: Path, look: Looking) -> Non
         assert "3 of 3 steps" in look.text("header")
         assert look.page.evaluate("window.sameDocument")
         look.page.wait_for_selector('figure[data-title="Reward"] circle:nth-of-type(3)')
+        said = look.every_view("live", 3)
+        assert "4 groups" in said["completions"]
+        assert look.page.locator("details.completion").count() == 0
         look.go("run/live/step/3/completions")
-        assert "4 groups" in look.text()
         assert look.page.locator("details.completion").count() == 8
         look.go("run/live/step/3")
         assert "16 requests over time" in str(look.page.get_attribute("canvas", "aria-label"))
@@ -249,13 +353,35 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path: Path, look: Looking) -> Non
     assert child.returncode == 0
 
 
-def test_a_killed_run_is_shown_as_far_as_it_got(tmp_path: Path, look: Looking) -> None:
-    home = write_events(tmp_path, "killed", some_steps(3))
-    with (home / EVENTS_FILE).open("a") as file:
-        file.write('{"time": 1.0, "kind": "StepFin')  # torn
+def test_a_run_that_was_killed_is_shown_as_far_as_it_got(tmp_path: Path, look: Looking) -> None:
+    """kill -9 of a child process in the middle of a run. At first it seems to run; after a long silence it does not."""
+    flags = [f"--run.out={tmp_path}", "--run.name=killed", *SMALL, "--run.steps=500"]
+    command = [sys.executable, "-m", "tlt", "train", str(RECIPE), *flags]
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    try:
+        look.go("")
+        look.page.wait_for_selector("table.runs a")
+        look.page.click("table.runs a")
+        look.page.wait_for_function("() => /[2-9] of 500 steps/.test(document.querySelector('header').innerText)")
+    finally:
+        child.kill()
+        child.wait()
+    with (tmp_path / "killed" / EVENTS_FILE).open("a") as file:
+        file.write('{"time": 1.0, "kind": "StepFin')  # torn, as a power cut leaves it
+    said = look.every_view("killed", 2)
+    assert "running" in said["runs"]
+    assert "its end is not on record" in said["run"]
+    assert "Requests" in said["step"]
+    look.page.clock.set_fixed_time(time.time() + 3600)
     look.go("run/killed")
-    assert "3 of 12 steps" in look.text("header")
-    look.page.wait_for_selector("figure svg path.line")
+    assert look.text(".state") == "silent"
+    assert "the last event was 60 min ago; the run was killed, or it waits" in look.text(".now")
+    look.go("")
+    assert "silent" in look.text("table.runs")
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, look: Looking) -> None:
+    write_events(tmp_path, "killed", some_steps(3))
     look.go("run/killed/step/3")
     assert "were not kept" in look.text()
     look.go("run/killed/step/9")
@@ -271,12 +397,19 @@ def test_lanes_and_requests_of_two_workers(tmp_path: Path, look: Looking) -> Non
         tmp_path, "two", [*told_step(1), *two_workers(1), *told_step(2), *two_workers(2), RunFinished(9.0)]
     )
     write_step_file(home, 1, workers=2)
+    look.every_view("two", 1)
     for address in ("run/two", "run/two/step/1"):
         look.go(address)
         look.page.locator('figure[data-title="Workers"]').scroll_into_view_if_needed()
         look.page.wait_for_selector('figure[data-title="Workers"] rect')
         assert look.page.locator('figure[data-title="Workers"] rect').count() == 4
     assert "What each worker did in step 1: 6.2% of their time idle" in look.text()
+    texts = "nodes => nodes.map((node) => node.textContent)"
+    legend = look.page.eval_on_selector_all('figure[data-title="Workers"] .legend li', texts)
+    assert legend == ["rolling", "drafting", "idle"]
+    look.page.click("summary:has-text('memory of each worker')")
+    rows = look.page.eval_on_selector_all("details:has-text('memory of each worker') tr", texts)
+    assert rows[1:] == ["062.2 s1 GiB–", "162.7 s1 GiB–"]
 
 
 @pytest.mark.slow
@@ -311,11 +444,17 @@ def test_a_long_run_stays_within_bounds(tmp_path: Path, look: Looking) -> None:
     assert later["steps"] == [1999, 2000, 2001]
     assert len(json.dumps(later)) < 100_000
     look.page.wait_for_function("() => document.querySelector('header').innerText.includes('2001 of 2001')")
+    assert look.heap_mb() < 64
+    look.every_view("long", 2000)
     look.go("run/long/step/2000")
     assert "512 requests over time" in str(look.page.get_attribute("canvas", "aria-label"))
     assert look.nodes() < 2_000
     look.go("run/long/step/2000/completions")
     assert look.nodes() < 5_000
+    for _ in range(3):  # without loading the page again
+        for address in ("run/long", "run/long/step/2000", "run/long/drafter", ""):
+            look.move(address)
+    assert look.heap_mb() < 64, "views that were left are let go"
     live = LiveRun(home)
     live.refresh()
     kept = [record for record in live.run.events if getattr(record.event, "lengths", ())]

@@ -67,12 +67,13 @@ def page(run: Run, completions: Sequence[Json] = ()) -> str:
     without = "The figures are drawn by a script in this page; the numbers of every step stand in the table below."
     body = "\n".join(
         [
-            f"<header><h1>{title}</h1><span>{escape(_when(run, summary))}</span></header>",
+            f"<main><header><h1>{title}</h1><span>{escape(_when(run, summary))}</span></header>",
             *_health(summary.lights),
             f'<p class="words">{escape(in_words(summary))}</p>',
             *_tiles(summary),
             f'<div id="figures"><noscript><p>{without}</p></noscript></div>',
             *_details(run, completions),
+            "</main>",
             f'<script type="application/json" id="run-data">{_inert(data)}</script>',
             f'<script type="module">{script}</script>',
         ]

@@ -57,7 +57,7 @@ const state = (run) => {
   return el("span", { class: `state ${silent ? "silent" : run.state}`, title: silent || null }, silent ? "silent" : run.state);
 };
 const tiles = (each) => el("dl", { class: "tiles" }, ...each.map(([name, value, note]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value, el("small", {}, note)))));
-const folded = (title, body, open = false) => el("details", { open }, el("summary", {}, title), body);
+const folded = (title, body, open = false) => el("details", { open }, el("summary", {}, title), el("div", { class: "scroll" }, body));
 
 function fill(...children) { main.replaceChildren(...children.filter(Boolean)); }
 
@@ -82,7 +82,6 @@ class Gallery {
       for (const entry of entries) this.mark(entry.target, entry.isIntersecting);
     }, { rootMargin: "200px" });
     this.visible = new Set();
-    window.addEventListener("beforeprint", () => this.drawAll());
   }
 
   toolbar() {
@@ -309,7 +308,7 @@ class RunView {
       run.failure.length && run.failure[0].includes("\n") ? folded("What stopped it", el("pre", {}, run.failure[0]), true) : null,
       run.notices.length ? folded("What the run said", table(["when", "what"], run.notices.slice().reverse().map(([time, words]) => row([new Date(time * 1000).toISOString().slice(0, 19).replace("T", " "), words]))), open.has("What the run said")) : null,
       folded("What differs from the defaults", table(["setting", "value"], Object.entries(run.knobs).map(([key, value]) => row([el("code", {}, key), el("code", {}, value)]))), open.has("What differs from the defaults")),
-      folded("Machine and versions", table(["", ""], run.machine.map(row)), open.has("Machine and versions")),
+      folded("Machine and versions", table(["name", "value"], run.machine.map(row)), open.has("Machine and versions")),
     ];
     this.below.replaceChildren(...parts.filter(Boolean));
   }
@@ -355,18 +354,19 @@ class StepView {
     this.done = true;
     this.links = el("div", {}, neighbours(this.name, this.step));
     const numbers = Object.entries(told.numbers);
-    const file = told.file, gallery = new Gallery(false);
+    const file = told.file;
+    this.gallery = new Gallery(false);
     fill(
       el("header", {}, el("h1", {}, `Step ${this.step}`), el("span", {}, this.name)),
       this.links,
       file ? timeline(this.name, file) : el("p", {}, "This step's requests and completions were not kept: watch.groups was 0, or its file made room for newer ones."),
-      gallery.node,
+      this.gallery.node,
       el("section", {},
-        told.account.length ? folded("Account of speculation", table(["seconds of the whole run so far", ""], told.account.map(row), { class: "pairs" }), true) : null,
+        told.account.length ? folded("Account of speculation", table(["of the whole run so far", "time"], told.account.map(row), { class: "pairs" }), true) : null,
         file ? folded("Requests and memory of each worker", table(["worker", "requests", "last token after", "memory of its process", "GPU memory reserved"], workerRows(file))) : null,
         folded("All numbers", table(["metric", "value"], numbers.map(([metric, value]) => row([metric, number(value)])), { class: "pairs" }))),
     );
-    gallery.show(told.figures, kept.get(this.name).columns);
+    this.gallery.show(told.figures, kept.get(this.name).columns);
   }
 }
 
@@ -476,7 +476,7 @@ function timeline(name, file) {
   });
   const left = file.requests_in_all - rows.length;
   const legend = el("ul", { class: "legend" }, ...[...colours].map(([shape, one]) => el("li", { class: one }, el("i"), el("b", {}, shape === "off" ? "plain" : shape))), el("li", { class: "waits" }, el("i"), el("b", {}, "waiting and prefill")));
-  const node = el("figure", { class: "wide" }, el("figcaption", {}, el("h3", {}, "Requests"), el("p", {}, `A row for each request, from its submission to its last token, coloured by the shape that its worker's ticks had. ${tail}${left ? ` ${left} more requests are not shown.` : ""}`)), legend, el("div", { class: "plot" }, canvas, tip, spoken));
+  const node = el("figure", { class: "wide" }, el("figcaption", {}, el("h2", {}, "Requests"), el("p", {}, `A row for each request, from its submission to its last token, coloured by the shape that its worker's ticks had. ${tail}${left ? ` ${left} more requests are not shown.` : ""}`)), legend, el("div", { class: "plot" }, canvas, tip, spoken));
   new ResizeObserver(draw).observe(node);
   return node;
 }
@@ -553,10 +553,10 @@ class CompletionsView {
       const same = flat.includes(group), mean = group.rewards.reduce((a, b) => a + b, 0) / group.rewards.length;
       const dots = el("span", { class: "dots", "aria-hidden": "true" }, ...group.rewards.slice(0, 32).map((reward) => el("i", { class: `r${high > low ? Math.round((4 * (reward - low)) / (high - low)) : 0}`, title: number(reward) })));
       const named = texts.has(group.group) ? el("a", { href: `#/run/${encodeURIComponent(this.name)}/step/${this.step}/completions/${group.group}/0` }, `${group.group}`) : `${group.group}`;
-      return el("tr", { class: same ? "flat" : null }, el("th", { scope: "row" }, named), el("td", {}, el("code", {}, group.prompt)), el("td", {}, dots), el("td", {}, fixed(mean, 3)), el("td", {}, same ? "no signal" : ""), el("td", {}, number(Math.max(...group.lengths))));
+      return el("tr", { class: same ? "flat" : null }, el("th", { scope: "row" }, named), el("td", {}, el("code", {}, group.prompt)), el("td", {}, dots), el("td", {}, fixed(mean, 3)), el("td", {}, same ? "none" : "yes"), el("td", {}, number(Math.max(...group.lengths))));
     });
     const words = `${file.groups_in_all} groups, ${flat.length} of those shown without signal: all their rewards are the same, so that they teach nothing. Completions are kept of the groups with a link.`;
-    return folded("Groups", el("div", {}, el("p", { class: "hint" }, words), el("div", { class: "scroll tall" }, table(["group", "prompt", "rewards", "mean", "", "longest"], rows))), true);
+    return folded("Groups", el("div", {}, el("p", { class: "hint" }, words), el("div", { class: "scroll tall" }, table(["group", "prompt", "rewards", "mean", "signal", "longest"], rows))), true);
   }
 
   drawCards() {
@@ -650,6 +650,7 @@ async function beat() {
   setTimeout(beat, POLL_MS);
 }
 
+window.addEventListener("beforeprint", () => view?.gallery?.drawAll());
 window.addEventListener("hashchange", (event) => {
   if (new URL(event.newURL).hash === "#main") return;
   route().then(() => { main.focus({ preventScroll: true }); window.scrollTo(0, 0); });

@@ -136,7 +136,7 @@ export class Topics {
     }
     const sections = [...places.keys()];
     if (sections.length === this.node.children.length && sections.every((topic, index) => this.node.children[index].contains(this.grids.get(topic)))) return;
-    this.node.replaceChildren(...sections.map((topic) => el("section", { class: "topic" }, topic ? el("h2", {}, topic) : null, this.grids.get(topic))));
+    this.node.replaceChildren(...sections.map((topic) => el("section", { class: "topic" }, el("h2", topic ? {} : { class: "spoken" }, topic || "Figures"), this.grids.get(topic))));
   }
 }
 
