@@ -80,10 +80,14 @@ class Health:
 
     def see(self, event: Event) -> list[HealthWarning]:
         """Warnings about the lights that this event made worse."""
+        self.take(event)
+        return list(self._worse(event.step)) if isinstance(event, StepFinished | Evaluated) else []
+
+    def take(self, event: Event) -> None:
+        """Updates the state that the lights are computed from."""
         match event:
             case StepFinished():
                 self._see_step(event)
-                return list(self._worse(event.step))
             case RolloutFinished(step=step, n=n):
                 self._judged = {step: n, **{at: count for at, count in self._judged.items() if at > step - _RECENT}}
             case RewardsFailed(step=step, count=count):
@@ -96,7 +100,6 @@ class Health:
                 best = self._best_held_out.get(event.name, event)
                 self._best_held_out[event.name] = max(best, event, key=lambda told: told.mean_reward)
                 self._last_held_out[event.name] = event
-                return list(self._worse(event.step))
             case CheckpointsPlanned():
                 self._planned = event
             case WorkerLost(worker=worker, reason=reason):
@@ -107,7 +110,6 @@ class Health:
                 self._readers.append(reader)
             case _:
                 pass
-        return []
 
     def lights(self) -> tuple[HealthLight, ...]:
         """All five lights, in the order of `NAMES`."""
@@ -320,7 +322,7 @@ def lights_of(config: RunConfig, events: Iterable[Event]) -> tuple[HealthLight, 
     """The lights after the given events."""
     health = Health(config)
     for event in events:
-        health.see(event)
+        health.take(event)
     return health.lights()
 
 
