@@ -73,6 +73,8 @@ def test_record_and_picture_tell_what_the_runs_told(tmp_path: Path, capsys: pyte
     assert [step["step"] for step in found["steps"]] == [1, 2]
     assert f"GRPO: 2 of 2 steps; accuracy {told[0].mean_reward:.1%} ± " in out
     assert "There is more to do" in out
+    checkpoints = tmp_path / "grpo/checkpoints"
+    assert [path.name for path in (checkpoints / "step_2").iterdir() if path.is_dir()] == ["policy"]
     assert (tmp_path / "results/grpo/report.html").is_file()
     picture = ElementTree.parse(tmp_path / "results/learning.svg")
     dots = picture.iter("{http://www.w3.org/2000/svg}circle")
