@@ -105,6 +105,7 @@ FELL = [held_out(0, 0.4), *steps(1), held_out(1, 0.6), *steps(1, 2), held_out(2,
         ([*steps(5, mean_reward=0.9), *steps(5, 6, mean_reward=0.1)], "rewards", "bad", "fell from 0.900 to 0.100"),
         ([rollout(1), RewardsFailed(1, "raised", 2, "p", ""), step(1)], "rewards", "warn", "2 of 100 rewards failed"),
         ([rollout(1), RewardsFailed(1, "raised", 20, "p", ""), step(1)], "rewards", "bad", "20 of 100 rewards failed"),
+        (steps(3, reward_s=4.0, step_s=10.0), "rewards", "warn", "40% of the time goes by waiting for rewards"),
         (steps(2, truncated=0.2), "truncation", "warn", "20% of the completions ran into sampling.max_tokens (256)"),
         (steps(2, truncated=0.6), "truncation", "bad", "60% of the completions ran into sampling.max_tokens (256)"),
         ([*steps(6), COLLAPSED], "speculation", "warn", "acceptance of eagle fell from 3.40 to 1.10"),
@@ -150,6 +151,8 @@ def test_only_tokens_that_lose_their_gradient_one_by_one_are_clipped_too_much(ob
         steps(8, entropy=0.01),  # it was never higher
         [*FELL, *steps(1, 3), held_out(3, 0.52)],  # within two standard errors
         steps(2, saved_s=-1.0),  # an accident
+        steps(2, reward_s=4.0, step_s=10.0),
+        steps(5, reward_s=2.0, step_s=10.0),
     ],
 )
 def test_a_light_goes_back_and_does_not_cry_wolf(events: list[Event]) -> None:

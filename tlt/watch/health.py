@@ -38,6 +38,7 @@ _MISMATCH = 0.1  # nats per token between trainer and engine
 _CLIPPED = 0.3  # share of the completion tokens
 _ENTROPY_LEFT, _ENTROPY_LOW = 0.1, 0.05  # of what it was at first; nats per token
 _LOSS_OF_TIME = 0.02  # of the rollouts' seconds
+_SLOW_REWARDS = 0.3  # of the steps' seconds, waited for rewards
 _ERRORS = 2.0  # standard errors of a difference that is no accident
 _SLOWER = 0.5  # of the tokens per second that it once had
 _MEMORY_GROWN, _MEMORY_BYTES = 1.3, 2**31  # times, and bytes, above what it was; a replay has its own KV cache
@@ -217,6 +218,11 @@ class Health:
             says = f"mean reward fell from {self._best_reward:.3f} to {mean:.3f}"
             cure = "lower train.learning_rate or raise grpo.kl, and go on from an earlier step: --resume-from step_N"
             return HealthLight("rewards", "bad", says, cure)
+        waited_s, steps_s = (sum(getattr(step, name) for step in self._recent) for name in ("reward_s", "step_s"))
+        if len(self._recent) >= _STREAK and waited_s > _SLOW_REWARDS * steps_s:
+            says = f"{waited_s / steps_s:.0%} of the time goes by waiting for rewards"
+            more = "raise task.reward_processes, or " if self._config.task.name == "files" else ""
+            return HealthLight("rewards", "warn", says, f"{more}make the reward faster")
         return HealthLight("rewards", "good", f"mean reward {mean:.3f} over the last {_steps(len(self._recent))}")
 
     def _truncation(self) -> HealthLight:
