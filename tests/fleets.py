@@ -17,6 +17,7 @@ import torch
 
 import tlt.fleet
 from tests.tiny import letters, policy
+from tlt.cluster.all_reduce import Rendezvous
 from tlt.cluster.host import CONTROL, Host
 from tlt.cluster.messages import WorkerRolloutReport
 from tlt.cluster.placement import WorkerSlot
@@ -100,10 +101,10 @@ class TinyHost(Host):
         self._pieces_alone = False  # nothing follows on them
         self._page = Condition()
 
-    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool) -> None:
+    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool, engine: Rendezvous | None) -> None:
         use_the_tiny_policy()
         self._sessions.reach = self._reach
-        super().open(config, rank, slot, nccl)
+        super().open(config, rank, slot, nccl, engine)
 
     def arm(self, where: str, countdown: int = 1, how: int = signal.SIGKILL) -> None:
         self._trap, self._countdown, self._signal = where, countdown, how
@@ -152,6 +153,21 @@ class TinyHost(Host):
         self._held = False
         self._reach("rollout")
         super()._tick()
+
+    def follow(self) -> None:
+        """Of a rank of another worker's engine: the trap is reached whenever it hears of a run."""
+        ranks: Any = self._parallel
+        heard = ranks.next_command
+
+        def hear() -> Any:
+            self._reach("rollout")
+            return heard()
+
+        ranks.next_command = hear
+        try:
+            super().follow()
+        finally:
+            del ranks.next_command
 
     def toil(self, moving: bool) -> None:
         """At something until it is let go, pass by pass; or at nothing."""

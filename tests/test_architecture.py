@@ -47,6 +47,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "house": (
         "tlt.loop",
         "tlt.fleet",
+        "tlt.following",
         "tlt.reinforce",
         "tlt.checkpoint_size",
         "tlt.memory_plan",

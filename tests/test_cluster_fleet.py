@@ -98,8 +98,8 @@ def same(story: Story, alone: Story) -> None:
 class Crowd:
     """One fleet for many stories: each begins from the first policy."""
 
-    def __init__(self, workers: int) -> None:
-        self.config = with_workers(workers)
+    def __init__(self, workers: int, **cluster: Any) -> None:
+        self.config = with_workers(workers, **cluster)
         self.story = Story()
         self.fleet = RayFleet(self.config, self.tell, host=TinyHost)
         self._first = self.actor(0).state.remote()
@@ -122,6 +122,10 @@ class Crowd:
             actor = self.actor(rank)
             ray.get([actor.load_state.remote(self._first), actor.be_usual.remote()])
 
+    def begin_again(self) -> None:
+        """The same story, with everyone."""
+        wait_for_everyone(self.fleet, self.config.cluster.workers)
+
     def hold(self, rank: int, *, until_learned: bool = False) -> None:
         ray.get(self.actor(rank).hold.remote(until_learned))
 
@@ -131,7 +135,7 @@ class Crowd:
     def run(self, steps: int = STEPS) -> Story:
         return run(self.config, self.fleet, self.story, steps)
 
-    def prints(self) -> list[int]:
+    def prints(self) -> list[tuple[int, int | None]]:
         return list(self.fleet._actors.ask_all("fingerprint").answers.values())
 
 

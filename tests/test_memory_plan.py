@@ -25,7 +25,10 @@ from tlt.memory_plan import (
 )
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
+from tlt.model.kv import KVCache
+from tlt.model.parallel import Ranks
 from tlt.model.shapes import MODEL_SHAPES
+from tlt.model.slices import slice_of
 from tlt.model.transformer import Transformer
 from tlt.plan import kv_bytes_beside_training, sizes_of
 from tlt.policy import open_policy
@@ -154,6 +157,27 @@ def test_keys_and_values_get_what_is_left_and_no_more_than_rows_can_fill() -> No
     assert on(80, replace(lora, engine=EngineSettings(kv_gib=3.0))).kv_bytes == 3 * GIB
     halves = on(160, replace(lora, cluster=ClusterSettings(workers=2, gpus_per_worker=0.5)))
     assert halves == small_gpu
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_an_engine_of_several_ranks_is_planned_by_its_slices(family: str) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
+    policy = ModelConfig.from_hf({"model_type": family, "intermediate_size": 48, "vocab_size": 90, **sizes, **biases})
+    whole = Transformer(policy, dtype=torch.bfloat16)
+    whole.init_weights(0)
+    part = slice_of(whole, Ranks(1, 4, None, None))
+    theirs = {parameter.data_ptr() for parameter in whole.parameters()}
+    own = sum(parameter.nbytes for parameter in part.parameters() if parameter.data_ptr() not in theirs)
+    one, four = (
+        on(80, replace(CONFIG, cluster=ClusterSettings(workers=4, tensor_parallel=ranks)), policy) for ranks in (1, 4)
+    )
+    assert kept(four) == kept(one) | {"1/4 of the policy's layers, for the engine": own}
+    page_bytes = KVCache.page_bytes(part.local, CONFIG.engine.page_size, torch.bfloat16)
+    assert four.least_kv_bytes * 4 == one.least_kv_bytes
+    assert four.least_kv_bytes % page_bytes == 0
+    rollout = [plan.phases[1].bytes for plan in (one, four)]
+    assert rollout[1] < rollout[0]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

@@ -497,6 +497,8 @@ class ClusterSettings:
     """The workers. Their number changes the duration of a run, and nothing else."""
 
     workers: int = 1  # processes, each with an engine and a part of the training; more than 1 needs Ray
+    tensor_parallel: int = 1  # workers that form one engine, each with a slice of every layer. A divisor of workers,
+    # and of the policy's key-value heads
     address: str = ""  # HOST:PORT of a Ray cluster. auto: this machine's; "": a private Ray, if workers is above 1
     cpus_per_worker: float = 1.0  # cores per worker
     gpus_per_worker: float = 1.0  # GPUs per worker, if the policy runs on GPUs; at 0.5 two workers share one
@@ -508,6 +510,9 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         _require(self.workers >= 1, "workers", self.workers, "at least 1")
+        divides = self.tensor_parallel >= 1 and self.workers % self.tensor_parallel == 0
+        words = f"a divisor of workers, which is {self.workers}"
+        _require(divides, "tensor_parallel", self.tensor_parallel, words)
         _require(self.cpus_per_worker > 0, "cpus_per_worker", self.cpus_per_worker, "a number > 0")
         _require(self.gpus_per_worker > 0, "gpus_per_worker", self.gpus_per_worker, "a number > 0")
         _require(self.restarts >= 0, "restarts", self.restarts, "0 or more")

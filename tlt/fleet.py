@@ -21,7 +21,7 @@ from tlt.drafting.session import DraftingResult
 from tlt.drafting.states import StateKeeper, keeper_of
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.build import build_engine, shape_policy_of, shapes_of
-from tlt.engine.engine import EngineCore
+from tlt.engine.engine import EngineCore, SleepReport
 from tlt.engine.graphs import padding
 from tlt.engine.memory import GIB, gib_of_what_is_free
 from tlt.engine.request import Request
@@ -36,6 +36,9 @@ from tlt.event_builders import (
 )
 from tlt.loop import Emit, RolloutReport
 from tlt.model.device import free_bytes, most_reserved
+from tlt.model.parallel import ALONE as ONE_RANK
+from tlt.model.parallel import Alone
+from tlt.model.slices import refresh, slice_of
 from tlt.model.transformer import Transformer
 from tlt.multi_turn import MultiTurn, Replies
 from tlt.plan import kv_bytes_beside_training, plan_or_refuse
@@ -71,6 +74,7 @@ class Peers:
     add_up: SumOverWorkers | None = None
     average: Averaging | None = None  # over those who train the drafter together
     make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
+    parallel: Alone = ONE_RANK  # those that form one engine with this worker
     files: PolicyFiles = field(default_factory=WholePolicyFiles)
 
 
@@ -94,6 +98,15 @@ class Worker:
         reference = open_policy(config.model).model if copied else None
         make = peers.make_trainer or partial(self._trainer, peers)
         self.trainer = make(self.policy.model, reference)
+        self._files = peers.files
+        self._host = HostCopy()
+        self._drafter_copied = self._policy_copied = self._host.begin({})  # of the last snapshot
+        self._waited_s = 0.0  # of the last update, for a snapshot
+        self._part = slice_of(self.policy.model, peers.parallel)  # that the engine computes with
+        self._open_engine(peers, emit)
+
+    def _open_engine(self, peers: Peers, emit: Emit) -> None:
+        config = self.config
         on_gpu = self.policy.model.embed.is_cuda
         shape_policy = shape_policy_of(config.spec, config.engine.rows, exact=config.engine.exact, on_gpu=on_gpu)
         self.tuner = shape_policy if isinstance(shape_policy, Tuner) else None
@@ -101,16 +114,13 @@ class Worker:
         self._learned = next((drafter for drafter in drafters if drafter.learned), Drafter())
         trained = self._learned.model if not config.drafting.frozen else None
         keeper = keeper_of(self.policy.model, trained.config.taps, config) if trained else None
-        self._host = HostCopy()
-        self._drafter_copied = self._policy_copied = self._host.begin({})  # of the last snapshot
-        self._waited_s = 0.0  # of the last update, for a snapshot
         self.engine = build_engine(
-            *(self.policy, self._with_room(), shape_policy, drafters, keeper),
+            *(replace(self.policy, model=self._part), self._with_room(), shape_policy, drafters, keeper),
             on_phase=lambda it: emit(StartupPhase(it)),
         )
+        self.engine.rest()
         self._keeper = keeper
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
-        self._files = peers.files
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
         self._step = -1  # of the last rollout
@@ -235,9 +245,10 @@ class Worker:
     def plain_engine(self) -> EngineCore:
         """Another engine for the same policy, that does not speculate."""
         settings = replace(self._with_room(taken=True).engine, sleep="never")
-        plain = EngineCore(self.policy.model, self.policy.tokenizer, settings, version=self.engine.version)
+        plain = EngineCore(self._part, self.policy.tokenizer, settings, version=self.engine.version)
         plain.compile(filtered=self.config.sampling.filtered)
         plain.measure()  # as the engine was when it was built: what runs first takes longer
+        plain.rest()
         return plain
 
     # ---- learning
@@ -245,14 +256,35 @@ class Worker:
     def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
         """The engine sleeps from here to `publish`, if it is configured to. Weights change when the last snapshot is
         copied."""
-        self.engine.sleep()
+        self._sleep()
         self._waited_s = 0.0
         update = self.trainer.update(experiences, observer, before_change=self.wait_for_copies)
         return replace(update, checkpoint_s=self._waited_s)
 
+    def _sleep(self) -> None:
+        self.engine.sleep()
+
     def publish(self, version: int) -> None:
         """The tensors already hold this version of the policy: whoever has derived something from them is told."""
+        refresh(self._part, self.policy.model.named_parameters())
+        self._load_policy(version)
+
+    def _load_policy(self, version: int) -> None:
         self.engine.load_policy(version)
+
+    @property
+    def version(self) -> int:
+        """Of the policy that the engine computes with."""
+        return self.engine.version
+
+    @property
+    def slept(self) -> SleepReport | None:
+        """How the engine slept during the last update, if it did."""
+        return self.engine.slept
+
+    def rest(self) -> None:
+        """Lets the workers go that form one engine with this one. Until it is called they follow this one."""
+        self._writer.rest()
 
     def swap_drafter(self) -> int | None:
         """Hands the newest drafter to the engine; its version, if the engine had another."""

@@ -117,7 +117,8 @@ def memory_plan(config: RunConfig, sizes: Sizes) -> MemoryPlan:
 def _plan(config: RunConfig, sizes: Sizes, sleeps: bool) -> MemoryPlan:
     policy, size = sizes.policy, sizes.itemsize
     device = int(sizes.device_bytes * min(1.0, config.cluster.gpus_per_worker))
-    page = 2 * policy.layers * config.engine.page_size * policy.kv_heads * policy.head_dim * size
+    kv_heads = policy.kv_heads // config.cluster.tensor_parallel
+    page = 2 * policy.layers * config.engine.page_size * kv_heads * policy.head_dim * size
     tokens = config.sampling.max_tokens
     least, most = (
         ceil(min(policy.max_positions, length) / config.engine.page_size) + 1
@@ -178,6 +179,13 @@ def block_weights(policy: ModelConfig) -> int:
     return matrices + biases + 2 * D + policy.qk_norm * 2 * policy.head_dim
 
 
+def divided_weights(policy: ModelConfig) -> int:
+    """Of one layer, those of which each rank of an engine has a part."""
+    D, M, attended = policy.hidden, policy.mlp, policy.heads * policy.head_dim
+    biases = policy.qkv_bias * policy.qkv_width + policy.mlp_bias * 2 * M
+    return policy.qkv_width * D + D * attended + 3 * M * D + biases
+
+
 def outer_weights(policy: ModelConfig) -> int:
     """Embedding, head and final norm."""
     return policy.vocab * policy.hidden * (1 if policy.tied else 2) + policy.hidden
@@ -212,6 +220,10 @@ def _shards(config: RunConfig) -> int:
 def _policy_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
     weights, size, wide, shards = _weights(sizes.policy), sizes.itemsize, _wide(sizes.itemsize), _shards(config)
     yield MemoryPart("policy", weights * size)
+    ranks = config.cluster.tensor_parallel
+    if ranks > 1:  # of a rank that leads; the others have no drafter
+        layers = sizes.policy.layers * divided_weights(sizes.policy)
+        yield MemoryPart(f"1/{ranks} of the policy's layers, for the engine", layers // ranks * size)
     if config.grpo.kl and not config.train.lora_rank:  # with adapters it is the policy without them
         yield MemoryPart("reference policy (grpo.kl)", weights * size)
     if config.train.lora_rank:
@@ -255,10 +267,11 @@ def _phases(config: RunConfig, sizes: Sizes, device: int, sleeps: bool) -> Itera
 
 def forward_bytes(config: RunConfig, sizes: Sizes) -> int:
     """The largest prefill piece, or the logits of all nodes of all rows."""
-    policy, rows = sizes.policy, config.engine.rows
+    policy, rows, ranks = sizes.policy, config.engine.rows, config.cluster.tensor_parallel
     nodes = rows * (max(config.spec.verifies) if config.spec.drafters else 1)
-    widest = 3 * policy.mlp + policy.qkv_width + 4 * policy.hidden
-    return max(config.engine.prefill_tokens, nodes) * widest * sizes.itemsize + nodes * policy.vocab * LOGIT_BYTES
+    widest = (3 * policy.mlp + policy.qkv_width) // ranks + 4 * policy.hidden
+    logits = nodes * ceil(policy.vocab / ranks) * LOGIT_BYTES
+    return max(config.engine.prefill_tokens, nodes) * widest * sizes.itemsize + logits
 
 
 def activation_bytes(policy: ModelConfig, size: int) -> int:

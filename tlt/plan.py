@@ -12,6 +12,7 @@ from tlt.checkpoint_size import drafter_config
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
 from tlt.memory_plan import GIB, DrafterSizes, MemoryPlan, Sizes, gib, memory_plan, refusal, remedy_lines, table_lines
+from tlt.model.parallel import check_divisible
 from tlt.model.weights import weights_count
 from tlt.policy import config_of, device_of, dtype_of
 from tlt.spec import eagle_files
@@ -34,6 +35,7 @@ def plan(config: RunConfig, gpu_gib: float = 0.0) -> tuple[list[str], str]:
 def sizes_of(config: RunConfig, device_bytes: int = 0) -> Sizes:
     """`device_bytes`: of a GPU; 0: of the configured one, if there is one here."""
     policy = config_of(config.model)
+    check_divisible(policy, config.cluster.tensor_parallel)
     device = device_of(config.model.device)
     if not device_bytes and device.type == "cuda":
         device_bytes = torch.cuda.get_device_properties(device).total_memory

@@ -23,7 +23,7 @@ from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import Heartbeat, StatusUpdate
 from tlt.cluster.placement import Environment, WorkerPlaces, WorkerResources, WorkerSlot, check_versions
 from tlt.config import RunConfig
-from tlt.errors import ClusterError, StateLost
+from tlt.errors import ClusterError, RankLost, StateLost
 
 _START_S = 300.0  # seconds to wait for the cluster to start a worker's process: torch from a busy disk takes long
 _HEARTBEAT_S = 1.0  # seconds between two heartbeats
@@ -56,9 +56,10 @@ class _PendingActor:
     worker_id: int
     rank: int
     actor: Any
-    call: Any  # the pending call
+    call: Any  # the pending call; None: it has returned
     environment: Environment | None = None
     slot: WorkerSlot | None = None
+    opened: bool = False
     asked: float = field(default_factory=time.monotonic)
 
 
@@ -122,7 +123,8 @@ class ActorGroup:
     ) -> None:
         self._config, self._resources, self._host, self._liveness = config, resources, host, liveness
         self._on_lost, self._on_long_wait = on_lost, on_long_wait
-        self._here, self._places = Environment.here(), WorkerPlaces(resources)
+        self._ranks = config.cluster.tensor_parallel  # of an engine, which is lost and replaced as a whole
+        self._here, self._places = Environment.here(), WorkerPlaces(resources, self._ranks)
         self._next_id = 0
         self._pending: dict[int, _PendingActor] = {}  # by rank
         self.members: dict[int, Member] = {}
@@ -132,6 +134,21 @@ class ActorGroup:
     def ranks(self) -> dict[int, int]:
         """Worker id by rank."""
         return {member.rank: worker_id for worker_id, member in self.members.items()}
+
+    @property
+    def leaders(self) -> dict[int, Member]:
+        """By worker id, those that have requests: the first rank of each engine."""
+        return {worker_id: member for worker_id, member in self.members.items() if member.rank % self._ranks == 0}
+
+    @property
+    def followers(self) -> dict[int, Member]:
+        """By worker id, the other ranks of the engines."""
+        return {worker_id: member for worker_id, member in self.members.items() if member.rank % self._ranks}
+
+    def followers_of(self, leader: int) -> list[int]:
+        """Ids of the other ranks of its engine."""
+        engine = self.members[leader].rank // self._ranks
+        return [worker_id for worker_id, member in self.followers.items() if member.rank // self._ranks == engine]
 
     def on_this_machine(self, worker_id: int) -> bool:
         return self.members[worker_id].environment.node == self._here.node
@@ -179,30 +196,53 @@ class ActorGroup:
         return [rank for rank in range(self._config.cluster.workers) if rank not in taken]
 
     def take_started(self) -> list[int]:
-        """Ids of the workers that have become members since the last call. Never waits."""
+        """Ids of the workers that have become members since the last call, all ranks of an engine together. Never
+        waits."""
         self._liveness.check()
         arrived = []
-        for pending in list(self._pending.values()):
+        for engine in self._pending_engines():
             try:
-                if self._advance(pending):
-                    arrived.append(pending.worker_id)
+                started = [self._advance(pending) for pending in engine]
+                if all(started):
+                    self._open(engine)
+                if all(pending.opened for pending in engine):
+                    arrived += [self._admit(pending) for pending in engine]
             except RayTaskError as error:
-                raise (error.cause if isinstance(error.cause, Exception) else error) from error
-            except RayError:  # it died while starting: its rank is missing again
-                del self._pending[pending.rank]
+                if not isinstance(error.cause, RankLost):
+                    raise (error.cause if isinstance(error.cause, Exception) else error) from error
+                self._abandon(engine)
+            except RayError:  # one died while starting: the ranks of its engine are missing again
+                self._abandon(engine)
         return arrived
 
+    def _pending_engines(self) -> list[list["_PendingActor"]]:
+        engines: dict[int, list[_PendingActor]] = {}
+        for rank, pending in sorted(self._pending.items()):
+            engines.setdefault(rank // self._ranks, []).append(pending)
+        return list(engines.values())
+
     def _advance(self, pending: "_PendingActor") -> bool:
-        """Moves a pending actor on by one stage, if its call has returned. True when it has become a member."""
-        if not ray.wait([pending.call], timeout=0)[0]:
-            return False
-        reply = self._liveness.get(pending.call)
-        if pending.environment is None:
-            pending.environment = reply
-            check_versions(self._here, [reply])
-            pending.slot = slot = self._free_slot(reply.node)
-            pending.call = pending.actor.open.remote(self._config, pending.rank, slot, self._resources.gpus >= 1)
-            return False
+        """Takes what a pending actor's call has returned, if it has. True if it has started and is to be opened."""
+        if pending.call is not None and ray.wait([pending.call], timeout=0)[0]:
+            reply, pending.call = self._liveness.get(pending.call), None
+            if pending.environment is None:
+                pending.environment = reply
+                check_versions(self._here, [reply])
+                pending.slot = self._free_slot(reply.node)
+            else:
+                pending.opened = True
+        return pending.call is None and not pending.opened
+
+    def _open(self, engine: Sequence["_PendingActor"]) -> None:
+        """Lets all ranks of an engine open their policy; they meet at the first."""
+        leader = engine[0]
+        meeting = leader.actor.rendezvous.remote(f"engine-{leader.worker_id}") if len(engine) > 1 else None
+        for pending in engine:
+            whole_gpu = self._resources.gpus >= 1
+            pending.call = pending.actor.open.remote(self._config, pending.rank, pending.slot, whole_gpu, meeting)
+
+    def _admit(self, pending: "_PendingActor") -> int:
+        assert pending.environment is not None
         del self._pending[pending.rank]
         self.members[pending.worker_id] = Member(
             *(pending.worker_id, pending.rank, pending.actor),
@@ -210,7 +250,12 @@ class ActorGroup:
             slot=pending.slot,
             asked=pending.asked,
         )
-        return True
+        return pending.worker_id
+
+    def _abandon(self, engine: Sequence["_PendingActor"]) -> None:
+        for pending in engine:
+            self._end(pending)
+            del self._pending[pending.rank]
 
     def _free_slot(self, node: str) -> WorkerSlot:
         """The first slot number that is free on that machine."""
@@ -255,11 +300,13 @@ class ActorGroup:
                 try:
                     answers[worker_id] = self._liveness.get(call)
                 except RayTaskError as error:
-                    self._raise_unless_aborted(error)
-                    aborted.append(worker_id)
+                    if isinstance(error.cause, RankLost):
+                        lost.append(self.drop(worker_id, f"lost a rank of its engine during {what}"))
+                    else:
+                        self._raise_unless_aborted(error)
+                        aborted.append(worker_id)
                 except RayError as error:
-                    self.drop(worker_id, f"died during {what} ({type(error).__name__})")
-                    lost.append(worker_id)
+                    lost.append(self.drop(worker_id, f"died during {what} ({type(error).__name__})"))
             for call, worker_id in list(waiting.items()):
                 if worker_id in probes and probes[worker_id].stalled_s() > self._config.cluster.hang_s + _GRACE_S:
                     del waiting[call]
@@ -267,8 +314,10 @@ class ActorGroup:
             seconds = time.monotonic() - started
             if waiting and seconds > told:
                 told *= 2
-                self._on_long_wait(what, [self.members[worker_id].rank for worker_id in waiting.values()], seconds)
-        return CallOutcome(answers, tuple(aborted), tuple(lost))
+                ranks = [self.members[worker_id].rank for worker_id in waiting.values() if worker_id in self.members]
+                self._on_long_wait(what, ranks, seconds)
+        answers = {worker_id: answer for worker_id, answer in answers.items() if worker_id in self.members}
+        return CallOutcome(answers, tuple(w for w in aborted if w in self.members), tuple(lost))
 
     @staticmethod
     def _raise_unless_aborted(error: RayTaskError) -> None:
@@ -292,13 +341,15 @@ class ActorGroup:
 
     # ---- heartbeats
 
-    def listen(self, runs: dict[int, Any]) -> Iterator[tuple[int, StatusUpdate]]:
+    def listen(self, runs: dict[int, Any], followed: dict[int, Any]) -> Iterator[tuple[int, StatusUpdate]]:
         """Status updates that have arrived; waits up to 0.2 s for the first.
 
-        `runs`: the pending rollout call of each worker. Lost workers are removed from it.
+        `runs`: the pending rollout call of each leader; `followed`: that of each follower, which sends no updates. Lost
+        workers are removed from them.
         """
-        for worker_id in [worker_id for worker_id in runs if worker_id not in self.members]:
-            del runs[worker_id]
+        for calls in (runs, followed):
+            for worker_id in [worker_id for worker_id in calls if worker_id not in self.members]:
+                del calls[worker_id]
         for worker_id in runs:
             member = self.members[worker_id]
             member.heartbeat = member.heartbeat or member.actor.collect.remote(_HEARTBEAT_S)
@@ -312,6 +363,7 @@ class ActorGroup:
             yield from self._heard(heartbeats[call], call)
         self._drop_hung(runs, "rollout")
         self._look_at(runs)
+        self._look_at(followed)
 
     def _heard(self, worker_id: int, call: Any) -> Iterator[tuple[int, StatusUpdate]]:
         member = self.members[worker_id]
@@ -328,7 +380,7 @@ class ActorGroup:
 
     def _look_at(self, runs: Mapping[int, Any]) -> None:
         """Raises the error of a rollout call that has ended with one."""
-        over, _ = ray.wait(list(runs.values()), num_returns=len(runs), timeout=0)
+        over = ray.wait(list(runs.values()), num_returns=len(runs), timeout=0)[0] if runs else []
         for worker_id, run in runs.items():
             if run in over and worker_id in self.members:
                 self.ask({worker_id: run}, "rollout")
@@ -347,11 +399,20 @@ class ActorGroup:
     # ---- losing
 
     def drop(self, worker_id: int, reason: str) -> int:
+        """With it go the other ranks of its engine, each of which has only a slice of the policy."""
         self._liveness.check()  # if Ray itself is gone, say that instead of blaming a worker
-        member = self.members.pop(worker_id)
-        self._end(member)
+        if worker_id not in self.members:
+            return worker_id
+        rank = self.members[worker_id].rank
+        first = rank - rank % self._ranks
+        engine = [self.members.pop(one) for at, one in self.ranks.items() if first <= at < first + self._ranks]
+        for member in engine:
+            self._end(member)
         self.losses += 1
-        self._on_lost(member.rank, reason)
+        for member in engine:
+            self._on_lost(
+                member.rank, reason if member.rank == rank else f"ended, as rank {rank} of its engine {reason}"
+            )
         if not self.members:
             raise StateLost(f"every worker was lost, the last one {reason}; go on with --resume")
         if self.losses > self._config.cluster.restarts:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -20,10 +21,12 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tlt.errors import ClusterError
+from tlt.errors import ClusterError, RankLost
+from tlt.model.parallel import Ranks
 
 dist: Any = torch.distributed  # its process groups have no types that all versions of torch know
 LOOPBACK = "127.0.0.1"
+_BLOCKS = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
 _DISK = timedelta(days=7)  # the driver decides when a write hangs; a member that dies is an error at once
 _AT_ONCE = 2**24  # elements of one bucket: bounds the memory of the flat copy
 
@@ -155,6 +158,39 @@ class AllReduceGroup:
             offset += tensor.numel()
 
 
+def engine_ranks(rendezvous: Rendezvous, rank: int, size: int, address: str, timeout_s: float, *, nccl: bool) -> Ranks:
+    """The workers that form one engine. Their tensors travel by NCCL between whole GPUs, else by gloo; what the leader
+    announces travels between hosts, and is waited for as long as the leader lives."""
+    _stay_where(address)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+        commands = _gloo(dist.PrefixStore(f"{rendezvous.name}/commands", store), rank, size, _DISK, address)
+        named = dist.PrefixStore(f"{rendezvous.name}/tensors", store)
+        make = (
+            partial(_recorded_nccl, named, rank, size, timeout)
+            if nccl
+            else partial(_gloo, named, rank, size, timeout, address)
+        )
+        return Ranks(rank, size, make(), commands)
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(f"engine {rendezvous.name}: rank {rank} of {size} found no other rank: {error}") from error
+
+
+def _recorded_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Its collectives are recorded in CUDA graphs, so that none of them may wait on the host."""
+    before = os.environ.get(_BLOCKS)
+    os.environ[_BLOCKS] = "0"
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ.pop(_BLOCKS)
+        if before is not None:
+            os.environ[_BLOCKS] = before
+
+
 def _stay_where(address: str) -> None:
     """Makes NCCL and gloo listen on the loopback interface if all members are on one machine."""
     if address == LOOPBACK:
@@ -184,7 +220,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) ->
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost peer raises an exception; the process lives on
+    os.environ.setdefault(_BLOCKS, "1")  # a lost peer raises an exception; the process lives on
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

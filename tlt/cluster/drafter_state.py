@@ -4,7 +4,7 @@ Always holds: what was sent and what is restored are equal, bit by bit. Words ho
 call. Does not know why the state is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,13 +40,20 @@ def send(drafter: OnlineDrafter, group: BroadcastGroup, root: int) -> None:
     group.broadcast(list(tensors.values()), root)
 
 
-def receive(drafter: OnlineDrafter, sent: DrafterWords, group: BroadcastGroup, root: int, *, keep: bool = True) -> None:
-    """Of all others. Without `keep` the values are only taken part in."""
-    device = drafter.drafter.fc.device
-    places = []
+def receive(drafter: OnlineDrafter, sent: DrafterWords, group: BroadcastGroup, root: int) -> None:
+    """Of all others that take it over."""
+    places = list(_received(sent, group, root, drafter.drafter.fc.device))
+    drafter.restore(with_tensors(sent.words, lambda key: places[int(key)]))
+
+
+def pass_over(sent: DrafterWords, group: BroadcastGroup, root: int, device: torch.device) -> None:
+    """Of all others that have no use for it: a broadcast needs every member."""
+    for _ in _received(sent, group, root, device):
+        pass
+
+
+def _received(sent: DrafterWords, group: BroadcastGroup, root: int, device: torch.device) -> Iterator[Tensor]:
     for shape, dtype in sent.kinds:
         place = torch.empty(shape, dtype=dtype, device=device)
         group.broadcast([place], root)
-        places += [place] if keep else []
-    if keep:
-        drafter.restore(with_tensors(sent.words, lambda key: places[int(key)]))
+        yield place

@@ -35,7 +35,8 @@ class Epoch:
             emit,
             step,
         )
-        self._runs: dict[int, Any] = {}
+        self._runs: dict[int, Any] = {}  # of the leaders, by worker id
+        self._followed: dict[int, Any] = {}  # of the followers
         self._ordered: dict[int, int] = {}  # serial of the last order sent
         self._assigned: dict[int, list[AssignedRequests]] = {}
         self._prompt_ids: dict[Any, str] = {}
@@ -47,7 +48,10 @@ class Epoch:
     def begin(self, *, drafting: bool) -> None:
         epoch = self._coordinator.begin(drafting=drafting)
         self._actors.reset_hang_timers()
-        peers = {worker_id: member.actor for worker_id, member in self._actors.members.items()}
+        peers = {worker_id: member.actor for worker_id, member in self._actors.leaders.items()}
+        self._followed = {
+            worker_id: member.actor.follow.remote() for worker_id, member in self._actors.followers.items()
+        }
         self._runs = {
             worker_id: actor.run_rollout.remote(epoch, peers, self._step) for worker_id, actor in peers.items()
         }
@@ -74,8 +78,10 @@ class Epoch:
         while not self._coordinator.all_ready:
             for _ in self._receive():
                 raise AssertionError("a completion after the last")
-        runs = {worker_id: run for worker_id, run in self._runs.items() if worker_id in self._actors.members}
-        return dict(self._actors.ask(runs, "rollout").answers)
+        runs = {**self._runs, **self._followed}
+        runs = {worker_id: run for worker_id, run in runs.items() if worker_id in self._actors.members}
+        answers = self._actors.ask(runs, "rollout").answers
+        return {worker_id: report for worker_id, report in answers.items() if worker_id in self._runs}
 
     def _hand_out(self) -> None:
         while (assigned := self._dispatch.next()) is not None:
@@ -88,7 +94,7 @@ class Epoch:
     def _receive(self) -> Iterator[Completion]:
         self._order()
         self._remind()
-        for worker_id, update in self._actors.listen(self._runs):
+        for worker_id, update in self._actors.listen(self._runs, self._followed):
             self._heard, self._told_s = time.monotonic(), _QUIET_S
             self._coordinator.hear(update.report)
             self._pass_on(update)
@@ -117,7 +123,7 @@ class Epoch:
             self._told_s *= 2
             busy = [
                 m.rank
-                for worker_id, m in self._actors.members.items()
+                for worker_id, m in self._actors.leaders.items()
                 if self._coordinator.state(worker_id) is State.BUSY
             ]
             self._emit(FleetWaits(self._step, "rollout", tuple(busy), now - self._heard))
@@ -126,7 +132,7 @@ class Epoch:
         for alarm in update.alarms:
             self._emit(acceptance_collapsed(self._step, alarm))
         if update.offer and update.report.epoch == self._coordinator.epoch:
-            for worker_id in self._actors.members:
+            for worker_id in self._actors.leaders:
                 if self._coordinator.state(worker_id) is State.BUSY:
                     self._actors.post(worker_id, [update.offer])
 

@@ -22,9 +22,16 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore, all_reduce_errors
+from tlt.cluster.all_reduce import (
+    AllReduceBroken,
+    AllReduceGroup,
+    Rendezvous,
+    RendezvousStore,
+    all_reduce_errors,
+    engine_ranks,
+)
 from tlt.cluster.averaging import SessionOpened
-from tlt.cluster.drafter_state import DrafterWords, describe, receive, send
+from tlt.cluster.drafter_state import DrafterWords, describe, pass_over, receive, send
 from tlt.cluster.interference import Interval, Ticks
 from tlt.cluster.messages import (
     AssignedRequests,
@@ -48,8 +55,10 @@ from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.request import Request
 from tlt.fleet import Peers, Worker
+from tlt.following import FollowingWorker
 from tlt.machine import wait_for
 from tlt.model.fingerprint import fingerprint
+from tlt.model.parallel import ALONE, Alone
 from tlt.model.transformer import Transformer
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import ShardedPolicyFiles
@@ -112,9 +121,11 @@ class Host:
         self._rendezvous_store: RendezvousStore | None = None
         self._write: Callable[[Path], None] = lambda directory: None
         self._writes_to: Path | None = None
+        self._parallel: Alone = ALONE
         self._received: TemporaryDirectory[str] | None = None
 
-    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool) -> None:
+    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool, engine: Rendezvous | None) -> None:
+        """`engine`: where the workers meet that form one engine; None: this one has an engine of its own."""
         config = replace(config, drafting=without_rest(config.drafting))
         on_cpu = config.model.device == "cpu"
         cores = cores_of(slot, config.cluster.cpus_per_worker) if config.cluster.pin and on_cpu else ()
@@ -123,11 +134,17 @@ class Host:
         self._config, self._rank, self._nccl = config, rank, nccl
         self._reduce_group = AllReduceGroup(config.cluster.hang_s, nccl=nccl)
         self._copies = config.train.minibatches * config.train.epochs > 1 and not config.cluster.shard
+        if engine is not None:
+            at, size = rank % config.cluster.tensor_parallel, config.cluster.tensor_parallel
+            self._parallel = engine_ranks(
+                engine, at, size, Environment.here().address, config.cluster.hang_s, nccl=nccl
+            )
         if not config.cluster.shard:  # with shards, the worker opens in `join`, when their number is known
             self._open_worker()
 
     def _open_worker(self, **shards: Any) -> None:
-        self._worker = Worker(self._config, Peers(self._rank, self._add_up, self._sessions.averaging, **shards))
+        peers = Peers(self._rank, self._add_up, self._sessions.averaging, parallel=self._parallel, **shards)
+        self._worker = (FollowingWorker if self._parallel.rank else Worker)(self._config, peers)
 
     # ---- inbox and outbox
 
@@ -225,8 +242,14 @@ class Host:
                 self._timeline.enter("idle")
                 self._worker.finish()  # raises if a request failed: the driver would wait for it for ever
                 self._wait_for_inbox()
+        self._worker.rest()
         self._timeline.end()
         return self._rollout_report()
+
+    def follow(self) -> None:
+        """Of a worker whose engine is a rank of another's: runs what that one runs, until its rollout is over."""
+        assert isinstance(self._worker, FollowingWorker)
+        self._worker.follow()
 
     def _tick(self) -> None:
         completions = self._worker.tick()
@@ -350,9 +373,9 @@ class Host:
         swapped = self._worker.swap_drafter()
         if self._worker.drafter:
             self._sessions.offered = self._loaded = self._worker.drafter.version
-        found = self.fingerprint()
+        policy, drafter = self.fingerprint()
         self._timeline.end()
-        return Published(found, swapped, self._worker.engine.slept, gathered, gather_s)
+        return Published(policy, drafter, swapped, self._worker.slept, gathered, gather_s)
 
     def _gather_policy(self) -> tuple[int, float]:
         """Brings the policy from its shards to the engine. Returns bytes and seconds."""
@@ -367,9 +390,10 @@ class Host:
     def _share_drafter(self, newest: NewestDrafter) -> None:
         if newest.root == self._group_rank:
             send(self._drafter, self._reduce_group, newest.root)
+        elif self._status.worker in newest.behind:
+            receive(self._drafter, newest.drafter, self._reduce_group, newest.root)
         else:
-            keep = self._status.worker in newest.behind
-            receive(self._drafter, newest.drafter, self._reduce_group, newest.root, keep=keep)
+            pass_over(newest.drafter, self._reduce_group, newest.root, self._worker.policy.model.embed.device)
 
     def spans(self) -> tuple[TimelineSpan, ...]:
         return self._timeline.take()
@@ -382,12 +406,11 @@ class Host:
             return None
         return DrafterProgress(drafter.steps_taken, drafter.version, fingerprint(list(drafter.weights().values())))
 
-    def fingerprint(self) -> int:
-        """Equal for equal weights of policy and drafter."""
-        tensors: list[Tensor] = list(self._worker.policy.model.parameters())
-        if self._worker.drafter:
-            tensors += self._worker.drafter.weights().values()
-        return fingerprint(tensors)
+    def fingerprint(self) -> tuple[int, int | None]:
+        """Of policy and drafter, each equal for equal weights; of a drafter where there is one."""
+        policy, drafter = self._worker.policy.model, self._worker.drafter
+        of_drafter = fingerprint(list(drafter.weights().values())) if drafter else None
+        return fingerprint(list(policy.parameters())), of_drafter
 
     def describe_drafter(self) -> DrafterWords:
         return describe(self._drafter)
@@ -398,7 +421,7 @@ class Host:
             policy=on_host(dict(worker.policy.model.named_parameters())),
             trainer=on_host(worker.trainer.state()),
             drafter=on_host(worker.drafter.state(buffer=False)) if worker.drafter else None,
-            version=worker.engine.version,
+            version=worker.version,
             account=self.account(),
         )
 

@@ -95,7 +95,8 @@ class WorkerRolloutReport:
 class Published:
     """Worker to driver, when it holds a new version. The fingerprints of all workers must be equal."""
 
-    fingerprint: int  # of policy and drafter
+    fingerprint: int  # of the policy
+    drafter: int | None  # fingerprint of the drafter, where there is one
     swapped: int | None  # version of the drafter, if a new one was swapped in
     slept: SleepReport | None  # if the engine slept during the update
     gathered: int  # bytes of the policy that came from shards

@@ -24,7 +24,7 @@ from tlt.cluster.interference import InterferenceRuns, TimedRollout
 from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import DrafterProgress, NewestDrafter, Published, WorkerRolloutReport
 from tlt.cluster.placement import check_room, connect, resources_per_worker
-from tlt.cluster.timeline import seconds_of
+from tlt.cluster.timeline import TimelineSpan, seconds_of
 from tlt.config import RunConfig
 from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator
@@ -33,7 +33,9 @@ from tlt.errors import ClusterError, ConfigError, StateLost
 from tlt.event_builders import drafter_trained, engine_slept, together
 from tlt.fleet import ACCOUNT, read_accounts
 from tlt.loop import Emit, RolloutReport
+from tlt.model.parallel import check_divisible
 from tlt.multi_turn import MultiTurn, Replies
+from tlt.policy import config_of
 from tlt.train.checkpoint import write_words
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import merge_policy
@@ -70,22 +72,37 @@ class RayFleet:
             undo.callback(self.close)
             self._liveness = RayLiveness.of_this_driver(ours=self._ours)
             self._resources = resources_per_worker(config.cluster, config.model.device)
-            check_room(config.cluster.workers, self._resources)
-            if config.cluster.shard and 0 < self._resources.gpus < 1:
-                raise ConfigError(
-                    f"cluster.shard needs whole GPUs, and cluster.gpus_per_worker is {self._resources.gpus:g}; "
-                    "set it to 1"
-                )
+            check_room(config.cluster.workers, self._resources, config.cluster.tensor_parallel)
+            self._check_division()
             device = "cuda" if self._resources.gpus else "cpu"
             theirs = replace(config, model=replace(config.model, device=device))
             emit(StartupPhase(f"starting {config.cluster.workers} workers"))
             self._actors = ActorGroup(
                 theirs, self._resources, host, self._liveness, on_lost=self._lost, on_long_wait=self._waits
             )
-            for worker_id in self._actors.start(range(config.cluster.workers)):
-                self._coordinator.join(worker_id)
+            self._join(self._actors.start(range(config.cluster.workers)))
             self._form_group()
             undo.pop_all()
+
+    def _check_division(self) -> None:
+        """Raises where shards, or the slices of an engine, cannot be had."""
+        config, gpus = self._config, self._resources.gpus
+        divided = [
+            name
+            for name, on in (("shard", config.cluster.shard), ("tensor_parallel", config.cluster.tensor_parallel > 1))
+            if on
+        ]
+        if divided and 0 < gpus < 1:
+            raise ConfigError(
+                f"cluster.{divided[0]} needs whole GPUs, and cluster.gpus_per_worker is {gpus:g}; set it to 1"
+            )
+        check_divisible(config_of(config.model), config.cluster.tensor_parallel)
+
+    def _join(self, worker_ids: Sequence[int]) -> None:
+        """Those of them that lead an engine are given requests from now on."""
+        for worker_id in worker_ids:
+            if worker_id in self._actors.leaders:
+                self._coordinator.join(worker_id)
 
     @property
     def _drafts(self) -> bool:
@@ -109,7 +126,7 @@ class RayFleet:
     def _write(self, requests: Sequence[Request], replies: Replies | None, *, drafting: bool) -> Iterator[Completion]:
         """Yields completions, and then sets `_written`."""
         started = time.perf_counter()
-        self._dispatch.begin(requests, self._actors.members)
+        self._dispatch.begin(requests, self._actors.leaders)
         epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, self._step)
         epoch.begin(drafting=drafting)
         with MultiTurn(requests, replies) as turns:
@@ -131,7 +148,7 @@ class RayFleet:
             return
         self._enter("drafting")
         epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, step)
-        self._dispatch.begin((), self._actors.members)
+        self._dispatch.begin((), self._actors.leaders)
         epoch.begin(drafting=True)
         epoch.draft(until)
         self._tell_drafting(epoch.end())
@@ -159,6 +176,8 @@ class RayFleet:
     def slowdown(self, requests: Sequence[Request], repeats: int) -> InterferenceRuns:
         """Times the ticks of the first worker while it decodes the requests plainly, `repeats` times each while the
         other workers of its machine train in turns and while they count in turns."""
+        if self._actors.followers:
+            raise ConfigError("cluster.tensor_parallel is above 1; workers that disturb each other are engines of one")
         rollouts: dict[str, list[TimedRollout]] = {"draft_in_turns": [], "count_in_turns": []}
         micro_steps = 0
         for _ in range(repeats):
@@ -215,10 +234,12 @@ class RayFleet:
             self._group_complete = False
         published: list[Published] = list(outcome.answers.values())
         fingerprints = {one.fingerprint for one in published}
-        if len(fingerprints) > 1:
+        drafters = {one.drafter for one in published if one.drafter is not None}
+        if len(fingerprints) > 1 or len(drafters) > 1:
             raise ClusterError(
-                f"after step {step} the workers hold {len(fingerprints)} different policies or drafters; this should "
-                "not happen: go on with --resume, and report it with the versions and devices of the nodes"
+                f"after step {step} the workers hold {len(fingerprints)} different policies and {len(drafters)} "
+                "different drafters; this should not happen: go on with --resume, and report it with the versions and "
+                "devices of the nodes"
             )
         swapped = max((one.swapped for one in published if one.swapped is not None), default=None)
         if swapped is not None:
@@ -249,7 +270,9 @@ class RayFleet:
         """One worker writes the checkpoint, one on this machine if possible; with shards, every worker its own."""
         self._enter("checkpoint")
         members = self._actors.members
-        first = min(members, key=lambda worker_id: (not self._actors.on_this_machine(worker_id), worker_id))
+        first = min(
+            self._actors.leaders, key=lambda worker_id: (not self._actors.on_this_machine(worker_id), worker_id)
+        )
         sharded = self._config.cluster.shard
         writers = {worker_id: members[worker_id].actor for worker_id in (members if sharded else [first])}
         calls = {worker_id: actor.snapshot.remote(worker_id == first) for worker_id, actor in writers.items()}
@@ -296,14 +319,14 @@ class RayFleet:
         if self._config.cluster.shard and self._actors.losses:
             raise StateLost("a worker was lost, and its part of the policy with it; go on with --resume")
         self._actors.request(self._actors.missing_ranks)
-        donor = next(iter(self._actors.members))
+        donor = next(iter(self._actors.leaders))
         arrived = self._actors.take_started()
         if arrived:
             self._group_complete = False
             self._copy_state(donor, arrived)
+        self._join(arrived)
         for worker_id in arrived:
             if worker_id in self._actors.members:
-                self._coordinator.join(worker_id)
                 member = self._actors.members[worker_id]
                 seconds = time.monotonic() - member.asked
                 self._emit(WorkerReturned(self._step, member.rank, member.environment.host, seconds))
@@ -340,7 +363,7 @@ class RayFleet:
         self._group_complete = False
         gone = [worker_id for worker_id in self._coordinator.workers if worker_id not in self._actors.members]
         requests = sum(self._dispatch.lost(worker_id) for worker_id in gone)
-        for worker_id in gone if self._actors.members else ():
+        for worker_id in gone if self._actors.leaders else ():
             self._coordinator.lost(worker_id)
         self._emit(WorkerLost(self._step, rank, self._phase, reason, requests, time.monotonic() - self._since))
 
@@ -377,6 +400,9 @@ class RayFleet:
     def _tell_drafting(self, reports: Mapping[int, WorkerRolloutReport]) -> None:
         for worker_id, report in reports.items():
             self._tell_span(self._step, worker_id, report.spans)
+            if worker_id in self._actors.members:
+                for follower in self._actors.followers_of(worker_id):
+                    self._tell_span(self._step, follower, [_of_follower(span) for span in report.spans])
             for result in report.drafted:
                 self._emit(drafter_trained(self._step, result))
 
@@ -389,6 +415,11 @@ class RayFleet:
             member = self._actors.members[worker_id]
             told = tuple((span.name, span.start, span.seconds) for span in spans)
             self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
+
+
+def _of_follower(span: TimelineSpan) -> TimelineSpan:
+    """It computes while the leader decodes; the leader alone trains the drafter."""
+    return replace(span, name="idle") if span.name == "drafting" else span
 
 
 def _of_worker(report: RolloutReport, rank: int) -> RolloutReport:

@@ -11,19 +11,34 @@ from tlt.config import EngineSettings
 from tlt.engine.memory import cache_pages
 from tlt.engine.runner import COMPILE, COPY, READ, RECORD, REPLAY, REST, RUN, PrefillInputs, Runner
 from tlt.model.kv import KVCache
-from tlt.model.parallel import Ranks
+from tlt.model.parallel import Alone
 from tlt.model.transformer import Transformer
 from tlt.spec.shape import MOST_NODES
 
 
 class Follower:
-    def __init__(self, model: Transformer, ranks: Ranks, settings: EngineSettings, nodes: int = 1) -> None:
+    def __init__(self, model: Transformer, ranks: Alone, settings: EngineSettings, nodes: int = 1) -> None:
         """`model`: this rank's slice; `nodes`: of the largest draft tree. The leader makes its engine meanwhile."""
         self._ranks = ranks
         self._device = model.embed.device
         pages = cache_pages(model, settings, MOST_NODES if nodes > 1 else 0, nodes)
-        cache = KVCache.allocate(model.local, pages, settings.page_size, model.embed.dtype, self._device)
-        self._runner = Runner(model, cache, rows=settings.rows, graphs=settings.graphs, taps=(), on_features=None)
+        kept_in = pages, settings.page_size, model.embed.dtype, self._device
+        self._cache = KVCache.allocate(model.local, *kept_in, sleeps=settings.sleep == "always")
+        self._asleep = False
+        self._runner = Runner(
+            *(model, self._cache), rows=settings.rows, graphs=settings.graphs, taps=(), on_features=None
+        )
+
+    def sleep(self) -> None:
+        """Gives the KV cache's memory back until `wake`, as the leader does."""
+        if self._cache.memory:
+            self._cache.give_back()
+            self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._cache.take()
+            self._asleep = False
 
     @torch.no_grad()
     def follow(self) -> None:

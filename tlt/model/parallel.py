@@ -75,6 +75,10 @@ class Alone:
     def announce(self, command: tuple[Any, ...]) -> None:
         """Tells the other ranks what runs next. Those that follow have nobody to tell."""
 
+    def next_command(self) -> tuple[Any, ...]:
+        """Follower: waits for the leader's next announcement."""
+        raise AssertionError("the only rank of an engine follows nobody")
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         return number
@@ -142,7 +146,6 @@ class Ranks(Alone):
             self._commands.broadcast([sent], self._from_leader).wait()
 
     def next_command(self) -> tuple[Any, ...]:
-        """Follower: waits for the leader's next announcement."""
         heard = torch.empty(_COMMAND_BYTES, dtype=torch.uint8)
         with _rank_errors():
             self._commands.broadcast([heard], self._from_leader).wait()

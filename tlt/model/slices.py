@@ -38,7 +38,10 @@ def slice_of(whole: Transformer, parallel: Alone) -> Transformer:
 
 @torch.no_grad()
 def refresh(part: Transformer, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies what the slice holds of these parameters of the whole policy, one after the other."""
+    """Copies what the slice holds of these parameters of the whole policy, one after the other. The engine of one rank
+    has the policy's own tensors, in which there is nothing to bring up to date."""
+    if part.parallel.size == 1:
+        return
     ours = dict(part.named_parameters())
     local = places(part.local)
     by_parameter: dict[str, list[str]] = {}
