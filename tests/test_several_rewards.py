@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,41 @@ def test_one_that_fails_is_counted_within_the_sum() -> None:
     assert (verdict.reward, verdict.parts) == (-1.5, {"gsm8k": -1.0, "length": -0.5})
     assert verdict.failure is not None
     assert verdict.failure.kind == "raised"
+
+
+MATHS = """
+def maths(prompts, completions, kind, **columns):
+    return [float("4" in text) if one == "maths" else None for text, one in zip(completions, kind)]
+
+async def brief(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, "words": 1} if extra_info["kind"] == "text" else None
+"""
+
+
+def of_kind(kind: str, number: int) -> tuple[Prompt, Completion]:
+    prompt, completion = answer("so 4", number=number)
+    return replace(prompt, id=kind, extra={"kind": kind}), completion
+
+
+def test_a_reward_may_leave_answers_to_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MATHS)
+    rewards = (f"{tmp_path}/mine.py:maths", f"{tmp_path}/mine.py:brief")
+    settings = TaskSettings(rewards=rewards, reward_weights=(0.5, 2.0), reward_timeout_s=600.0)
+    with judge_with(settings, 20, frozenset({"kind"})) as judge:
+        first, second = judge.judge([of_kind("maths", 0), of_kind("text", 1)])
+        with pytest.raises(TaskError, match="none of the rewards maths, brief applies to prompt other; let one return"):
+            judge.judge([of_kind("other", 2)])
+    assert (first.reward, first.parts, first.metrics) == (0.5, {"maths": 1.0}, {})
+    assert (second.reward, second.parts, second.metrics) == (2.0, {"brief": 1.0}, {"brief/words": 1.0})
+
+
+def test_none_is_no_reward_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MATHS)
+    settings = TaskSettings(reward=f"{tmp_path}/mine.py:maths", reward_timeout_s=600.0, reward_errors="count")
+    with judge_with(settings, 20, frozenset({"kind"})) as judge:
+        (verdict,) = judge.judge([of_kind("text", 0)])
+    assert verdict.failure
+    assert verdict.failure.kind == "no number"
 
 
 def test_names_are_short_and_differ() -> None:

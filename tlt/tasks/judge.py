@@ -62,6 +62,7 @@ class Verdict:
     failure: Failure | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # of several rewards each, before it is weighted
     metrics: Mapping[str, float] = field(default_factory=dict)  # what rewards told beside themselves
+    applies: bool = True  # False: one of several rewards does not judge this completion
 
 
 class Judge(Protocol):
@@ -107,8 +108,10 @@ class DirectJudge:
 class ProcessJudge:
     """Calls the user's reward in `task.reward_processes` processes, which are kept between steps."""
 
-    def __init__(self, settings: TaskSettings, columns: frozenset[str] = frozenset()) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: TaskSettings, columns: frozenset[str] = frozenset(), *, one_of_several: bool = False
+    ) -> None:
+        self._settings, self._one_of_several = settings, one_of_several
         self._columns = columns  # columns that every prompt has
         self._children: list[_Child] = []
         self._takes_groups = False
@@ -141,7 +144,7 @@ class ProcessJudge:
     def _child(self) -> "_Child":
         own = self._settings
         convention, pattern, limit_s = own.reward_convention, own.reward_format, own.reward_timeout_s
-        child = _Child(Opening(own.reward, convention, pattern, limit_s, own.reward_retries))
+        child = _Child(Opening(own.reward, convention, pattern, limit_s, own.reward_retries, self._one_of_several))
         missing = [name for name in child.ready.needs if name not in self._columns]
         if missing:
             child.end()
@@ -187,7 +190,7 @@ class ProcessJudge:
 
     def _verdict(self, case: Case, score: Score) -> Verdict:
         if not isinstance(score, Failed):
-            return Verdict(score.reward, metrics=score.metrics)
+            return Verdict(score.reward, metrics=score.metrics, applies=score.applies)
         if self._settings.reward_errors == "stop":
             self.close()  # others may still be judging
             raise TaskError(_complaint(case, score))

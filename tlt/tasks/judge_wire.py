@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.strict_json import InvalidJson, parse
-from tlt.tasks.rewards import Failed, FailureKind, Ready, Refused, Scored, number_of
+from tlt.tasks.rewards import NOT_APPLICABLE, Failed, FailureKind, Ready, Refused, Scored, number_of
 
 LARGEST_FRAME = 2**26  # bytes; the run refuses larger replies
 LONGEST_TEXT = 8000  # characters; longer messages are truncated
 _SHORTEST_WAIT_S = 1e-3  # a socket timeout of 0 means non-blocking
+_NOT_APPLICABLE = {"applies": False}
 _HEAD = struct.Struct(">Q")
 _KINDS: dict[str, FailureKind] = {"raised": "raised", "no number": "no number"}  # a process cannot report its own end
 
@@ -69,13 +70,15 @@ def opening_reply(reply: Ready | Refused) -> bytes:
 
 
 def scores_reply(scores: Sequence[Scored | Failed]) -> bytes:
-    """A number, a number and its metrics, or a failure, for each answer."""
+    """A number, a number and its metrics, a failure, or that the reward does not apply, for each answer."""
     return _encoded([_reply(score) for score in scores])
 
 
 def _reply(score: Scored | Failed) -> Any:
     if isinstance(score, Failed):
         return {score.kind: _text(score.message)}
+    if not score.applies:
+        return _NOT_APPLICABLE
     told = {_text(name): value for name, value in score.metrics.items()}
     return [score.reward, told] if told else score.reward
 
@@ -98,6 +101,8 @@ def read_scores_reply(payload: bytes, count: int) -> tuple[Scored | Failed, ...]
 
 
 def _score(value: Any) -> Scored | Failed:
+    if value == _NOT_APPLICABLE:
+        return NOT_APPLICABLE
     if type(value) in (int, float):
         return _scored(value, {})
     if isinstance(value, dict) and len(value) == 1:

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from os.path import dirname, isfile
 from pathlib import Path
@@ -73,6 +73,10 @@ class Scored:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    applies: bool = True  # False: one of several rewards does not judge this completion
+
+
+NOT_APPLICABLE = Scored(0.0, applies=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class Opening:
     pattern: str = ""  # task.reward_format
     timeout_s: float = 10.0  # of an answer
     retries: int = 0
+    one_of_several: bool = False  # None then says that the reward does not apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,15 @@ def score(reward: Reward, cases: Sequence[Case]) -> tuple[Scored | Failed, ...]:
 
 def open_reward(opening: Opening) -> Reward:
     """The reward that `task.reward` names: a built-in, FILE.py:FUNCTION, or a server."""
+    reward = _opened(opening)
+    if not opening.one_of_several:
+        return reward
+    return replace(
+        reward, values=lambda cases: [NOT_APPLICABLE if value is None else value for value in reward.values(cases)]
+    )
+
+
+def _opened(opening: Opening) -> Reward:
     name = opening.reward
     if name in COMPARING:
         judge = COMPARING[name]()
@@ -149,6 +163,8 @@ def _sent(case: Case) -> dict[str, Any]:
 
 def scored_of(value: Any) -> Scored | Failed:
     """A number, or a dictionary of which `score` is the reward and other numbers are metrics."""
+    if isinstance(value, Scored):
+        return value
     if not isinstance(value, Mapping):
         number = number_of(value)
         return number if isinstance(number, Failed) else Scored(number)

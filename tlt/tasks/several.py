@@ -1,7 +1,7 @@
 """Several rewards as one: each has a judge of its own, and their weighted sum is the reward.
 
-Always holds: every verdict names every part. Rewards are judged beside each other, so that a step waits for the slowest
-one, not for all in turn. A part that failed counts `task.failed_reward`, and makes the verdict a failed one.
+Always holds: a verdict names every part that applies, at least one. Rewards are judged beside each other: a step waits
+for the slowest one, not for all in turn. A part that failed counts `task.failed_reward`, and so failed the verdict.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,11 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from tlt.config import TaskSettings
+from tlt.errors import TaskError
 from tlt.tasks.judge import Answer, DirectJudge, Judge, ProcessJudge, Verdict
 from tlt.tasks.penalties import penalty
 from tlt.tasks.remote import is_remote
+from tlt.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ def judge_with(
 def _judge(name: str, settings: TaskSettings, max_tokens: int, columns: frozenset[str]) -> Judge:
     if found := penalty(name, settings, max_tokens):
         return DirectJudge(found)
-    return ProcessJudge(replace(settings, reward=name, rewards=(), reward_weights=()), columns)
+    own = replace(settings, reward=name, rewards=(), reward_weights=())
+    return ProcessJudge(own, columns, one_of_several=bool(settings.rewards))
 
 
 def reward_names(rewards: Sequence[str]) -> list[str]:
@@ -75,10 +78,16 @@ class SeveralJudge:
     def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
         with ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward") as threads:
             each = list(threads.map(lambda one: one.judge.judge(answers), self._rewards))
-        return [self._together(verdicts) for verdicts in zip(*each, strict=True)]
+        together = zip(*each, strict=True)
+        return [self._together(prompt, verdicts) for (prompt, _), verdicts in zip(answers, together, strict=True)]
 
-    def _together(self, verdicts: Sequence[Verdict]) -> Verdict:
-        pairs = list(zip(self._rewards, verdicts, strict=True))
+    def _together(self, prompt: Prompt, verdicts: Sequence[Verdict]) -> Verdict:
+        pairs = [pair for pair in zip(self._rewards, verdicts, strict=True) if pair[1].applies]
+        if not pairs:
+            names = ", ".join(one.name for one in self._rewards)
+            raise TaskError(
+                f"none of the rewards {names} applies to prompt {prompt.id}; let one return a number for it"
+            )
         return Verdict(
             reward=fsum(one.weight * verdict.reward for one, verdict in pairs),
             failure=next((verdict.failure for verdict in verdicts if verdict.failure), None),
