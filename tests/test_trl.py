@@ -191,17 +191,17 @@ def test_an_environment_calls_the_engine_for_every_turn(tmp_path: Path, monkeypa
     tokenizer.chat_template, tokenizer.response_schema = TOOL_TEMPLATE, {}
     prompts = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(1, 5) for b in range(1, 5)]
     settings = {"environment_factory": OncePerAnswer, "rows": prompts, "tokenizer": tokenizer}
-    checked = train(tmp_path, rollout_func(kv_gib=0.05), steps=1, **settings)
-    assert checked.worst < 1e-4
+    train(tmp_path, rollout_func(kv_gib=0.05), steps=1, args={"temperature": 2.0}, **settings)
     said = tuple(tokenizer.encode(tool, add_special_tokens=False))
     called = [(place, prefix, ids) for place, (prefix, ids) in enumerate(seen[:8]) if len(ids) % 2 == 0]
     called = [(place, prefix, ids) for place, prefix, ids in called if len(ids) + len(said) <= 24]
     assert 0 < len(called) == len(seen) - 8 < 8
+    params = SamplingParams(temperature=2.0, max_tokens=24)
     with tlt.Engine.open(str(TINY_POLICY), device="cpu") as engine:
         for (place, prefix, ids), (text, turn) in zip(called, seen[8:], strict=True):
             whole = (*prefix, *ids, *said)  # computed from its first token, with the key of the first turn
             assert tuple(text) == whole
-            engine._core.submit([Request(Key(42, place), whole, SamplingParams(max_tokens=24))])
+            engine._core.submit([Request(Key(42, place), whole, params)])
             (again,) = engine._core.drain()
             assert turn == list(again.tokens)[: 24 - len(ids) - len(said)]
 
