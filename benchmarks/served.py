@@ -16,8 +16,8 @@ from statistics import median
 import httpx
 
 
-async def served(url: str, prompts: list[str], options: argparse.Namespace) -> dict[str, float | str]:
-    """Every client asks one prompt after the other, until all are answered."""
+async def served(url: str, prompts: list[str], options: argparse.Namespace, seed: int = 0) -> dict[str, float | str]:
+    """Every client sends one prompt after the other, until all are completed. `seed`: of the first prompt."""
     waiting = list(enumerate(prompts))
     latencies, tokens = list[float](), list[int]()
     limits = httpx.Limits(max_connections=options.clients, max_keepalive_connections=options.clients)
@@ -28,7 +28,7 @@ async def served(url: str, prompts: list[str], options: argparse.Namespace) -> d
         async def client() -> None:
             while waiting:
                 number, prompt = waiting.pop()
-                body = {"model": model, "temperature": 1.0, "seed": number, "max_tokens": options.tokens}
+                body = {"model": model, "temperature": 1.0, "seed": seed + number, "max_tokens": options.tokens}
                 chat = {"messages": [{"role": "user", "content": prompt}]}
                 path, asked = ("/v1/completions", {"prompt": prompt}) if options.raw else ("/v1/chat/completions", chat)
                 started = time.perf_counter()
@@ -52,18 +52,25 @@ async def served(url: str, prompts: list[str], options: argparse.Namespace) -> d
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--prompts", required=True, help="a JSONL file with a prompt or question column")
+def read_prompts(file: Path) -> list[str]:
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+    return [row.get("prompt") or row["question"] for row in rows]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=Path, required=True, help="a JSONL file with a prompt or question column")
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument("--api-key", default="-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    add_options(parser)
     options = parser.parse_args()
-    rows = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
-    prompts = [row.get("prompt") or row["question"] for row in rows]
-    print(json.dumps(asyncio.run(served(options.url, prompts, options))))
+    print(json.dumps(asyncio.run(served(options.url, read_prompts(options.prompts), options))))
 
 
 if __name__ == "__main__":
