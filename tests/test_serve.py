@@ -459,6 +459,64 @@ def test_pausing_ends_keeps_or_awaits_what_is_under_way(own: Serving) -> None:
         assert found[-1]["finish_reason"] == expected
 
 
+def test_an_aborted_completion_is_scored_as_far_as_it_came(own: Serving) -> None:
+    found: list[dict[str, Any]] = []
+    call = {**CALL, "max_tokens": 400, "echo": True, "logprobs": 2}
+    own.post("/pause", mode="keep")
+    thread = threading.Thread(target=lambda: found.append(own.post("/v1/completions", **call)["choices"][0]))
+    thread.start()
+    own.wait_until("vllm:num_requests_waiting", 1)
+    own.post("/pause", mode="abort")
+    thread.join()
+    assert found[0]["finish_reason"] == "abort"
+    assert len(found[0]["logprobs"]["tokens"]) == len(found[0]["prompt_token_ids"]) + len(found[0]["token_ids"])
+    own.post("/resume")
+
+
+def test_a_prompt_is_scored_with_the_weights_that_its_version_names(own: Serving, other: Path) -> None:
+    """One that came while the server was paused is scored after an update."""
+    found: list[dict[str, Any]] = []
+    call = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 0}
+    before = own.post("/v1/completions", **call)["choices"][0]
+    own.post("/pause", mode="keep")
+    thread = threading.Thread(target=lambda: found.append(own.post("/v1/completions", **call)["choices"][0]))
+    thread.start()
+    while not own.http.get("/load").json()["server_load"]:
+        pass
+    own.post("/update_weights", weight_dir=str(other), version=3)
+    own.post("/resume")
+    thread.join()
+    after = own.post("/v1/completions", **call)["choices"][0]
+    assert (before["weight_version"], found[0]["weight_version"], after["weight_version"]) == (0, 3, 3)
+    assert found[0]["logprobs"] == after["logprobs"] != before["logprobs"]
+
+
+def test_a_large_body_is_tokenized_while_others_are_served(own: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tlt.text import Tokenizer
+
+    begun, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode_text
+    answers: list[tuple[int, dict[str, Any]]] = []
+
+    def slow(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
+        if len(text) > 1000:
+            begun.set()
+            go_on.wait(60)
+        return encode(tokenizer, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode_text", slow)
+    thread = threading.Thread(target=lambda: answers.append(own.refused("/v1/completions", prompt="1" * 100_000)))
+    thread.start()
+    assert begun.wait(60)
+    try:
+        assert own.http.get("/health").status_code == 200
+        assert tokens_of(own.post("/v1/completions", **CALL))
+        assert not answers
+    finally:
+        go_on.set()
+        thread.join()
+    assert answers[0][0] == 400
+
+
 def test_a_drafter_learns_while_serving(chatty: Path) -> None:
     """Tokens stay, and more drafts are accepted."""
     knobs = {"spec.drafter": "eagle", "spec.path": "new", "drafting.held_out": 64, "drafting.check": 4}

@@ -27,6 +27,7 @@ _READ: dict[str, Endpoint] = {
     "/liveness": control.health,
     "/ping": control.health,
     "/metrics": control.metrics,
+    "/load": control.load,
     "/version": control.version,
     "/server_info": control.server_info,
     "/get_world_size": control.world_size,
@@ -64,6 +65,7 @@ def build_app(served: ServedPolicy, options: ServeOptions, ended: Callable[[str]
         try:
             yield
         finally:
+            app.state.server.close()
             await engine.close()
 
     routes = [Route(name, _guarded(endpoint, options), methods=["GET"]) for name, endpoint in _READ.items()]

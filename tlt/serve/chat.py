@@ -23,12 +23,13 @@ from tlt.serve.responses import (
     version_fields,
 )
 from tlt.serve.state import ServerState
+from tlt.text import Tokenizer
 
 
 async def chat_completions(request: Request, state: ServerState) -> Response:
     fields = await read_fields(request, state.body_limit)
     model = state.check_model(fields)
-    prompt = chat_prompt(fields, state)
+    prompt = await chat_prompt(fields, state)
     limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     most = fields.integer(limit, state.room(prompt), 1)
     stream, usage = read_stream(fields)
@@ -48,7 +49,7 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
     return await respond(request, state, call, _ChatFormat(state, new_id("chatcmpl"), now()))
 
 
-def chat_prompt(fields: Fields, state: ServerState) -> tuple[int, ...]:
+async def chat_prompt(fields: Fields, state: ServerState) -> tuple[int, ...]:
     """The prompt that the template makes of `messages` and `tools`."""
     fields.only("tool_choice", "auto", "none", why="the policy chooses by itself")
     fields.only("modalities", ["text"])
@@ -63,10 +64,15 @@ def chat_prompt(fields: Fields, state: ServerState) -> tuple[int, ...]:
     if going_on and prompted:
         raise refused("add_generation_prompt", "true, as continue_final_message is; one of them must be false")
     variables = fields.object("chat_template_kwargs")
-    tokens = state.tokenizer.encode_chat(
-        messages, tools=tools, going_on=going_on, generation_prompt=prompted, variables=variables
-    )
-    return tuple(tokens)
+
+    def encoded(tokenizer: Tokenizer) -> tuple[int, ...]:
+        return tuple(
+            tokenizer.encode_chat(
+                messages, tools=tools, going_on=going_on, generation_prompt=prompted, variables=variables
+            )
+        )
+
+    return await state.with_tokenizer(fields, encoded)
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

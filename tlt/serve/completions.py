@@ -29,7 +29,7 @@ async def completions(request: Request, state: ServerState) -> Response:
     fields = await read_fields(request, state.body_limit)
     model = state.check_model(fields)
     fields.only("suffix", "")
-    prompts = state.prompts(fields)
+    prompts = await state.prompts(fields)
     echo, most = fields.flag("echo"), fields.integer("max_tokens", _USUAL_TOKENS)
     stream, usage = read_stream(fields)
     call = Call(

@@ -43,6 +43,10 @@ async def metrics(request: Request, state: ServerState) -> Response:
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
+async def load(request: Request, state: ServerState) -> Response:
+    return JSONResponse({"server_load": state.engine.in_flight})
+
+
 async def version(request: Request, state: ServerState) -> Response:
     return JSONResponse({"version": __version__})
 
@@ -159,10 +163,10 @@ async def load_lora_adapter(request: Request, state: ServerState) -> Response:
     if not name or not path:
         raise refused("lora_path" if name else "lora_name", "expected a text")
 
-    def load(model: Transformer) -> None:
+    def merge(model: Transformer) -> None:
         state.adapters.load(model, Path(path), name)
 
-    number = await state.engine.update(partial(state.engine.served.update_weights, load))
+    number = await state.engine.update(partial(state.engine.served.update_weights, merge))
     return JSONResponse({"status": "loaded", "version": number})
 
 

@@ -220,9 +220,10 @@ class EngineLoop(Generic[C]):
 
     def _pause(self, abort: bool) -> None:
         if abort:
-            ended = [(self._live[key], self._served.abort(key)) for key in list(self._live)]
-            self._live, self._streamed = {}, {}
-            self._deliver([self._last(live, completion) for live, completion in ended])
+            ended = [self._end_request(self._served.abort(key)) for key in list(self._live)]
+            self._deliver([output for output in ended if output])
+        while self._unscored:  # by the weights that drew them
+            self._deliver(self._score())
         self._paused = True
 
     def _update(self, change: Callable[[], int]) -> int:
@@ -232,6 +233,9 @@ class EngineLoop(Generic[C]):
             if live.versions[-1][0] == written:
                 live.versions.pop()  # these weights drew no token
             live.versions.append((written, version))
+        for live, completion in self._unscored:
+            if completion is None:
+                live.versions = [(0, version)]  # the prompt is scored with these weights
         self._rested = False
         return version
 
@@ -241,13 +245,9 @@ class EngineLoop(Generic[C]):
         out: list[tuple[C, ServeOutput]] = []
         if self._served.busy:
             for completion in self._served.tick():
-                live = self._live.pop(completion.key)
-                self._streamed.pop(completion.key, None)
                 self._rested = False
-                if live.request.top is None:
-                    out.append(self._last(live, completion))
-                else:
-                    self._unscored.append((live, completion))
+                if output := self._end_request(completion):
+                    out.append(output)
             for key, why in self._served.take_failures().items():
                 live = self._live.pop(key)
                 self._streamed.pop(key, None)
@@ -264,6 +264,15 @@ class EngineLoop(Generic[C]):
             return None
         live.sent += len(new.tokens)
         return live.client, ServeOutput(live.request.index, new.tokens, new.logprobs, new.policy_logprobs)
+
+    def _end_request(self, completion: Completion) -> tuple[C, ServeOutput] | None:
+        """The last output; None: the completion is scored first."""
+        live = self._live.pop(completion.key)
+        self._streamed.pop(completion.key, None)
+        if live.request.top is None:
+            return self._last(live, completion)
+        self._unscored.append((live, completion))
+        return None
 
     def _last(self, live: _LiveRequest[C], completion: Completion) -> tuple[C, ServeOutput]:
         rest = slice(live.sent, None)

@@ -28,7 +28,7 @@ async def read_fields(request: Request, limit: int) -> Fields:
         raise ApiError(400, f"the body {problem}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is a JSON {type(value).__name__}; expected an object", code="invalid_json")
-    return Fields(value)
+    return Fields(value, size=len(body))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

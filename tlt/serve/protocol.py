@@ -62,9 +62,9 @@ def refused(param: str, message: str) -> ApiError:
 
 
 class Fields:
-    def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
-        self._body = body
-        self._prefix = prefix  # of names in messages
+    def __init__(self, body: Mapping[str, Any], prefix: str = "", size: int = 0) -> None:
+        """`prefix`: of names in messages; `size`: of the body in bytes."""
+        self._body, self._prefix, self.size = body, prefix, size
 
     def name(self, name: str) -> str:
         return self._prefix + name

@@ -64,10 +64,11 @@ async def tokenize(request: Request, state: ServerState) -> Response:
     fields = await read_fields(request, state.body_limit)
     state.check_model(fields)
     if fields.has("messages"):
-        tokens = chat_prompt(fields, state)
+        tokens = await chat_prompt(fields, state)
     else:
         special = fields.flag("add_special_tokens", True)
-        tokens = tuple(state.tokenizer.encode_text(fields.text("prompt"), special=special))
+        text = fields.text("prompt")
+        tokens = await state.with_tokenizer(fields, lambda own: tuple(own.encode_text(text, special=special)))
     names = [state.tokenizer.piece(token) for token in tokens] if fields.flag("return_token_strs") else None
     room = state.engine.served.context
     return JSONResponse({"count": len(tokens), "max_model_len": room, "tokens": list(tokens), "token_strs": names})
@@ -80,4 +81,4 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     vocab = state.engine.served.model.config.vocab
     if any(token >= vocab for token in tokens):
         raise refused("tokens", f"{max(tokens)} is outside the policy's vocabulary of {vocab}")
-    return JSONResponse({"prompt": state.tokenizer.decode(tokens)})
+    return JSONResponse({"prompt": await state.with_tokenizer(fields, lambda own: own.decode(tokens))})
