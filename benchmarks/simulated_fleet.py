@@ -2,13 +2,12 @@
 
     python benchmarks/simulated_fleet.py --workers 2,4 [--groups 32 --group-size 8 --rollouts 3] --json FILE
 
-On CPU clocks: the cost book and every worker's ticks are timed by the CPU seconds of their thread, so that other work on
-the machine does not count. A worker decodes from the first request to its last, so the rollout lasts as long as the
+On CPU clocks: the cost book and every worker's ticks are timed by the CPU seconds of their thread, so that other work
+on the machine does not count. A worker decodes from the first request to its last, so the rollout lasts as long as the
 busiest worker. Plain decoding, all requests handed out at the start. Every knob is a flag too.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
