@@ -241,6 +241,19 @@ def test_a_member_that_is_gone_ends_the_session_of_the_others() -> None:
     assert on_threads([lambda: others(0), lambda: others(1)]) == [True, True]
 
 
+def test_a_member_that_hangs_ends_the_session_of_the_others() -> None:
+    """It is there and does not answer: the others give up after the time limit of their group."""
+    members, gradients = groups(3, timeout_s=5.0), torch.randn(2, 9, 7)
+
+    def others(number: int) -> bool:
+        with pytest.raises(LeftSession):
+            steps_of(members[number], gradients[number], lambda: False)
+        return True
+
+    assert on_threads([lambda: others(0), lambda: others(1)]) == [True, True]
+    members[2].leave()
+
+
 def test_the_leader_sends_its_drafter_bit_by_bit() -> None:
     sent = [torch.randn(3, 4, dtype=torch.float64), torch.tensor(7), torch.ones(2, 2).bfloat16(), torch.tensor([True])]
     places = [[torch.zeros_like(tensor) for tensor in sent] for _ in range(3)]

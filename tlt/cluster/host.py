@@ -359,7 +359,8 @@ class Host:
 
     def join_session(self, rendezvous: Rendezvous, rank: int, size: int) -> AllReduceGroup:
         """A process group of the members of a session alone."""
-        group = AllReduceGroup(min(_SESSION_S, self._config.cluster.hang_s), nccl=self._nccl)
+        patience_s = min(_SESSION_S, self._config.cluster.hang_s / 3)  # or it would count as hung beside one that does
+        group = AllReduceGroup(patience_s, nccl=self._nccl)
         group.join(rendezvous, rank, size, Environment.here().address)
         return group
 
