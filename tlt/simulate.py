@@ -222,7 +222,8 @@ def _step(found: list[Foreseen], trace: Trace) -> str:
     if trace.rest_s is None:
         return ""
     steps = (
-        f"{one.workers}: {one.plain.seconds + rest:.3g} → {one.best.seconds + rest:.3g} s"
+        f"{one.workers}: {one.plain.seconds + rest:.3g} → {one.best.seconds + rest:.3g} s "
+        f"({(one.plain.seconds + rest) / (one.best.seconds + rest):.2f} ×)"
         for one in found
         for rest in [trace.rest_s * trace.workers / one.workers]
     )

@@ -144,7 +144,8 @@ def _by_prompt(rows: Sequence[dict[str, Any]]) -> tuple[TracedPrompt, ...]:
 
 
 def draw_trace(wanted: str, config: RunConfig) -> Trace:
-    """Draws lengths from a log-normal distribution. Half of the variance is common to a prompt's completions."""
+    """Draws lengths from a log-normal distribution. Half of the variance is common to a prompt's completions. `rest`:
+    seconds of a step beside its rollout, on one worker."""
     numbers = _numbers(wanted)
     median, sigma, cap = numbers["median"], numbers["sigma"], int(numbers["cap"])
     prompt_tokens = int(numbers.get("prompt", _PROMPT_TOKENS))
@@ -155,20 +156,22 @@ def draw_trace(wanted: str, config: RunConfig) -> Trace:
         own = (luck.gauss(0.0, sigma * sqrt(1 - _SAME_PROMPT)) for _ in range(config.task.group))
         lengths = (round(exp(log(median) + shared + each)) for each in own)
         asked.append(TracedPrompt(tuple(max(1, min(cap, length)) for length in lengths), prompt_tokens))
-    return Trace(tuple(asked), cap, f"drawn: {wanted}")
+    return Trace(tuple(asked), cap, f"drawn: {wanted}", rest_s=numbers.get("rest"))
 
 
 def _numbers(wanted: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in wanted.split(","):
         name, _, value = part.partition("=")
-        lowest = {"median": 1.0, "sigma": 0.0, "cap": 1.0, "prompt": 1.0}.get(name.strip())
+        lowest = {"median": 1.0, "sigma": 0.0, "cap": 1.0, "prompt": 1.0, "rest": 0.0}.get(name.strip())
         try:
             found[name.strip()] = float(value)
         except ValueError:
             lowest = None
         if lowest is None or not lowest <= found[name.strip()] < 1e9:
-            raise ConfigError(f"--lengths: {part!r} in {wanted!r}; expected median, sigma, cap or prompt, and a number")
+            raise ConfigError(
+                f"--lengths: {part!r} in {wanted!r}; expected median, sigma, cap, prompt or rest, and a number"
+            )
     missing = {"median", "sigma", "cap"} - found.keys()
     if missing:
         raise ConfigError(f"--lengths {wanted!r} lacks {sorted(missing)}; expected as in median=400,sigma=1,cap=8192")
