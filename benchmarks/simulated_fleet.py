@@ -116,14 +116,14 @@ def compared(config: RunConfig, workers: int, book: CostBook, rollouts: int) -> 
 
 def row(ticked: Sequence[tuple[float, int]], simulated: Simulated, trace: Trace) -> dict[str, Any]:
     seconds = [took for took, _ in ticked]
-    measured, foreseen = max(seconds), simulated.seconds
+    measured, expected = max(seconds), simulated.seconds
     idle = 1.0 - sum(seconds) / (len(seconds) * measured)
     return {
         "tokens": sum(trace.lengths),
         "longest": max(trace.lengths),
         "measured_s": measured,
-        "foreseen_s": foreseen,
-        "error": foreseen / measured - 1.0,
+        "foreseen_s": expected,
+        "error": expected / measured - 1.0,
         "measured_ticks": sum(ticks for _, ticks in ticked),
         "foreseen_ticks": simulated.ticks,
         "measured_idle": idle,
