@@ -1,7 +1,7 @@
 """Several rewards as one: each has a judge of its own, and their weighted sum is the reward.
 
 Always holds: a verdict names every part that applies, at least one. Rewards are judged beside each other: a step waits
-for the slowest one, not for all in turn. A part that failed counts `task.failed_reward`, and so failed the verdict.
+for the slowest one, not for all in turn. A part that failed counts `task.failed_reward`; its verdict fails, too.
 """
 
 from collections.abc import Iterator, Sequence
