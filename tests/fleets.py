@@ -35,6 +35,8 @@ from tlt.config import (
     TrainSettings,
 )
 from tlt.policy import TINY_POLICY, Policy
+from tlt.spec.ahead import Prices
+from tlt.spec.tuner import Tuner
 from tlt.types import Completion, Prompt, SamplingParams
 
 DEAD_S = 300.0  # after which something that is waited for will not happen any more
@@ -151,7 +153,7 @@ class TinyHost(Host):
             self._wait_for_inbox()
             return
         self._held = False
-        self._reach("rollout")
+        self._reach("writing ahead" if self._worker.idle else "rollout")
         super()._tick()
 
     def follow(self) -> None:
@@ -168,6 +170,10 @@ class TinyHost(Host):
             super().follow()
         finally:
             del ranks.next_command
+
+    def take_chunks(self) -> None:
+        """From now on chunks of written-ahead text always pay, whatever this machine's clock says."""
+        Tuner.prices = lambda tuner, batch: Prices(lambda shape: 1.0, 0.0, lambda shape, gain: True)  # type: ignore[method-assign]
 
     def toil(self, moving: bool) -> None:
         """At something until it is let go, pass by pass; or at nothing."""

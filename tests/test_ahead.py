@@ -108,17 +108,12 @@ def test_accepted_text_is_verified_in_chunks_and_marked() -> None:
     assert engine.report().ticks <= 4 + 200 // MOST_NODES
     report = engine.report().speculation
     assert report is not None
-    drafted = sum(sum(one.drafted) for one in done.values())
-    assert drafted == report.accepted_by[AHEAD] - _beyond(report.accepted_by[AHEAD], drafted)
+    drafted = sum(one.drafted.count(2) for one in done.values())
+    assert drafted <= report.accepted_by[AHEAD] <= drafted + len(batch)  # one may lie behind the end
+    assert not any(one.drafted.count(1) for one in done.values())
     assert drafted > 0.9 * sum(len(one.tokens) for one in done.values())
     assert report.verifies == report.accepted == 0  # they say nothing about a drafter
     assert report.ahead_turned == 0
-
-
-def _beyond(accepted: int, drafted: int) -> int:
-    """Drafts accepted behind the end of a completion belong to nobody: at most one chunk of each request."""
-    assert 0 <= accepted - drafted <= 6
-    return accepted - drafted
 
 
 @pytest.mark.parametrize(("rows", "page_size", "pages"), [(1, 16, 60), (12, 2, 170), (12, 16, 17)])

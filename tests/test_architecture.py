@@ -54,6 +54,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "tlt.plan",
         "tlt.replay",
         "tlt.multi_turn",
+        "tlt.writing_ahead",
         "tlt.evaluate",
         "tlt.resume",
         "tlt.event_builders",
@@ -81,6 +82,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 # Modules that need nothing but the standard library (and each other).
 PLAIN = {
+    "tlt.writing_ahead",
     *FLOORS["words"],
     "tlt.engine.admission",
     "tlt.engine.chunks",

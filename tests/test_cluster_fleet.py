@@ -392,6 +392,45 @@ def test_a_worker_that_is_killed_changes_nothing(
         assert lost[0].requests > 0
 
 
+@pytest.mark.parametrize(
+    "traps",
+    [{}, {1: (0, "writing ahead", 3)}, {2: (2, "rollout", 2)}],
+    ids=["", "killed while it writes ahead", "killed beside its texts"],
+)
+def test_workers_without_requests_write_ahead(
+    crowd: Crowd, alone: Story, monkeypatch: pytest.MonkeyPatch, traps: dict[int, tuple[Any, ...]]
+) -> None:
+    """One worker writes nothing until others have written a completion of the next step. `traps`: by step."""
+    config = replace(crowd.config, spec=replace(crowd.config.spec, ahead="auto"))
+    monkeypatch.setattr(crowd.fleet, "_config", config)
+    if traps:  # who is to die does not train the drafter instead
+        monkeypatch.setattr(crowd.fleet, "_training_share", 0.0)
+    task, passing_on = Letters(), Epoch._pass_on
+    loop = Loop(config, task, letters(), DirectJudge(task), crowd.fleet, crowd.tell)
+    ray.get([crowd.actor(rank).take_chunks.remote() for rank in range(3)])
+
+    def pass_on(epoch: Epoch, update: StatusUpdate) -> None:
+        if update.texts and 1 not in traps:  # else the loss lets it go
+            ray.get([member.actor.let_go.remote() for member in crowd.fleet._actors.members.values()])
+        passing_on(epoch, update)
+
+    monkeypatch.setattr(Epoch, "_pass_on", pass_on)
+    crowd.hold(1)
+    found = []
+    for taken in range(STEPS):
+        if taken + 1 in traps:
+            crowd.arm(*traps[taken + 1])
+        completions = [rollout.completion for rollout in loop.step(taken).rollouts]
+        assert {one.key: one.tokens for one in completions} == alone.tokens[taken]
+        found.append(b"".join(one.drafted for one in completions).count(2))
+    assert found[0] == 0
+    assert found[1] > 50
+    assert len(crowd.story.of(WorkerLost)) == len(traps)
+    assert len(set(crowd.prints())) == 1
+    names = {span[0] for event in crowd.story.of(WorkerSpans) for span in event.spans}
+    assert "writing ahead" in names
+
+
 class Steady:
     """A clock of the crew that goes on by a second whenever all others than one have been seen to move. So the one is
     late after a while, and on no machine the others are."""

@@ -279,6 +279,8 @@ class SpecSettings:
     # nodes per request on average, spent on the likeliest nodes of all trees; []: no such shapes
     quantized: bool = True  # draft with large matrices in 8 bits, half the memory traffic, on Hopper GPUs and newer
     memory_tokens: int = 2_000_000  # text kept for the suffix drafter, in tokens
+    ahead: Literal["off", "auto"] = "off"  # completions of the next step are written before it begins, as its drafts.
+    # off: they are not; auto: by workers without requests, and beside the last requests of a step where that pays
 
     def __post_init__(self) -> None:
         self._check_drafters()

@@ -107,6 +107,7 @@ def _shortened(text: str) -> str:
 def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFinished:
     """`checkpoint_s`: after the update; the wait for an earlier checkpoint's copy is added."""
     rollouts = step.rollouts
+    marks = b"".join(rollout.completion.drafted for rollout in rollouts)
     lengths, rewards, update = Lengths.of(lengths_of(rollouts)), [rollout.reward for rollout in rollouts], step.update
     return StepFinished(
         step=step.number,
@@ -142,6 +143,9 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
         groups=len(step.judged),
         groups_learned=len(step.learned),
         weight_mean=update.weight_mean,
+        drafted_share=marks.count(1) / max(1, len(marks)),
+        ahead_share=marks.count(2) / max(1, len(marks)),
+        ahead_tokens=step.report.ahead_tokens,
         staleness=fmean(step.number - 1 - rollout.completion.policy_version for rollout in rollouts),
     )
 
@@ -220,6 +224,7 @@ def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
         by_depth=_mean_by_depth(reports),
         switches=sum(report.switches for report in reports),
         one_off_s=sum(report.one_off_s for report in reports),
+        ahead_tokens=sum(report.ahead_tokens for report in reports),
         traces=tuple(trace for report in reports for trace in report.traces),
     )
 

@@ -22,7 +22,7 @@ from tlt.drafting.states import StateKeeper, keeper_of
 from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.build import build_engine, shape_policy_of, shapes_of
 from tlt.engine.engine import EngineCore, SleepReport
-from tlt.engine.graphs import padding
+from tlt.engine.graphs import buckets, padding
 from tlt.engine.memory import GIB, gib_of_what_is_free
 from tlt.engine.request import Request
 from tlt.event_builders import (
@@ -59,6 +59,7 @@ from tlt.train.restore import reading, restore_policy
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped, StartupPhase
 from tlt.watch.trace import RequestSpan, request_spans
+from tlt.writing_ahead import AheadWriter, WrittenTexts, longest_first
 
 T = TypeVar("T")
 _MOMENT_S = 0.05
@@ -125,6 +126,9 @@ class Worker:
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
         self._step = -1  # of the last rollout
         self._before: SpeculationReport | None = None  # of the engine, when the first rollout of that step began
+        forget = keeper.collect if keeper else lambda completion: None
+        self.ahead = AheadWriter(self.engine, buckets(config.engine.rows), self.tuner, forget)
+        self._written_before = 0  # tokens written ahead, when the first rollout of that step began
         self._prompt_ids: dict[Key, str] = {}  # of requests under way
         self._spans: list[RequestSpan] = []  # of the completions of a rollout
 
@@ -186,16 +190,19 @@ class Worker:
         return self._plain or self.engine
 
     def submit(self, requests: Sequence[Request]) -> None:
+        if requests:
+            self.ahead.give_way()
         self._writer.submit(requests)
         self._prompt_ids.update((request.key, request.prompt_id) for request in requests)
 
     @property
     def idle(self) -> bool:
-        return self._writer.idle
+        """Whether no request is under way that is waited for."""
+        return self._writer.in_flight == self.ahead.running
 
     def tick(self) -> list[Completion]:
         """The answers that ended in one tick. The drafter learns from them, but not in a replay or an evaluation."""
-        completions = self._writer.tick()
+        completions = self._writer.tick() if self._plain else self.ahead.tick()
         ids = [self._prompt_ids.pop(completion.key) for completion in completions]
         if completions and self._plain is None and self._states_wanted is None:
             self._spans += request_spans(completions)
@@ -205,7 +212,7 @@ class Worker:
 
     def finish(self) -> None:
         """Raises if a request failed."""
-        self._writer.drain()
+        self._writer.raise_failures()
 
     def speculation(self) -> SpeculationReport | None:
         return self.engine.report().speculation
@@ -214,6 +221,7 @@ class Worker:
         """What `report` tells begins with the first rollout of a step."""
         if step != self._step:
             self._step, self._before, self._spans = step, self.speculation(), []
+            self._written_before = self.ahead.written
 
     def report(self) -> RolloutReport:
         """Of the rollouts of the last step."""
@@ -222,7 +230,8 @@ class Worker:
         expected = self.tuner.expected if self.tuner else None
         device = self.policy.model.embed.device
         trace = worker_trace(spent, self._spans, expected, device_bytes=most_reserved(device))
-        return replace(rollout_report(spent), traces=(trace,))
+        ahead_tokens = self.ahead.written - self._written_before
+        return replace(rollout_report(spent), ahead_tokens=ahead_tokens, traces=(trace,))
 
     def begin_replay(self) -> None:
         """Until `end_replay`, requests are written by an engine without speculation that shares only the policy."""
@@ -393,6 +402,8 @@ class LocalFleet:
         self._rollout_s = self._saved_s = 0.0  # of the step's rollouts
         self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
         self._update_s = 0.0  # that the next update may take longer, for drafter training inside it
+        self._texts = WrittenTexts()
+        self._next: Callable[[], Sequence[Request]] | None = None  # requests of the next step, until they are asked for
 
     @property
     def account(self) -> Budget | None:
@@ -409,7 +420,21 @@ class LocalFleet:
             self._lengths, self._rollout_s, self._saved_s = [], 0.0, 0.0
         self._step = step
         self.worker.begin_rollout(step)
-        return self._rolled_out(requests, replies, first)
+        return self._rolled_out(self._texts.given(step, requests), replies, first)
+
+    def write_ahead(self, step: int, upcoming: Callable[[], Sequence[Request]]) -> None:
+        self._next = upcoming
+
+    def _offer_ahead(self) -> None:
+        """Asks for the requests of the next step when there first is room for them."""
+        if self._next is not None and self.worker.ahead.has_room:
+            upcoming, self._next = self._next(), None
+            self._texts.begin(self._step, upcoming)
+            self.worker.ahead.offer(longest_first(upcoming, self.worker.engine.expected))
+
+    def _stop_writing_ahead(self) -> None:
+        self._next = None
+        self._texts.put(self.worker.ahead.end())
 
     def _rolled_out(self, requests: Sequence[Request], replies: Replies | None, first: bool) -> Iterator[Completion]:
         started = time.perf_counter()
@@ -429,11 +454,13 @@ class LocalFleet:
         with MultiTurn(requests, replies) as turns:
             self.worker.submit(requests)
             while turns.waiting or not self.worker.idle:
-                if not self.worker.idle:
+                self._offer_ahead()
+                waits = self.worker.idle and not self.worker.ahead.open
+                if not waits:
                     for completion in self.worker.tick():
                         turns.hand_in(completion)
                     self._sound()
-                complete, further = turns.take(None if self.worker.idle else 0.0)
+                complete, further = turns.take(None if waits else 0.0)
                 self.worker.submit(further)
                 yield from complete
         self.worker.finish()
@@ -449,6 +476,12 @@ class LocalFleet:
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
         """As long as a step may wait for it, and in the time in which others are waited for."""
+        self._train_drafter(step, until)
+        while self.worker.ahead.open and not until():
+            self.worker.tick()
+        self._stop_writing_ahead()
+
+    def _train_drafter(self, step: int, until: Callable[[], bool]) -> None:
         drafter, planner = self.worker.drafter, self._planner
         if drafter is None or planner is None:
             return
@@ -552,6 +585,7 @@ class LocalFleet:
             self.account.restore(saved["accounts"])
             if self._planner and saved.get("planner"):
                 self._planner.restore(saved["planner"])
+        self._texts = WrittenTexts()  # of another policy
 
     def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ class FollowingWorker(Worker):
         self._version = 0
         self._plain_follower: Follower | None = None
         spec, settings = self.config.spec, self._with_room().engine
-        nodes = max(spec.verifies) if spec.drafters else 1
+        nodes = max(spec.verifies) if spec.drafters or spec.ahead != "off" else 1
         self._follower = Follower(self._part, peers.parallel, settings, nodes)
         self._follower.follow()
 

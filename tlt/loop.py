@@ -46,6 +46,7 @@ class RolloutReport:
     by_depth: ByDepth = ()  # as the tuners knew it afterwards, of those that were asked
     switches: int = 0  # ticks in another shape than the tick before
     one_off_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
+    ahead_tokens: int = 0  # of the next step's completions, written ahead
     traces: tuple[WorkerTrace, ...] = ()  # one per worker
 
     @property
@@ -63,6 +64,10 @@ class Fleet(Protocol):
 
         Preparations end before this returns; the rollout runs while its answers are taken.
         """
+
+    def write_ahead(self, step: int, upcoming: Callable[[], Sequence[Request]]) -> None:
+        """During this step, rows and workers that nothing else needs may write these requests of the next one. What
+        they wrote are guesses at its completions."""
 
     def report(self) -> RolloutReport:
         """Of the last step's rollouts: with dynamic sampling there may be several."""
@@ -167,6 +172,8 @@ class Loop:
     def _sample(self, taken: int) -> "_Rolled":
         """Turns of rollout and judging, until every place has a group with a signal or may ask no more."""
         rolled = _Rolled(Places(self.config.grpo.dynamic_sampling), time.perf_counter())
+        if self.config.spec.ahead != "off" and taken + 1 < self.config.run.steps:
+            self.fleet.write_ahead(taken + 1, partial(self._upcoming, taken + 1))
         while not rolled.places.done:
             asked = ask(taken, self.config, self.task, self.tokenizer, rolled.places.turn, rolled.places.open)
             if not asked and rolled.places.turn:  # the task has no further prompts
@@ -175,6 +182,14 @@ class Loop:
         if not rolled.drafted:
             self._draft(taken + 1, rolled, lambda: True)
         return rolled
+
+    def _upcoming(self, taken: int) -> list[Request]:
+        """Of the first turn of another step; none where the task has no prompts for it, which that step will tell."""
+        try:
+            asked = ask(taken, self.config, self.task, self.tokenizer)
+        except TaskError:
+            return []
+        return [request for one in asked for request in one.requests]
 
     def _take_turn(self, number: int, asked: Sequence[Asked], rolled: "_Rolled") -> None:
         started = rolled.ended

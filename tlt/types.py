@@ -105,7 +105,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int  # of the weights that wrote the last token
     timing: Timing
-    drafted: bytes = b""  # of each token: 1 if it was an accepted draft, 0 if the policy's forward pass drew it
+    drafted: bytes = b""  # of each token: 1 if it was an accepted draft, 2 if it was written ahead, 0 if neither
     loss_mask: bytes = b""  # of each token: 1 if the policy drew it, 0 if the task replied it; empty: all are drawn
 
     @property

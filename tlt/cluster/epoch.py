@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tlt.cluster.actors import ActorGroup
-from tlt.cluster.messages import AssignedRequests, SharedCompletions, StatusUpdate, WorkerRolloutReport
+from tlt.cluster.messages import (
+    AssignedRequests,
+    SharedCompletions,
+    StatusUpdate,
+    UpcomingRequests,
+    WorkerRolloutReport,
+)
 from tlt.dispatch import Dispatch
 from tlt.drafting.idle import Coordinator, State
 from tlt.event_builders import acceptance_collapsed
@@ -17,6 +23,7 @@ from tlt.loop import Emit
 from tlt.multi_turn import MultiTurn
 from tlt.types import Completion
 from tlt.watch.workers import FleetWaits
+from tlt.writing_ahead import NOTHING_AHEAD, AheadWork
 
 _SHARE_S = 0.5  # seconds between two deliveries of the other workers' completions to a worker that trains the drafter
 _REMIND_S = 5.0  # seconds between two repetitions of an unconfirmed message
@@ -27,7 +34,16 @@ _QUIET_S = 60.0  # seconds without any status update after which an event is emi
 class Epoch:
     """Call `begin`, then exhaust `completions` or call `draft`, then `end`."""
 
-    def __init__(self, actors: ActorGroup, coordinator: Coordinator, dispatch: Dispatch, emit: Emit, step: int) -> None:
+    def __init__(
+        self,
+        actors: ActorGroup,
+        coordinator: Coordinator,
+        dispatch: Dispatch,
+        emit: Emit,
+        step: int,
+        ahead: Callable[[], AheadWork] | None = None,
+    ) -> None:
+        """`ahead`: what workers without requests write ahead, asked for when the first one runs dry."""
         self._actors, self._coordinator, self._dispatch, self._emit, self._step = (
             actors,
             coordinator,
@@ -44,6 +60,7 @@ class Epoch:
         self._given: dict[int, tuple[int, float]] = {}  # how many of them each worker has received, and when
         self._reminded = self._heard = time.monotonic()
         self._told_s = _QUIET_S
+        self._ask_ahead, self._ahead = ahead, NOTHING_AHEAD
 
     def begin(self, *, drafting: bool) -> None:
         epoch = self._coordinator.begin(drafting=drafting)
@@ -81,7 +98,14 @@ class Epoch:
         runs = {**self._runs, **self._followed}
         runs = {worker_id: run for worker_id, run in runs.items() if worker_id in self._actors.members}
         answers = self._actors.ask(runs, "rollout").answers
-        return {worker_id: report for worker_id, report in answers.items() if worker_id in self._runs}
+        reports = {worker_id: report for worker_id, report in answers.items() if worker_id in self._runs}
+        for report in reports.values():
+            self._ahead.texts.put(report.texts)
+        return reports
+
+    def lost(self, worker_id: int) -> None:
+        """What a lost worker was to write ahead is written by others."""
+        self._ahead.queue.lost(worker_id)
 
     def _hand_out(self) -> None:
         while (assigned := self._dispatch.next()) is not None:
@@ -92,6 +116,7 @@ class Epoch:
             self._actors.post(worker_id, [message])
 
     def _receive(self) -> Iterator[Completion]:
+        self._offer_ahead()
         self._order()
         self._remind()
         for worker_id, update in self._actors.listen(self._runs, self._followed):
@@ -128,7 +153,20 @@ class Epoch:
             ]
             self._emit(FleetWaits(self._step, "rollout", tuple(busy), now - self._heard))
 
+    def _offer_ahead(self) -> None:
+        """Workers without requests get some of the next step, and do not train the drafter all the time."""
+        free = () if self._coordinator.stopped else self._coordinator.free
+        if free and self._ask_ahead is not None:
+            self._ahead, self._ask_ahead = self._ask_ahead(), None
+        for worker_id in free:
+            if requests := self._ahead.queue.next(worker_id):
+                self._actors.post(worker_id, [UpcomingRequests(self._coordinator.epoch, requests)])
+        trainers = self._ahead.split.trainers(len(free), time.monotonic()) if self._ahead.queue.open else None
+        self._coordinator.limit_trainers(trainers)
+
     def _pass_on(self, update: StatusUpdate) -> None:
+        self._ahead.texts.put(update.texts, whole=True)
+        self._ahead.queue.written(update.report.worker, update.texts)
         for alarm in update.alarms:
             self._emit(acceptance_collapsed(self._step, alarm))
         if update.offer and update.report.epoch == self._coordinator.epoch:

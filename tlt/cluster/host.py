@@ -42,6 +42,7 @@ from tlt.cluster.messages import (
     Published,
     SharedCompletions,
     StatusUpdate,
+    UpcomingRequests,
     WorkerRolloutReport,
     WorkerState,
 )
@@ -71,7 +72,7 @@ _SESSION_S = 20.0  # seconds without an answer after which the process group of 
 
 CONTROL = "control"  # concurrency group of calls that must not wait for the work thread
 INBOX = "inbox"  # concurrency group of one thread: its calls do not wait for the work thread and stay in order
-Message = Order | AssignedRequests | SharedCompletions | DrafterOffer
+Message = Order | AssignedRequests | UpcomingRequests | SharedCompletions | DrafterOffer
 
 
 class RayLeader:
@@ -197,6 +198,9 @@ class Host:
                 case AssignedRequests(hand_out, requests):
                     if self._status.take(hand_out):
                         self._worker.submit(requests)
+                case UpcomingRequests(epoch, requests):
+                    if epoch == self._status.epoch and self._status.state is not State.READY:
+                        self._worker.ahead.offer(requests)
                 case SharedCompletions(completions, ids):
                     if self._worker.drafter:
                         self._worker.drafter.learn_from(completions, self._worker.engine.version, ids)
@@ -238,6 +242,10 @@ class Host:
                 self._tick()
             elif state is State.DRAFTING and self._worker.drafter and self._sessions.wanted(self._worker.drafter):
                 self._sessions.take_part(self._worker.drafter)
+            elif self._worker.ahead.open:
+                self._timeline.enter("writing ahead")
+                self._worker.finish()
+                self._tick()
             else:
                 self._timeline.enter("idle")
                 self._worker.finish()  # raises if a request failed: the driver would wait for it for ever
@@ -253,11 +261,11 @@ class Host:
 
     def _tick(self) -> None:
         completions = self._worker.tick()
-        alarms = self._worker.engine.alarms
+        alarms, texts = self._worker.engine.alarms, self._worker.ahead.take_texts()
         new, self._told = tuple(alarms[self._told :]), len(alarms)
-        if completions or new:
+        if completions or new or texts:
             self._status.answered(len(completions))
-            self._send_status(completions=tuple(completions), alarms=new)
+            self._send_status(completions=tuple(completions), alarms=new, texts=texts)
 
     def _rollout_report(self) -> WorkerRolloutReport:
         return WorkerRolloutReport(
@@ -269,6 +277,7 @@ class Host:
             waited_s=self._sessions.waited_s,
             averaging_s=self._sessions.averaging_s,
             swaps=self._swaps,
+            texts=self._worker.ahead.end(),
         )
 
     def begin_replay(self) -> None:

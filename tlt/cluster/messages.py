@@ -15,6 +15,7 @@ from tlt.engine.request import Request
 from tlt.loop import RolloutReport
 from tlt.spec.alarm import Alarm
 from tlt.types import Completion
+from tlt.writing_ahead import WrittenText
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,14 @@ class AssignedRequests:
     """Driver to worker: requests to decode."""
 
     hand_out: HandOut
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpcomingRequests:
+    """Driver to a worker without requests: some of the next step, to write ahead until this rollout is over."""
+
+    epoch: int
     requests: tuple[Request, ...]
 
 
@@ -67,6 +76,7 @@ class StatusUpdate:
     completions: tuple[Completion, ...] = ()
     alarms: tuple[Alarm, ...] = ()
     offer: DrafterOffer | None = None
+    texts: tuple[WrittenText, ...] = ()  # written ahead, to their end
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,7 @@ class WorkerRolloutReport:
     waited_s: float  # seconds spent waiting for other members of a session
     averaging_s: float  # seconds spent averaging gradients
     swaps: int  # drafters that its engine swapped in while it decoded
+    texts: tuple[WrittenText, ...] = ()  # written ahead, and cut when the rollout was over
 
 
 @dataclass(frozen=True, slots=True)

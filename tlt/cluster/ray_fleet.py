@@ -27,7 +27,7 @@ from tlt.cluster.placement import check_room, connect, resources_per_worker
 from tlt.cluster.timeline import TimelineSpan, seconds_of
 from tlt.config import RunConfig
 from tlt.dispatch import Dispatch, deal
-from tlt.drafting.idle import Coordinator
+from tlt.drafting.idle import Coordinator, IdleSplit
 from tlt.engine.request import Request
 from tlt.errors import ClusterError, ConfigError, StateLost
 from tlt.event_builders import drafter_trained, engine_slept, together
@@ -42,6 +42,7 @@ from tlt.train.policy_files import merge_policy
 from tlt.types import Completion, Experience
 from tlt.watch.events import DrafterSwapped, StartupPhase
 from tlt.watch.workers import FleetPublished, FleetRolledOut, FleetWaits, WorkerLost, WorkerReturned, WorkerSpans
+from tlt.writing_ahead import AheadQueue, AheadWork, WrittenTexts, longest_first
 
 _TURN_S = 0.15  # seconds of a turn of the other workers, while one worker's ticks are timed
 
@@ -66,6 +67,10 @@ class RayFleet:
         self._dispatch_before = self._dispatch.copy()  # as it was before the last rollout
         self._reports: Mapping[int, WorkerRolloutReport] = {}  # of the last rollout
         self._written = _Written()
+        self._texts = WrittenTexts()
+        self._training_share = 0.5  # of the time of workers without requests, while there is anything to write ahead
+        self._next: Callable[[], Sequence[Request]] | None = None  # requests of the next step
+        self._epoch: Epoch | None = None  # the one under way
         self._group_complete, self._rendezvous_count = False, 0  # all workers are in one all-reduce group; attempts
         self._ours = connect(config.cluster)
         with ExitStack() as undo:  # on an error, stops what was started
@@ -104,6 +109,15 @@ class RayFleet:
             if worker_id in self._actors.leaders:
                 self._coordinator.join(worker_id)
 
+    def _new_epoch(self, ahead: Callable[[], AheadWork] | None) -> Epoch:
+        there = self._actors, self._coordinator, self._dispatch, self._emit
+        self._epoch = Epoch(*there, self._step, ahead if self._writes_ahead else None)
+        return self._epoch
+
+    @property
+    def _writes_ahead(self) -> bool:
+        return self._config.spec.ahead != "off"
+
     @property
     def _drafts(self) -> bool:
         return self._config.cluster.drafting and not self._config.drafting.frozen
@@ -116,18 +130,38 @@ class RayFleet:
         self._recover("rollout")
         if first:
             self._dispatch_before = self._dispatch.copy()
-        return self._rolled_out(requests, replies)
+        return self._rolled_out(self._texts.given(step, requests), replies)
+
+    def write_ahead(self, step: int, upcoming: Callable[[], Sequence[Request]]) -> None:
+        self._next = upcoming
+
+    def _ahead(self) -> AheadWork:
+        """What the workers write ahead from now on, longest expected first; of requests begun before in this step, the
+        rest."""
+        if self._next is not None:
+            upcoming, self._next = self._next(), None
+            self._texts.begin(self._step, longest_first(upcoming, self._dispatch.expected))
+        rows = self._config.engine.rows
+        queue = AheadQueue(self._texts.unfinished(self._step), len(self._actors.leaders), rows)
+        return AheadWork(queue, self._texts, IdleSplit(self._training_share))
 
     def _rolled_out(self, requests: Sequence[Request], replies: Replies | None) -> Iterator[Completion]:
-        yield from self._write(requests, replies, drafting=self._drafts)
+        yield from self._write(requests, replies, drafting=self._drafts, ahead=self._ahead)
         self._reports = self._written.reports
         self._tell_rollout()
 
-    def _write(self, requests: Sequence[Request], replies: Replies | None, *, drafting: bool) -> Iterator[Completion]:
+    def _write(
+        self,
+        requests: Sequence[Request],
+        replies: Replies | None,
+        *,
+        drafting: bool,
+        ahead: Callable[[], AheadWork] | None = None,
+    ) -> Iterator[Completion]:
         """Yields completions, and then sets `_written`."""
         started = time.perf_counter()
         self._dispatch.begin(requests, self._actors.leaders)
-        epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, self._step)
+        epoch = self._new_epoch(ahead)
         epoch.begin(drafting=drafting)
         with MultiTurn(requests, replies) as turns:
             yield from epoch.completions(turns)
@@ -143,13 +177,14 @@ class RayFleet:
         return together([_of_worker(report.rollout, ranks.get(w, w)) for w, report in self._reports.items()], saved_s)
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
-        """All workers train the drafter together while rewards are computed, and stop as soon as `until` is True."""
-        if until() or not self._drafts:
+        """All workers train the drafter together, and write ahead, while rewards are computed. They stop as soon as
+        `until` is True."""
+        if until() or not (self._drafts or self._writes_ahead):
             return
         self._enter("drafting")
-        epoch = Epoch(self._actors, self._coordinator, self._dispatch, self._emit, step)
+        epoch = self._new_epoch(self._ahead)
         self._dispatch.begin((), self._actors.leaders)
-        epoch.begin(drafting=True)
+        epoch.begin(drafting=self._drafts)
         epoch.draft(until)
         self._tell_drafting(epoch.end())
 
@@ -363,6 +398,9 @@ class RayFleet:
         self._group_complete = False
         gone = [worker_id for worker_id in self._coordinator.workers if worker_id not in self._actors.members]
         requests = sum(self._dispatch.lost(worker_id) for worker_id in gone)
+        if self._epoch:
+            for worker_id in gone:
+                self._epoch.lost(worker_id)
         for worker_id in gone if self._actors.leaders else ():
             self._coordinator.lost(worker_id)
         self._emit(WorkerLost(self._step, rank, self._phase, reason, requests, time.monotonic() - self._since))
@@ -386,6 +424,7 @@ class RayFleet:
                 rolling_s=rolling_s,
                 idle_s=seconds_of(spans, "idle"),
                 drafting_s=seconds_of(spans, "drafting"),
+                ahead_s=seconds_of(spans, "writing ahead"),
                 straggler_share=max(0.0, 1 - rolling_s / max(1e-9, workers * seconds)),
                 joins=sum(report.joins for report in self._reports.values()),
                 join_s=sum(report.join_s for report in self._reports.values()),

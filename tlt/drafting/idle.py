@@ -126,6 +126,33 @@ class WorkerStatus:
         self._order, self._taken = order, 0
 
 
+class IdleSplit:
+    """How many of the workers without requests train the drafter while the others write ahead.
+
+    Over a rollout, training gets `share` of these workers' time, in turns of `turn_s` at least: a worker that changes
+    over loses some time.
+    """
+
+    def __init__(self, share: float, turn_s: float = 1.0) -> None:
+        self._share, self._turn_s = share, turn_s
+        self._free_s = self._trained_s = 0.0  # of all workers without requests; of those that trained
+        self._free = self._trainers = 0
+        self._seen: float | None = None
+        self._turn = 0.0  # when the present one began
+
+    def trainers(self, free: int, now: float) -> int:
+        """Of so many workers without requests."""
+        passed_s = now - self._seen if self._seen is not None else 0.0
+        self._free_s += passed_s * self._free
+        self._trained_s += passed_s * self._trainers
+        self._seen = now
+        if free != self._free or now - self._turn >= self._turn_s:
+            owed_s = self._share * (self._free_s + free * self._turn_s) - self._trained_s  # by the end of this turn
+            self._trainers = max(0, min(free, round(owed_s / self._turn_s)))
+            self._free, self._turn = free, now
+        return self._trainers
+
+
 class Coordinator:
     """The fleet's side: hand-outs and reports of every worker, and the orders that follow from them.
 
@@ -139,6 +166,7 @@ class Coordinator:
         self._group: tuple[int, ...] = ()
         self._orders: dict[int, Order] = {}
         self._drafting = False
+        self._most_trainers: int | None = None  # workers that train the drafter at most; None: all without requests
         self._open = False  # requests may still be handed out
         self._stopped = True
 
@@ -177,9 +205,18 @@ class Coordinator:
             raise AssertionError(f"epoch {self._epoch} is not over")
         self._epoch += 1
         self._handed = dict.fromkeys(self._handed, 0)
-        self._reports, self._orders, self._group = {}, {}, ()
+        self._reports, self._orders, self._group, self._most_trainers = {}, {}, (), None
         self._drafting, self._open, self._stopped = drafting, True, False
         return self._epoch
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Workers without requests."""
+        return tuple(worker for worker in self._handed if self._dry(worker))
+
+    def limit_trainers(self, most: int | None) -> None:
+        """At most so many workers train the drafter from the next orders on; None: all that have no requests."""
+        self._most_trainers = most
 
     def hand(self, worker: int, requests: int) -> HandOut:
         if not self._open:
@@ -217,12 +254,12 @@ class Coordinator:
 
     def orders(self) -> list[Order]:
         """The orders of all workers. An unchanged order keeps its serial, so it may be sent any number of times."""
-        dry = [worker for worker in self._handed if self._dry(worker)]
+        dry = self.free
         if not self._open and len(dry) == len(self._handed):
             self._stopped = True
         stays = tuple(worker for worker in self._group if worker in dry)
         joins = tuple(worker for worker in dry if worker not in stays)
-        self._group = () if self._stopped or not self._drafting else stays + joins
+        self._group = () if self._stopped or not self._drafting else (stays + joins)[: self._most_trainers]
         return [self._order(worker) for worker in self._handed]
 
     def _dry(self, worker: int) -> bool:

@@ -18,6 +18,10 @@ class Admission(Protocol):
 
     def finished(self, request: Request, length: int) -> None: ...
 
+    def expected(self, request: Request) -> float:
+        """Tokens of its completion; its limit if nothing is known of its prompt."""
+        ...
+
 
 class FirstComeFirst:
     def rank(self, request: Request) -> tuple[float, ...]:
@@ -28,6 +32,9 @@ class FirstComeFirst:
 
     def finished(self, request: Request, length: int) -> None:
         pass
+
+    def expected(self, request: Request) -> float:
+        return float(request.params.max_tokens)
 
 
 class LongestFirst:
@@ -51,6 +58,9 @@ class LongestFirst:
     def finished(self, request: Request, length: int) -> None:
         known = self._expected.get(request.prompt_id, float(length))
         self._expected[request.prompt_id] = self._memory * known + (1 - self._memory) * length
+
+    def expected(self, request: Request) -> float:
+        return self._expected.get(request.prompt_id, float(request.params.max_tokens))
 
 
 ADMISSIONS: dict[str, type[FirstComeFirst] | type[LongestFirst]] = {"fifo": FirstComeFirst, "longest": LongestFirst}

@@ -38,7 +38,7 @@ def build_engine(
     `on_features` receives the hidden states that the drafter on the device reads, `on_phase` what is done next.
     """
     on_phase("building the engine")
-    if not config.spec.drafters:
+    if not config.spec.drafters and config.spec.ahead == "off":
         engine = EngineCore(policy.model, policy.tokenizer, config.engine)
         engine.compile(filtered=config.sampling.filtered)
         return engine
@@ -67,7 +67,13 @@ def speculating_engine(
     on_features: Callable[[Features], None] | None = None,
 ) -> EngineCore:
     """Assembled and compiled, with its decode graphs captured. Nothing else is measured or captured yet."""
-    speculating = Speculating(drafters, shape_policy, deepest=max(config.spec.depths), widest=max(config.spec.verifies))
+    widest = max(config.spec.verifies)
+    speculating = Speculating(
+        *(drafters, shape_policy),
+        deepest=max(config.spec.depths) if drafters else 0,
+        widest=widest,
+        most_chunk_tokens=config.engine.rows * widest,  # that there is memory for
+    )
     taps = speculating.state_sink.taps
     engine = EngineCore(
         *(policy.model, policy.tokenizer, config.engine),
@@ -75,7 +81,7 @@ def speculating_engine(
         on_features=on_features if taps else None,
         speculation=speculating,
     )
-    engine.compile(filtered=config.sampling.filtered)
+    engine.compile(filtered=config.sampling.filtered, chunks=config.spec.ahead != "off")
     speculating.compile(shapes_of(config.spec, exact=config.engine.exact))
     return engine
 

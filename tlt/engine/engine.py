@@ -28,6 +28,7 @@ from tlt.engine.scoring import Scores, score
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.ahead import AHEAD
 from tlt.spec.alarm import Alarm
 from tlt.spec.costs import CAPTURE, POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
@@ -38,6 +39,7 @@ from tlt.types import Completion, FinishReason, Key, Timing
 _NONE_DRAWN = -1  # what the sampler says where the logits were no distribution
 # of a tick's tokens, by their number: all but the last were accepted drafts
 _DRAFTED = tuple(b"\1" * (tokens - 1) + b"\0" for tokens in range(1, MOST_NODES + 2))
+_WRITTEN_AHEAD = tuple(b"\2" * (tokens - 1) + b"\0" for tokens in range(1, MOST_NODES + 2))
 _CONTEXT_TICKS = 16  # between two looks at how far requests look back
 
 
@@ -90,7 +92,7 @@ class EngineCore:
         )
         kept_in = pages, settings.page_size, model.embed.dtype, model.embed.device
         self._cache = KVCache.allocate(model.local, *kept_in, sleeps=settings.sleep == "always")
-        admission = ADMISSIONS[settings.admission]()
+        self._admission = admission = ADMISSIONS[settings.admission]()
         self._scheduler = Scheduler(
             PageAllocator(pages), settings.page_size, settings.rows, settings.prefill_tokens, admission
         )
@@ -134,6 +136,24 @@ class EngineCore:
     def running(self) -> int:
         """Requests that decode."""
         return self._scheduler.running
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that decode or wait for a row."""
+        return len(self._in_flight)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the request of this key is in flight."""
+        return key in self._in_flight
+
+    def expected(self, request: Request) -> float:
+        """Tokens that its completion will have, by those of its prompt so far."""
+        return self._admission.expected(request)
+
+    @property
+    def turn_rate(self) -> float:
+        """Share of written-ahead tokens that the policy writes differently, given that all before them agree."""
+        return self._speculation.turn_rate
 
     @property
     def alarms(self) -> Sequence[Alarm]:
@@ -260,7 +280,7 @@ class EngineCore:
         emitted = [() if req.over else tokens for req, tokens in zip(plan.reqs, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.reqs, map(len, emitted))
         self._speculation.verified(tick.shape, emitted, times, self._context(plan))
-        return self._read(plan, drawn)
+        return self._read(plan, drawn, _WRITTEN_AHEAD if tick.shape.drafters == (AHEAD,) else _DRAFTED)
 
     def _context(self, plan: Plan) -> float:
         """Positions that a row of the plan looks back on, on average; looked up every few ticks."""
@@ -279,10 +299,14 @@ class EngineCore:
         completions = []
         while not self.idle:
             completions += self.tick()
+        self.raise_failures(completions)
+        return completions
+
+    def raise_failures(self, completions: Sequence[Completion] = ()) -> None:
+        """Raises RequestError if a request failed since this was last asked; the error has these completions."""
         if failures := self.take_failures():
             others = f"{len(completions)} other requests were answered: see the error's `completions`"
-            raise RequestError(f"{'; '.join(failures.values())}. {others}", completions)
-        return completions
+            raise RequestError(f"{'; '.join(failures.values())}. {others}", list(completions))
 
     def take_failures(self) -> dict[Key, str]:
         """Requests that failed since this was last called, or `drain` raised: why each did."""
@@ -369,9 +393,12 @@ class EngineCore:
         """Lets the other ranks of this engine go: they do nothing more until they follow again."""
         self._runner.rest()
 
-    def compile(self, *, filtered: bool = False) -> None:
-        """What the policy's runs need, and graphs that decode; `filtered`: top-k or top-p will be asked for."""
+    def compile(self, *, filtered: bool = False, chunks: bool = False) -> None:
+        """What the policy's runs need, and graphs that decode; `filtered`: top-k or top-p will be asked for; `chunks`:
+        requests will come with `draft_tokens`."""
         self._runner.compile(self._speculation.widest, self._speculation.deepest + 1, filtered=filtered)
+        if chunks:
+            self._runner.compile(MOST_NODES, MOST_NODES, filtered=filtered)
         self._runner.ready_to_decode(filtered)
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
@@ -409,7 +436,8 @@ class EngineCore:
 
     # ---- reading a tick
 
-    def _read(self, plan: Plan, drawn: TickOutput) -> list[Completion]:
+    def _read(self, plan: Plan, drawn: TickOutput, marks: Sequence[bytes] = _DRAFTED) -> list[Completion]:
+        """`marks`: where a tick's tokens came from, by their number."""
         now = time.perf_counter()
         completions = []
         columns = (drawn.tokens, drawn.logprobs, drawn.policy_logprobs)
@@ -418,7 +446,7 @@ class EngineCore:
                 self._dropped += 1
                 continue
             state = req.state
-            state.drafted += _DRAFTED[len(tokens) - 1]  # an answer that ends within them is cut in `_complete`
+            state.drafted += marks[len(tokens) - 1]  # an answer that ends within them is cut in `_complete`
             if not state.tokens:
                 state.first_token_s = now
             if req.left > 0 and not state.request.params.stops and self._endings.isdisjoint(tokens):

@@ -25,9 +25,10 @@ class CostKind(StrEnum):
     TRAINING = "training"  # micro-steps of the drafter that the step waited for
     MEASURING = "measuring"  # accept lengths on answers held out
     SWAPPING = "swapping"  # handing a new drafter to the engine
+    AHEAD = "writing ahead"  # in a rollout: completions of the next step, written beside those of this one
 
 
-_IN_ROLLOUTS = (CostKind.CAPTURES, CostKind.CATCHING_UP, CostKind.STATES)
+_IN_ROLLOUTS = (CostKind.CAPTURES, CostKind.CATCHING_UP, CostKind.STATES, CostKind.AHEAD)
 
 
 @dataclass(slots=True)
@@ -40,19 +41,28 @@ class Budget:
     tried_s: float = 0.0  # lost by tries; one that paid off gives back, but never below 0
     loan_s: float = 0.0  # that may be lost before anything was earned
     tick_s: float = 0.0  # of a plain tick, of late
+    nothing_waits: bool = False  # ticks of now are no part of a step
 
     def ran(self, took_s: float, plain_s: float) -> None:
         """A tick or a step took so long, charged work left out; without speculation it would have taken `plain_s`."""
-        self.plain_s += plain_s
-        self.saved_s += plain_s - took_s
+        if not self.nothing_waits:
+            self.plain_s += plain_s
+            self.saved_s += plain_s - took_s
 
     def charge(self, kind: CostKind, seconds: float) -> None:
         """Work of this kind made everything else wait so long."""
-        self.spent[kind] += max(0.0, seconds)
+        if not self.nothing_waits:
+            self.spent[kind] += max(0.0, seconds)
 
     def tried(self, lost_s: float) -> None:
         """A try lost so much, or gained if it is negative."""
-        self.tried_s = max(0.0, self.tried_s + lost_s)
+        if not self.nothing_waits:
+            self.tried_s = max(0.0, self.tried_s + lost_s)
+
+    def shared(self, seconds: float) -> None:
+        """A tick that `ran` was told of would have been so much shorter without the rows that were written ahead."""
+        self.plain_s -= seconds
+        self.charge(CostKind.AHEAD, seconds)
 
     @property
     def took_s(self) -> float:

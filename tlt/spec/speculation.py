@@ -98,6 +98,11 @@ class Speculation:
         """All alarms so far, oldest first."""
         return ()
 
+    @property
+    def turn_rate(self) -> float:
+        """Share of written-ahead tokens that the policy writes differently, given that all before them agree."""
+        return 1.0
+
     def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
         """Called once, by the engine. `to_come` bounds the plain ticks left; `running` lists what decodes."""
 
@@ -254,6 +259,10 @@ class Speculating(Speculation):
         self._switches = self._verifies = self._accepted = 0
         self._drafting_s = self._one_off_s = 0.0
         self._alarms: list[Alarm] = []
+
+    @property
+    def turn_rate(self) -> float:
+        return self._chunks.turns.rate
 
     @property
     def alarms(self) -> Sequence[Alarm]:

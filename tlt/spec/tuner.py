@@ -207,7 +207,9 @@ class Tuner:
         self._reopen(drafter)
 
     def expected(self, shape: Shape, batch: int) -> tuple[float, float | None]:
-        """Accept length and seconds of a tick, as estimated now."""
+        """Accept length and seconds of a tick, as estimated now; of a chunk nothing is known."""
+        if shape not in self._index:
+            return 1.0, None
         self._acceptance.refresh()
         return self._acceptance.length(shape), self._costs.seconds(shape, self._costs.pad(batch))
 

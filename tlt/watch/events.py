@@ -229,6 +229,9 @@ class StepFinished(Event):
     groups_learned: int = 0  # of these the update learned from
     weight_mean: float = 1.0  # of the truncated importance weights; 1 without them
     staleness: float = 0.0  # updates of the policy between a completion and its use, mean over the completions
+    drafted_share: float = 0.0  # of the tokens: accepted drafts
+    ahead_share: float = 0.0  # of the tokens: written ahead in the step before, and accepted
+    ahead_tokens: int = 0  # of the next step's completions, written ahead in the rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,14 @@ _MOST_LANES = 24  # workers in one figure
 _MOST_METRICS = 8  # that rewards tell, with a figure each
 _OFF, _OTHERS = "off", "others"
 _COLOURS = ("c1", "c3", "c4", "c2")  # of what has no colour of its own
-_DOING = {"rolling": "c1", "drafting": "c4", "updating": "c3", "publishing": "c2", "idle": "c6"}
+_DOING = {
+    "rolling": "c1",
+    "drafting": "c4",
+    "writing ahead": "c5",
+    "updating": "c3",
+    "publishing": "c2",
+    "idle": "c6",
+}
 _PHASE_COLOURS = {"rollout": "c1", "reward": "c2", "update": "c3", "drafting": "c4", "checkpoint": "c5", "other": "c6"}
 _GIB = 2.0**30
 _UNDRAWN = {  # columns that other figures or numbers of the page tell
@@ -80,6 +87,12 @@ def _speculation(run: Run, steps: Sequence[StepFinished], columns: Values) -> li
     if any(map(drafted, steps)):
         drawn.append(_accept_length(steps, events_of(run, DrafterSwapped)))
         drawn += [_saved()] if is_estimated(run.config) else []
+    if any(columns.get("rollout/ahead_tokens", ())):
+        words = "Where the tokens came from; the rest is one for each pass of the policy."
+        series = lines(
+            ("accepted drafts", "c4", "rollout/drafted_share"), ("written ahead", "c5", "rollout/ahead_share")
+        )
+        drawn.append(Figure("Sources of tokens", words, STEPS, Axis("share", (0.0, 1.0), percent=True), series))
     if replays := events_of(run, ReplayCompared):
         drawn.append(_replays(replays))
         speculates = run.config.spec.drafter != "none"

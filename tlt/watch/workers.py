@@ -32,6 +32,7 @@ class FleetRolledOut(Event):
     swaps: int  # times that a worker took a better drafter while it wrote
     stop_s: float  # from the last completion until everyone had stopped
     averaging_s: float = 0.0  # to average gradients of the drafter
+    ahead_s: float = 0.0  # without requests, writing completions of the next step ahead
 
 
 @dataclass(frozen=True, slots=True)
