@@ -6,7 +6,7 @@ replies together: it cuts a completion and changes nothing before the cut. Repli
 the other, while the engine writes other completions. Does not know engines or fleets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,12 +19,14 @@ from tlt.tasks.task import MultiTurnTask, Task
 from tlt.text import Tokenizer
 from tlt.types import Completion, Key, Prompt, Timing
 
+Reply = Callable[[Prompt, Completion], str | Sequence[int] | None]  # as `MultiTurnTask.reply`
+
 
 @dataclass(frozen=True, slots=True)
 class Replies:
     """The replies of a task, as tokens."""
 
-    task: MultiTurnTask
+    reply_to: Reply
     tokenizer: Tokenizer
     prompts: Mapping[Key, Prompt]  # of every completion
 
@@ -33,7 +35,7 @@ class Replies:
         prompt = self.prompts[completion.key]
         with ExitStack() as stack:
             stack.push(partial(_note, prompt, completion))
-            said = self.task.reply(prompt, completion)
+            said = self.reply_to(prompt, completion)
         if said is None:
             return None
         tokens = self.tokenizer.encode_text(said) if isinstance(said, str) else said
@@ -55,7 +57,7 @@ def _note(prompt: Prompt, completion: Completion, _: object, error: BaseExceptio
 
 def replies_of(task: Task, tokenizer: Tokenizer, prompts: Mapping[Key, Prompt]) -> Replies | None:
     """None: the task's completions have one turn."""
-    return Replies(task, tokenizer, prompts) if isinstance(task, MultiTurnTask) else None
+    return Replies(task.reply, tokenizer, prompts) if isinstance(task, MultiTurnTask) else None
 
 
 class MultiTurn:

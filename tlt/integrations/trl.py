@@ -9,7 +9,7 @@ and with adapters, weights are copied when the step has changed. Imports neither
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,17 @@ from tlt.model.config import ModelConfig
 from tlt.model.device import free_bytes
 from tlt.model.transformer import Transformer
 from tlt.model.weights import load_tensors, places
+from tlt.multi_turn import MultiTurn, Replies
 from tlt.policy import Policy
 from tlt.recipe import load_config
 from tlt.serve.served_policy import ServedPolicy
 from tlt.text import Tokenizer
-from tlt.types import Completion, Key, SamplingParams
+from tlt.types import Completion, Key, Prompt, SamplingParams
 
 Reply = Callable[[Any, str], Sequence[int] | str | None]
-"""(prompt, text of the answer's last turn) → what is said next, as tokens or text; None: the answer is complete."""
+"""(prompt, text of the last turn) → the reply, as tokens or text; None: the completion is complete."""
 
 _STEP_BITS, _PROCESS_BITS = 40, 28  # of a request's number: step, process, place in the step
-_MOST_TURNS = 64
 
 
 def rollout_func(
@@ -45,23 +45,11 @@ def rollout_func(
 
     `config`, or `knobs` as `tlt.Engine.open` has them (`rows=128`, `spec={"drafter": "both", "path": "new"}`), set up
     the engine; sampling is the trainer's. The suffix drafter is on by default. A drafter that learns does so after a
-    rollout, for at most `draft_share` of its time. `reply` makes answers of several turns.
+    rollout, for at most `draft_share` of its time. `reply` makes completions of several turns.
     """
     usual = {"spec.drafter": "suffix"} if config is None else {}
     chosen = load_config(config, overrides={**usual, **dict(overrides_of(knobs))})
     return TrlRollouts(chosen, reply, draft_share)
-
-
-@dataclass(slots=True)
-class _Answer:
-    """One completion in the making, turn by turn."""
-
-    prompt: Any  # as the data set has it
-    prompt_tokens: tuple[int, ...]
-    key: Key
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)  # 1 where the policy wrote it
 
 
 class TrlRollouts:
@@ -72,25 +60,26 @@ class TrlRollouts:
         self._served: ServedPolicy | None = None
         self._shares = False  # trainer and engine hold the same tensors
         self._step = -1
-        self._asked = 0  # completions in this step
-        self._known: list[tuple[tuple[int, ...], Key]] = []  # texts of this step, to be gone on with
+        self._requests = 0  # so far in this step
+        # prompts with completions of this step, whose next turn may follow
+        self._known: list[tuple[tuple[int, ...], Key]] = []
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         served = self._ready(trainer)
         tokens = trainer._tokenize_prompts(prompts)[0]
-        answers = [
-            _Answer(prompt, tuple(ids), self._next_key(trainer)) for prompt, ids in zip(prompts, tokens, strict=True)
-        ]
+        params = _sampling(trainer)
+        requests = [_request(served, self._next_key(trainer), tuple(ids), params) for ids in tokens]
+        replies = self._replies(served, requests, prompts)
         started = time.perf_counter()
-        self._write(served, answers, _sampling(trainer))
+        completions = _completed(served, requests, replies)
         served.learn(until=lambda: True, seconds=self._draft_share * (time.perf_counter() - started))
-        self._known += [((*answer.prompt_tokens, *answer.tokens), answer.key) for answer in answers]
-        found: dict[str, list[Any]] = {
-            "prompt_ids": [list(answer.prompt_tokens) for answer in answers],
-            "completion_ids": [answer.tokens for answer in answers],
-            "logprobs": [answer.logprobs for answer in answers],
+        self._known += [((*found.prompt_tokens, *found.tokens), found.key) for found in completions]
+        columns: dict[str, list[Any]] = {
+            "prompt_ids": [list(found.prompt_tokens) for found in completions],
+            "completion_ids": [list(found.tokens) for found in completions],
+            "logprobs": [list(found.logprobs) for found in completions],
         }
-        return {**found, "env_mask": [answer.written for answer in answers]} if self._reply else found
+        return {**columns, "env_mask": [list(found.loss_mask) for found in completions]} if replies else columns
 
     def report(self) -> Any:
         """What the engine has done so far; None before the first rollout."""
@@ -98,47 +87,32 @@ class TrlRollouts:
 
     # ---- turns
 
-    def _write(self, served: ServedPolicy, answers: Sequence[_Answer], params: SamplingParams) -> None:
-        """Every answer to its end; those that get a reply go on from their own pages, key and position."""
-        going_on = list(answers)
-        for _ in range(_MOST_TURNS):
-            for answer, completion in zip(going_on, _completed(served, going_on, params), strict=True):
-                answer.tokens += completion.tokens
-                answer.logprobs += completion.logprobs
-                answer.written += [1] * len(completion.tokens)
-            going_on = [answer for answer in going_on if self._goes_on(served, answer, params.max_tokens)]
-            if not going_on:
-                return
+    def _replies(self, served: ServedPolicy, requests: Sequence[Request], prompts: Sequence[Any]) -> Replies | None:
+        reply, tokenizer = self._reply, served.tokenizer
+        if reply is None:
+            return None
 
-    def _goes_on(self, served: ServedPolicy, answer: _Answer, most: int) -> bool:
-        """Adds what is said next, if anything is and there is room for more than that."""
-        if self._reply is None:
-            return False
-        last = _last_turn(answer)
-        said = self._reply(answer.prompt, served.tokenizer.decode(last))
-        if said is None:
-            return False
-        tokens = served.tokenizer.encode_text(said) if isinstance(said, str) else list(said)
-        if len(answer.tokens) + len(tokens) >= most:
-            return False
-        answer.tokens += tokens
-        answer.logprobs += [0.0] * len(tokens)
-        answer.written += [0] * len(tokens)
-        return True
+        def reply_to(prompt: Prompt, completion: Completion) -> str | Sequence[int] | None:
+            last_turn = completion.tokens[completion.loss_mask.rfind(0) + 1 :]
+            return reply(prompt.reference, tokenizer.decode(last_turn))
+
+        pairs = zip(requests, prompts, strict=True)
+        named = {request.key: Prompt(str(place), "", prompt) for place, (request, prompt) in enumerate(pairs)}
+        return Replies(reply_to, tokenizer, named)
 
     def turn(
         self, trainer: Any, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
         """In place of the trainer's own generation when a tool or an environment has answered."""
-        served = self._ready(trainer)
-        answers = [_Answer(None, tuple(ids), self._key_of(trainer, tuple(ids))) for ids in prompt_ids]
-        for answer, completion in zip(answers, _completed(served, answers, _sampling(trainer)), strict=True):
-            answer.tokens, answer.logprobs = list(completion.tokens), list(completion.logprobs)
-            self._known.append(((*answer.prompt_tokens, *completion.tokens), answer.key))
-        return [answer.tokens for answer in answers], [answer.logprobs for answer in answers]
+        served, params = self._ready(trainer), _sampling(trainer)
+        prompts = [tuple(ids) for ids in prompt_ids]
+        requests = [_request(served, self._key_of(trainer, prompt), prompt, params) for prompt in prompts]
+        completions = _completed(served, requests, None)
+        self._known += [((*found.prompt_tokens, *found.tokens), found.key) for found in completions]
+        return [list(found.tokens) for found in completions], [list(found.logprobs) for found in completions]
 
     def _key_of(self, trainer: Any, prompt: tuple[int, ...]) -> Key:
-        """The key of the text that this prompt goes on from; each text is gone on from once."""
+        """The key of the completion that this prompt continues. Each completion is continued once."""
         for place, (text, key) in enumerate(self._known):
             if prompt[: len(text)] == text:
                 del self._known[place]
@@ -146,8 +120,8 @@ class TrlRollouts:
         return self._next_key(trainer)
 
     def _next_key(self, trainer: Any) -> Key:
-        number = self._step << _STEP_BITS | trainer.accelerator.process_index << _PROCESS_BITS | self._asked
-        self._asked += 1
+        number = self._step << _STEP_BITS | trainer.accelerator.process_index << _PROCESS_BITS | self._requests
+        self._requests += 1
         return Key(trainer.args.seed, number)
 
     # ---- weights
@@ -160,7 +134,7 @@ class TrlRollouts:
         elif step != self._step:
             self._served.update_weights(lambda model: self._copy(trainer, model), step)
         if step != self._step:
-            self._step, self._asked, self._known = step, 0, []
+            self._step, self._requests, self._known = step, 0, []
         return self._served
 
     def _open(self, trainer: Any) -> ServedPolicy:
@@ -182,27 +156,25 @@ class TrlRollouts:
             load_tensors(model, merged_tensors(_unwrapped(trainer)), origin="the trainer's model")
 
 
-def _completed(served: ServedPolicy, answers: Sequence[_Answer], params: SamplingParams) -> list[Completion]:
-    """The next turn of each answer, in their order."""
-    requests = []
-    for answer in answers:
-        prompt = (*answer.prompt_tokens, *answer.tokens)
-        left = replace(params, max_tokens=min(params.max_tokens - len(answer.tokens), served.context - len(prompt)))
-        requests.append(Request(answer.key, prompt, left, str(hash(answer.prompt_tokens)), keep=True))
-    served.submit(requests)
+def _request(served: ServedPolicy, key: Key, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+    fitting = replace(params, max_tokens=min(params.max_tokens, served.context - len(prompt)))
+    return Request(key, prompt, fitting, str(hash(prompt)), keep=True)
+
+
+def _completed(served: ServedPolicy, requests: Sequence[Request], replies: Replies | None) -> list[Completion]:
+    """The completions of the requests, in their order."""
     done: dict[Key, Completion] = {}
-    while served.busy:
-        done.update((completion.key, completion) for completion in served.tick())
-    for failure in served.take_failures().values():
-        raise ConfigError(failure)
-    return [done[answer.key] for answer in answers]
-
-
-def _last_turn(answer: _Answer) -> list[int]:
-    start = len(answer.tokens)
-    while start and answer.written[start - 1]:
-        start -= 1
-    return answer.tokens[start:]
+    with MultiTurn(requests, replies) as turns:
+        served.submit(requests)
+        while served.busy or turns.waiting:
+            for turn in served.tick() if served.busy else ():
+                turns.hand_in(turn)
+            for failure in served.take_failures().values():
+                raise ConfigError(failure)
+            complete, further = turns.take(0.0 if served.busy else None)
+            served.submit(further)
+            done.update((found.key, found) for found in complete)
+    return [done[request.key] for request in requests]
 
 
 # ---- the trainer's side
@@ -238,7 +210,7 @@ def _tokenizer(trainer: Any, model: Transformer) -> Tokenizer:
 
 
 def _with_room(config: RunConfig, model: Transformer, trainer: Any) -> RunConfig:
-    """On a GPU the cache takes a part of what is free, unless `engine.kv_gib` says how much."""
+    """On a GPU the KV cache takes a share of the free memory, unless `engine.kv_gib` sets its size."""
     if config.engine.kv_gib or not model.embed.is_cuda:
         return config
     free = free_bytes(model.embed.device)
@@ -250,7 +222,7 @@ def _unwrapped(trainer: Any) -> Any:
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a transformers model under their usual names, those of peft's adapters added to theirs."""
+    """The weights of a transformers model under their usual names, with peft's adapters merged."""
     adapted = {_plain(name) + ".weight": module for name, module in model.named_modules() if _is_adapted(module)}
     for name, tensor in model.state_dict().items():
         if ".lora_" in name or ".original_module." in name:
