@@ -53,7 +53,7 @@ def rollout_func(
 
 
 class TrlRollouts:
-    """Called by the trainer with prompts, once per completion that it wants."""
+    """The `rollout_func` of a trainer: called with one prompt per completion."""
 
     def __init__(self, config: RunConfig, reply: Reply | None, draft_share: float) -> None:
         self._config, self._reply, self._draft_share = config, reply, draft_share
@@ -103,7 +103,7 @@ class TrlRollouts:
     def turn(
         self, trainer: Any, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """In place of the trainer's own generation when a tool or an environment has answered."""
+        """Replaces the trainer's own generation of the turns after a tool call."""
         served, params = self._ready(trainer), _sampling(trainer)
         prompts = [tuple(ids) for ids in prompt_ids]
         requests = [_request(served, self._key_of(trainer, prompt), prompt, params) for prompt in prompts]

@@ -117,7 +117,7 @@ class VerlServer:
         await self._engine.when_idle(self._served.sleep)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Weights alone are copied into host memory while it sleeps; the engine is built with its cache."""
+        """Weights alone are copied into host memory during sleep; the engine is rebuilt with its KV cache."""
         if tags is None or "kv_cache" in tags:
             await self._engine.call(self._served.wake)
 
@@ -125,7 +125,7 @@ class VerlServer:
         await self._engine.call(self._served.drop_prefixes)
 
     async def abort_all(self) -> int:
-        """How many were under way. Nothing is written until `resume`."""
+        """Aborts all requests and pauses. Returns their number."""
         count = self._engine.in_flight
         await self._engine.pause("abort")
         return count

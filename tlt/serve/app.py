@@ -21,7 +21,7 @@ from tlt.serve.state import ServerState
 
 Endpoint = Callable[[Request, ServerState], Awaitable[Response]]
 
-_OPEN = {"/health", "/liveness", "/ping"}  # asked without a key
+_OPEN = {"/health", "/liveness", "/ping"}  # no API key needed
 _READ: dict[str, Endpoint] = {
     "/health": control.health,
     "/liveness": control.health,

@@ -16,7 +16,7 @@ class TokenLogprobs:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
-    top: tuple[Row | None, ...]  # likeliest first; empty rows where none were asked for
+    top: tuple[Row | None, ...]  # likeliest first; empty rows where none were requested
 
 
 def of_output(output: ServeOutput, prompt: Sequence[int], *, echo: bool, top: int, processed: bool) -> TokenLogprobs:

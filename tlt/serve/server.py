@@ -1,7 +1,7 @@
 """`tlt serve`: opens the policy, listens, and serves until a signal or the engine's end.
 
-The event loop runs in the main thread, the engine in its own. On a signal no new calls are taken, those under way get a
-moment and are then aborted, and the engine's thread ends.
+The event loop runs in the main thread, the engine in its own. On a signal the server takes no new calls, aborts
+running ones after a grace period, and ends the engine thread.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from tlt.errors import ConfigError, TltError
 from tlt.serve.options import ServeOptions
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_GRACE_S = 3  # for calls under way when the server is told to stop, …
-_ENDING_S = 5  # … and for their clients to read the last of it
-_KEEP_ALIVE_S = 120  # of an idle connection: a busy client may read its last answer much later than it was sent
-_SWITCH_S = 0.0005  # Python's usual 5 ms between threads are as long as a tick
+_GRACE_S = 3  # for running calls after a signal
+_ENDING_S = 5  # after that, for clients to read the end of their responses
+_KEEP_ALIVE_S = 120  # of an idle connection: a busy client may read a response much later than it was sent
+_SWITCH_S = 0.0005  # Python's default of 5 ms is as long as a tick
 
 
 def serve(config: RunConfig, options: ServeOptions) -> None:
@@ -64,7 +64,7 @@ def serve(config: RunConfig, options: ServeOptions) -> None:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Bound before the policy is loaded, so that a port in use is told at once."""
+    """Binds before the policy is loaded, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio turns Nagle's algorithm off where it sees TCP by name: it would hold small answers back for 40 ms
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
