@@ -99,7 +99,7 @@ class AllReduceGroup:
                 f"group {rendezvous.name}: member {rank} of {size} found no other member: {error}"
             ) from error
 
-    def mesh(self, rendezvous: Rendezvous, rank: int, size: int, address: str) -> Any:
+    def mesh(self, rendezvous: Rendezvous, rank: int, size: int, address: str, device: str) -> Any:
         """The same members as a torch device mesh. Its process group is global: call it once per process."""
         _stay_where(address)
         store = dist.PrefixStore(
@@ -107,7 +107,7 @@ class AllReduceGroup:
         )
         backend = "cpu:gloo,cuda:nccl" if self._nccl else "gloo"  # shards on GPUs are copied to shards on CPUs
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self._timeout)
-        return init_device_mesh("cuda" if self._nccl else "cpu", (size,))
+        return init_device_mesh(device, (size,))
 
     def checkpoint_group(self) -> Any:
         """The members of `mesh`, for what they agree on while a checkpoint is written beside training."""

@@ -358,7 +358,7 @@ class Host:
         address, self._group_rank = Environment.here().address, rank
         self._reduce_group.join(rendezvous, rank, size, address)
         if self._config.cluster.shard:
-            mesh = self._reduce_group.mesh(rendezvous, rank, size, address)
+            mesh = self._reduce_group.mesh(rendezvous, rank, size, address, self._config.model.device)
 
             def trainer(whole: Transformer, reference: Transformer | None) -> ShardedTrainer:
                 return ShardedTrainer(whole, self._config, mesh, reference=reference, add_up=self._add_up)

@@ -90,16 +90,11 @@ class RayFleet:
             undo.pop_all()
 
     def _check_division(self) -> None:
-        """Raises where shards, or the slices of an engine, cannot be had."""
+        """Raises where the slices of an engine cannot be had."""
         config, gpus = self._config, self._resources.gpus
-        divided = [
-            name
-            for name, on in (("shard", config.cluster.shard), ("tensor_parallel", config.cluster.tensor_parallel > 1))
-            if on
-        ]
-        if divided and 0 < gpus < 1:
+        if config.cluster.tensor_parallel > 1 and 0 < gpus < 1:
             raise ConfigError(
-                f"cluster.{divided[0]} needs whole GPUs, and cluster.gpus_per_worker is {gpus:g}; set it to 1"
+                f"cluster.tensor_parallel needs whole GPUs, and cluster.gpus_per_worker is {gpus:g}; set it to 1"
             )
         check_divisible(config_of(config.model), config.cluster.tensor_parallel)
 
