@@ -21,7 +21,6 @@ import torch
 
 from tlt.bench.record import write_record
 from tlt.cluster.host import Host
-from tlt.cluster.placement import WorkerSlot
 from tlt.cluster.ray_fleet import RayFleet
 from tlt.config import RunConfig
 from tlt.engine.request import Request
@@ -46,9 +45,9 @@ def count_cpu_seconds() -> None:
 class TimedHost(Host):
     """A worker that sums up the CPU seconds of its ticks."""
 
-    def open(self, config: RunConfig, rank: int, slot: WorkerSlot, nccl: bool) -> None:
+    def open(self, *given: Any) -> None:
         count_cpu_seconds()
-        super().open(config, rank, slot, nccl)
+        super().open(*given)
         self._ticks_s, self._ticks = 0.0, 0
 
     def _tick(self) -> None:
