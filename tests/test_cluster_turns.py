@@ -2,7 +2,7 @@
 
 import pytest
 
-from tlt.cluster.turns import Over, Turns, count
+from tlt.cluster.interference import Over, Turns, count
 
 
 def test_turns_end_when_told_and_can_be_taken_again() -> None:

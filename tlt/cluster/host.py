@@ -32,7 +32,7 @@ from tlt.cluster.all_reduce import (
 )
 from tlt.cluster.averaging import SessionOpened
 from tlt.cluster.drafter_state import DrafterWords, describe, pass_over, receive, send
-from tlt.cluster.interference import Interval, Ticks
+from tlt.cluster.interference import Interval, Over, Ticks, Turns, count
 from tlt.cluster.messages import (
     AssignedRequests,
     DrafterOffer,
@@ -50,7 +50,6 @@ from tlt.cluster.placement import Environment, WorkerSlot, cores_of, pin
 from tlt.cluster.sessions import Sessions
 from tlt.cluster.timeline import Timeline, TimelineSpan
 from tlt.cluster.transfer import append_piece, bytes_written, on_host, pieces_of
-from tlt.cluster.turns import Over, Turns, count
 from tlt.config import RunConfig
 from tlt.drafting.idle import Order, State, WorkerStatus, without_rest
 from tlt.drafting.trainer import OnlineDrafter

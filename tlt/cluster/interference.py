@@ -1,20 +1,25 @@
-"""How much the training of other workers slows the ticks of one worker: adjacent turns compared.
+"""How much the training of other workers slows the ticks of one worker: turns of work, and adjacent turns compared.
 
 The speed of a machine drifts within seconds by more than the measured effect. So the other workers train in turns
 of a fraction of a second, on the clock that all processes of a machine share, and each turn is compared with the
 adjacent turns without training. A tick is compared with the same tick of other rollouts, because ticks of one rollout
 differ. Every figure has a standard error.
+
+What always holds: `Turns.take` ends as soon as the work checks `over` after `end`, also if `end` was called before.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import sqrt
 from statistics import fmean, median, stdev
+from threading import Event
 
 _LEAST_TICKS = 4  # in a turn; its median is not used below that
 
 Interval = tuple[float, float]  # start and end, seconds
+Over = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,38 @@ class Interference:
 def is_work_turn(now_s: float, turn_s: float) -> bool:
     """Every other turn is for work."""
     return int(now_s / turn_s) % 2 == 0
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._ended = Event()
+
+    def take(self, turn_s: float, work: Callable[[Over], None]) -> list[Interval]:
+        """Works in every working turn until `end` is called. Returns the intervals of work."""
+        shifts: list[Interval] = []
+
+        def over() -> bool:
+            return self._ended.is_set() or not is_work_turn(time.perf_counter(), turn_s)
+
+        try:
+            while not self._ended.is_set():
+                began = time.perf_counter()
+                if is_work_turn(began, turn_s):
+                    work(over)
+                    shifts.append((began, time.perf_counter()))
+                self._ended.wait(turn_s / 50)
+        finally:
+            self._ended.clear()
+        return shifts
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+def count(over: Over) -> None:
+    """Keeps a core busy without memory traffic."""
+    while not over():
+        pass
 
 
 def interference(found: InterferenceRuns) -> Interference:
