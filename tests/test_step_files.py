@@ -1,6 +1,7 @@
 """Step files: tokens, log-probabilities, entropies and draft marks of a real run, within bounds, removed in turn."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,12 @@ from tests.test_telling import eager
 from tests.tiny import policy
 from tests.training import LEARNED, small
 from tlt.config import GrpoSettings, TrainSettings
+from tlt.loop import Loop, Step
 from tlt.model.attention import PackedLayout
 from tlt.policy import source_of
 from tlt.text import TextStream, Tokenizer, TokenTexts
 from tlt.train.policy import PolicyTrainer
+from tlt.types import Rollout
 from tlt.watch.events import AccountUpdated, ReaderFailed
 from tlt.watch.history import events_of, steps_of
 from tlt.watch.step_files import StepFiles, sampled_groups, step_file, steps_kept, superfluous
@@ -30,8 +33,25 @@ def read(directory: Path, step: int) -> Any:
     return json.loads(step_file(directory, step).read_text(encoding="utf-8"))
 
 
+def by_the_first_policy(step: Callable[[Loop, int], Step]) -> Callable[[Loop, int], Step]:
+    """Steps whose completions say that policy version 0 wrote them."""
+
+    def old(one: Rollout) -> Rollout:
+        return replace(one, completion=replace(one.completion, policy_version=0))
+
+    def taken(loop: Loop, number: int) -> Step:
+        done = step(loop, number)
+        groups = [replace(one.group, rollouts=tuple(map(old, one.group.rollouts))) for one in done.judged]
+        return replace(
+            done, judged=tuple(replace(one, group=group) for one, group in zip(done.judged, groups, strict=True))
+        )
+
+    return taken
+
+
 def test_a_run_keeps_some_completions_token_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.fleet.shape_policy_of", eager)
+    monkeypatch.setattr("tlt.loop.Loop.step", by_the_first_policy(Loop.step))
     run = tlt.train(small(tmp_path, *SPECULATING, "--run.steps=2", "--watch.groups=2"))
     directory = Path(run.config.run.out) / run.config.run.name
     assert list(steps_kept(directory)) == [1, 2]
@@ -60,6 +80,8 @@ def test_a_run_keeps_some_completions_token_by_token(tmp_path: Path, monkeypatch
     assert {shape for _, _, shape in spans} == {"off", "eagle+suffix 2x1/4"}
     assert {shape for _, _, shape, *_ in found["costs"]} == {"off", "eagle+suffix 2x1/4"}
     assert found["memory"][0][1] > 2**20
+    assert {one["version"] for one in found["completions"]} == {0}
+    assert [one.staleness for one in steps_of(run)] == [0.0, 1.0]
     last = steps_of(run)[-1]
     assert last.host_bytes == found["memory"][0][1]
     assert last.entropy > 0

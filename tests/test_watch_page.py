@@ -444,7 +444,7 @@ def test_a_long_run_stays_within_bounds(tmp_path: Path, look: Looking) -> None:
     assert later["steps"] == [1999, 2000, 2001]
     assert len(json.dumps(later)) < 100_000
     look.page.wait_for_function("() => document.querySelector('header').innerText.includes('2001 of 2001')")
-    assert look.heap_mb() < 64
+    assert look.heap_mb() < 32
     look.every_view("long", 2000)
     look.go("run/long/step/2000")
     assert "512 requests over time" in str(look.page.get_attribute("canvas", "aria-label"))
@@ -454,7 +454,7 @@ def test_a_long_run_stays_within_bounds(tmp_path: Path, look: Looking) -> None:
     for _ in range(3):  # without loading the page again
         for address in ("run/long", "run/long/step/2000", "run/long/drafter", ""):
             look.move(address)
-    assert look.heap_mb() < 64, "views that were left are let go"
+    assert look.heap_mb() < 32, "views that were left are let go"
     live = LiveRun(home)
     live.refresh()
     kept = [record for record in live.run.events if getattr(record.event, "lengths", ())]

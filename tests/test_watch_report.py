@@ -75,6 +75,16 @@ def test_a_new_drafter_is_marked_where_it_first_drafts(tmp_path: Path) -> None:
     assert told == ["drafter 1 from step 2 on", "drafter 2 from step 8 on"]
 
 
+def test_staleness_is_counted_in_updates(tmp_path: Path) -> None:
+    """A drafter that learned from the rollouts of step 2 drafts in step 3, after one update."""
+    swaps = [DrafterSwapped(2, 1), DrafterSwapped(5, 2)]
+    directory = write_run(config_of(tmp_path), [*(step(n, staleness=0.25) for n in range(1, 8)), *swaps])
+    assert values(directory, "sum/drafter_staleness") == [None, None, 1, 2, 3, 1, 2]
+    assert values(directory, "policy/staleness") == [0.25] * 7
+    assert figure(directory, "Drafter staleness").topic == "Speculation"
+    assert figure(directory, "Staleness").topic == "Policy update"
+
+
 def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
     directory = whole_run(tmp_path)
     shown = figure(directory, "Time per phase")

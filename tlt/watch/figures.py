@@ -102,7 +102,7 @@ def _speculation(run: Run, steps: Sequence[StepFinished], columns: Values) -> li
         drawn.append(shapes_figure(chosen))
     drawn += [_by_depth(name, chosen) for name in sorted({name for one in chosen for name, _ in one.by_depth})]
     if any(columns.get(DRAFTER_STALENESS, ())):
-        words = "Updates of the policy since the drafter in use was trained."
+        words = "Updates of the policy since the rollouts that the drafter in use was trained on."
         series = lines(("drafter", "c4", DRAFTER_STALENESS))
         drawn.append(Figure("Drafter staleness", words, STEPS, Axis("updates", (0.0,)), series))
     return [*drawn, _account()] if "account/balance_s" in columns else drawn

@@ -174,6 +174,6 @@ def columns_of(run: Run, known: Columns | None = None) -> Columns:
 
 
 def _drafter_staleness(steps: Sequence[int], swaps: Sequence[DrafterSwapped]) -> list[float | None]:
-    """Updates of the policy since the drafter in use was trained; None before the first trained drafter."""
+    """Updates of the policy since the rollouts that the drafter in use was trained on; None before the first."""
     taken = sorted(swap.step for swap in swaps)
-    return [step - 1 - taken[place - 1] if (place := bisect_left(taken, step)) else None for step in steps]
+    return [step - taken[place - 1] if (place := bisect_left(taken, step)) else None for step in steps]
