@@ -155,7 +155,7 @@ class PhaseStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress(Event):
-    """Progress of a rollout, about once a second where a console is open."""
+    """Progress of a rollout, at most once a second."""
 
     step: int
     finished: int  # completions

@@ -541,7 +541,7 @@ export function completionView(completion, mode, open = false) {
   const title = `group ${completion.group}, completion ${completion.index}: reward ${number(completion.reward)}, ${number(completion.tokens)} tokens, ended by ${completion.finish}`;
   const version = completion.version === undefined ? "" : `, policy version ${completion.version}`;
   const share = completion.drafted.length ? `, ${Math.round((100 * drafted) / completion.drafted.length)}% from drafts` : "";
-  const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share, version, completion.entropy ? "" : ", no advantage: entropy was not computed"), el("q", {}, preview(completion))));
+  const node = el("details", { class: "completion", "data-group": completion.group, "data-index": completion.index }, el("summary", {}, el("b", {}, title), el("span", {}, share, version, completion.entropy ? "" : ", no entropy: no advantage"), el("q", {}, preview(completion))));
   let view = null;
   const fill = () => {
     if (view || !node.open) return;
