@@ -1,5 +1,6 @@
 """The command line: fast help, and one clear line with the right exit code for every mistake."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,3 +206,41 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"tlt {tlt.__version__}\n"
+
+
+INTERRUPTED = {
+    "in exec": """
+import tlt.cli
+from tlt.__main__ import command
+
+def main():
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        print("tlt: interrupted", file=sys.stderr)
+        return 130
+
+tlt.cli.main = main
+""",
+    "in an import": """
+from tlt.__main__ import command
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "tlt.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+""",
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_an_interrupt_ends_with_130_wherever_it_comes(tmp_path: Path, where: str) -> None:
+    """As a module: there Python 3.11 remembers an interrupt of what ran by `exec`, though it was caught."""
+    script = f"import sys, atexit\natexit.register(print, 'cleaned up')\n{INTERRUPTED[where]}\nsys.exit(command())"
+    (tmp_path / "interrupted.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned up\n", "tlt: interrupted\n")

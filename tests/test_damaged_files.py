@@ -142,6 +142,14 @@ MODELS: dict[str, tuple[Damage, str]] = {
         "model.norm.weight has dtype I64, expected",
     ),
     "shape": (put("model.norm.weight", torch.ones(31)), "model.norm.weight has shape [31], expected [32]"),
+    "not a number": (
+        tensors(lambda found: found["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
+        "model.layers.1.mlp.up_proj.weight holds NaN or infinite values; expected numbers",
+    ),
+    "infinite": (
+        tensors(lambda found: [tensor.view(-1)[-1:].fill_(float("inf")) for tensor in found.values()]),
+        "more holds NaN or infinite values",
+    ),
     "missing": (tensors(lambda found: found.pop("model.norm.weight")), "missing model.norm.weight"),
     "tokenizer": (cut("tokenizer.json"), "tokenizer.json is not valid JSON"),
     "no tokenizer": (bytes_of("tokenizer.json", b"{}"), "cannot be loaded"),

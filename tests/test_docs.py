@@ -244,7 +244,7 @@ def wrong_installs(text: str) -> list[str]:
 
 def test_pip_is_told_the_name_of_the_distribution() -> None:
     assert PROJECT["name"] == "tlt-rl"
-    assert PROJECT["scripts"] == {"tlt": "tlt.cli:main"}
+    assert PROJECT["scripts"] == {"tlt": "tlt.__main__:command"}
     texts = {path: path.read_text("utf-8") for path in TEXTS if path.is_file() and path.suffix in KINDS}
     assert sum("tlt-rl[" in text for text in texts.values()) > 5
     assert {path: found for path, text in texts.items() if (found := wrong_installs(text))} == {}

@@ -1,6 +1,7 @@
 """The one model definition says what transformers says, for every family, packed or alone, and its files round-trip."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,25 @@ def test_taps_are_the_residual_stream(tmp_path: Path) -> None:
     for tap, got in zip((2, 0, 3), out.taps, strict=True):
         assert relative(got, expected[tap][0]) < 1e-4
     assert relative(out.hidden_TD, expected[4][0]) < 1e-4
+
+
+@torch.no_grad()
+def test_one_layer_of_each_kind_stands_for_those_like_it(tmp_path: Path) -> None:
+    """First, last, tapped, with and without rotation: meanwhile, and never afterwards."""
+    make(FAMILIES["smollm3"], tmp_path)
+    config = load_policy(tmp_path).config
+    config = replace(config, layers=9, rotary_layers=(True, True, True, False) * 2 + (True,), windows=(0,) * 9)
+    model, ran = Transformer(config), list[int]()
+    model.init_weights(1)
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, index=index: ran.append(index))
+    tokens, layout = torch.randint(0, 97, (12,)), PackedLayout.from_lengths([12])
+    taps = (2, 5, 9)
+    whole = model(tokens, layout, taps)
+    with model.one_layer_of_each_kind(taps):
+        model(tokens, layout, taps)
+    assert ran == [*range(9), 0, 1, 2, 3, 5, 8]
+    assert torch.equal(model(tokens, layout, taps).hidden_TD, whole.hidden_TD)
 
 
 def test_gradients_do_not_cross_sequences(tmp_path: Path) -> None:

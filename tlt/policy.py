@@ -14,7 +14,7 @@ from tlt.model.config import ModelConfig
 from tlt.model.hub import find_policy, hub_name
 from tlt.model.shapes import MODEL_SHAPES, shape_config
 from tlt.model.transformer import Transformer
-from tlt.model.weights import load_policy, read_config
+from tlt.model.weights import check_finite, load_policy, read_config
 from tlt.text import Tokenizer
 from tlt.train.adapter import is_adapter, merge_adapter, read_words
 
@@ -39,6 +39,7 @@ def open_policy(settings: ModelSettings) -> Policy:
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
     if is_adapter(named):
         merge_adapter(model, named)
+    check_finite(model, source)
     return Policy(model, Tokenizer.load(source, vocab=model.config.vocab), source)
 
 

@@ -267,7 +267,10 @@ class Runner:
         self._parallel.announce((COMPILE, widest, steps, filtered))
         live = self._rows.set_count(0)
         try:
-            dispatch(compiling.compile_ahead, self._cache.k.is_cuda)(partial(self._run_idle, widest, steps, filtered))
+            with self._model.one_layer_of_each_kind(self._all_taps):
+                dispatch(compiling.compile_ahead, self._cache.k.is_cuda)(
+                    partial(self._run_idle, widest, steps, filtered)
+                )
         finally:
             self._rows.set_count(live)
 

@@ -6,7 +6,8 @@ them to Hugging Face's names. A new Transformer holds no values: load weights or
 """
 # T tokens, D hidden, N fused width, V vocabulary
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -129,6 +130,7 @@ class Transformer(nn.Module):
         )
         self.norm = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
         self.head = None if config.tied else nn.Parameter(torch.empty_like(self.embed))
+        self._passed_over: frozenset[int] = frozenset()  # layers that `forward` leaves out
         cos_PR, sin_PR = rotary_tables(config)
         self.register_buffer("cos_PR", cos_PR.to(device), persistent=False)
         self.register_buffer("sin_PR", sin_PR.to(device), persistent=False)
@@ -145,6 +147,8 @@ class Transformer(nn.Module):
         x = embed(self.embed, tokens_T, norms[0], exact=layout.exact)
         tapped = {}
         for index, (block, next_norm) in enumerate(zip(self.blocks, [*norms[1:], None], strict=True)):
+            if index in self._passed_over:
+                continue
             if index in taps:
                 tapped[index] = rows_of(x)
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -163,6 +167,21 @@ class Transformer(nn.Module):
     def logit_slice(self, hidden_TD: Tensor, *, exact: bool = False) -> Tensor:
         """The logits of this rank's tokens, `parallel.tokens`."""
         return wide_linear(hidden_TD, self.head_weight[self.parallel.tokens(self.config.vocab)], exact=exact)
+
+    @contextmanager
+    def one_layer_of_each_kind(self, taps: Collection[int]) -> Iterator[None]:
+        """Meanwhile `forward` runs the layers at `taps`, and one of the others that launch the same kernels. Its
+        results mean nothing: compiling ahead asks only for the kernels."""
+        kinds: dict[object, int] = {}
+        for index, block in enumerate(self.blocks):
+            heads, last = cast(Block, block).heads, index == len(self.blocks) - 1
+            tap = index if index in taps else None
+            kinds.setdefault((heads.rotary, heads.window, tap, index == 0, last), index)
+        self._passed_over = frozenset(range(len(self.blocks))) - frozenset(kinds.values())
+        try:
+            yield
+        finally:
+            self._passed_over = frozenset()
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

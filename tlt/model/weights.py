@@ -149,6 +149,20 @@ def load_tensors(model: Transformer, tensors: Iterator[tuple[str, Tensor]], *, o
 
 
 @torch.no_grad()
+def check_finite(model: Transformer, origin: Path) -> None:
+    """Raises if a weight is NaN or infinite, by one sum of each tensor and one look at all of them."""
+    tensors = hf_tensors(model)
+    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors.values()]
+    bad = [name for name, finite in zip(tensors, torch.stack(sums).isfinite().tolist(), strict=True) if not finite]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise ModelError(
+            f"{origin}: {bad[0]}{more} holds NaN or infinite values; expected numbers: copy the weights again, or use "
+            "an earlier checkpoint"
+        )
+
+
+@torch.no_grad()
 def copy_some(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
     """Copies tensors into the model, which may be some of those it has. None is copied where one does not fit."""
     wanted, ours = places(model.config), dict(model.named_parameters())
