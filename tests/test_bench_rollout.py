@@ -39,7 +39,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, save_drafter
 from tlt.spec.record import DraftRecord
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.tuner import Tuner, TunerSettings
+from tlt.spec.tuner import RECORD_VERIFIES, Tuner
 from tlt.types import Completion, Key, SamplingParams, Timing
 
 SPEC = SpecSettings(drafter="suffix", depths=(2, 4), widths=(1, 2), verifies=(3, 5))
@@ -143,7 +143,7 @@ def test_every_tuner_knows_its_drafters_record_once(tmp_path: Path) -> None:
     for shape_policy in (here.warm, here.shape_policy(Variant(TUNER)), here.shape_policy(Variant(TUNER))):
         assert isinstance(shape_policy, Tuner)
         assert shape_policy.expected(Shape(("eagle",), 2, 1, 3), 1)[0] == pytest.approx(1 + 0.8 + 0.64, rel=0.02)
-        assert shape_policy._acceptance.evidence(("eagle",)) == pytest.approx(TunerSettings().prior_weight)
+        assert shape_policy._acceptance.evidence(("eagle",)) == pytest.approx(RECORD_VERIFIES)
 
 
 def test_a_rollout_finds_nothing_of_the_one_before() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.test_tuner import learned, tuner
 from tests.tuning import LEARNED, outcome, parts_s, tick_s
 from tlt.spec.acceptance import AcceptResult, RankHits
-from tlt.spec.budget import LEARNING_SHARE, PROMISED_TICKS, SHARE, Budget, CostKind
+from tlt.spec.budget import PROMISED_TICKS, SHARE, TRY_SHARE, Budget, CostKind
 from tlt.spec.costs import DECODE, EXTEND, KEEP, Measured, TickTimes
 from tlt.spec.shape import OFF
 from tlt.spec.shape_policy import Outcome
@@ -62,11 +62,11 @@ def test_workers_go_on_from_the_mean_of_the_accounts_that_were_saved() -> None:
         account.charge(CostKind.CAPTURES, float(number))
         account.tried(0.5 * number)
     saved = [{**account.state(), "of another version": 7.0} for account in accounts]
-    restored = Budget(loan_s=3.0)
+    restored = Budget(longest=3)
     restored.restore(saved)
     assert restored.balance_s == pytest.approx(accounts[1].balance_s)
     assert restored.state() == pytest.approx(accounts[1].state())
-    assert restored.loan_s == 3.0
+    assert restored.longest == 3
 
 
 @given(TURNS)
@@ -115,14 +115,14 @@ def test_a_promise_pays_for_as_much_as_it_would_have_saved_so_far() -> None:
 
 
 def test_what_was_lent_is_paid_back_before_more_is_tried() -> None:
-    budget = Budget(loan_s=2.0)
+    budget = Budget(tick_s=2.0 / (TRY_SHARE * 256), longest=256)
     assert budget.affords_try(2.0)
     budget.tried(2.0)
     budget.ran(300.0, 298.0)
     assert not budget.affords_try(0.1)
     budget.ran(300.0, 300.0)
-    assert budget.affords_try(LEARNING_SHARE * 600.0 - 2.0 - 0.1)
-    assert not budget.affords_try(LEARNING_SHARE * 600.0 - 2.0 + 0.1)
+    assert budget.affords_try(TRY_SHARE * 600.0 - 2.0 - 0.1)
+    assert not budget.affords_try(TRY_SHARE * 600.0 - 2.0 + 0.1)
 
 
 # ---- the tuner on it

@@ -81,7 +81,7 @@ def test_all_shapes_at_once_are_what_each_is_alone() -> None:
                 tuner.load_costs([Measured(POLICY, size, choosing.policy_s(size) * 2) for size in (8, 64)] * 5)
                 check_all(tuner, batch)
     assert looked > 40
-    assert tuner._acceptance._real
+    assert tuner._acceptance._seen
     assert tuner._costs._recent
 
 

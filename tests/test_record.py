@@ -171,7 +171,7 @@ def test_ranks_nobody_measured_are_those_of_a_drafter_nobody_tried_there() -> No
     wide = Acceptance([Shape(("eagle",), 1, 1, 2)], horizon=1000.0)
     wide.load_prior("eagle", [(0.6, 0.4)], 32.0)
     assert wide.evidence(("eagle",)) == pytest.approx(32.0)
-    assert wide.by_depth("eagle") == pytest.approx((0.6,))
+    assert wide._survival["eagle",].ranks()[0] == pytest.approx([0.6])
 
 
 @pytest.mark.parametrize("worth", [8.0, 32.0])

@@ -1,21 +1,18 @@
-"""What the policy will accept: survival per depth and rank of each drafter, and a shape's accept length from it.
+"""Acceptance: survival per depth and rank of each drafter, and the expected accept length of a shape.
 
-What always holds: the estimates come from what policies really walked, newer verifies counting more; a verify speaks
-for all shorter depths and narrower widths too, one of requests that shared for depth 1 alone. What was measured before
-the first walk counts like a few of them. Knows nothing of costs, tensors or the choice of a shape.
+What always holds: estimates come from verified drafts, newer ones counting more; a verify tells of all shallower depths
+and narrower widths too, one with a shared verify budget of depth 1 alone. Knows nothing of costs or tensors.
 
-The rule of the tree. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a
-node is reached with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and
-width, and its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores and do
-better (or worse): what a shape really gave, over what the rule foresaw, corrects it.
-Where requests share what is verified, the drafter knows better than chance for whom it is worth it, and less than for
-sure: the rule takes the middle between choosing blindly and knowing what will be accepted.
-Several drafters in one tree count as one whose rank is the best of theirs, each rank costing one node per drafter; at
-least what the best of them would give alone.
+The tree rule. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a node is
+accepted with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and width, and
+its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores, so the accept
+length seen with a shape, relative to the rule, corrects it. With a shared verify budget the rule takes the middle
+between choosing nodes blindly and knowing which will be accepted. Several drafters in one tree count as one whose rank
+is the best of theirs, at one node per drafter and rank; at least as good as the best of them alone.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from tlt.spec.shape import Draft, Shape
@@ -25,25 +22,25 @@ Drafters = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankHits:
-    """How far one drafter's own branches, alone, go along with the policy, as far as the policy's tokens are known."""
+    """How far one drafter's own branches agree with the policy, as far as the policy's tokens are known."""
 
     ranks: tuple[int, ...] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, from 1
-    missed_among: int = 0  # then the policy's token was none of this many candidates; 0: nobody looked further
+    missed_among: int = 0  # then the policy's token was none of this many candidates; 0: not compared further
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptResult:
-    """What one request did with its draft."""
+    """The verification of one request's draft."""
 
-    accepted: int  # draft tokens the policy walked through; the verify emitted one more
-    rank_hits: tuple[RankHits, ...]  # one per drafter, in the order of shape.drafters; none: nobody looked
-    request: Hashable = None  # which one it was, if somebody looked; None: nobody says, it counts as one of its own
+    accepted: int  # draft tokens; the verify emitted one more
+    rank_hits: tuple[RankHits, ...]  # one per drafter, in the order of shape.drafters; (): not compared
+    request: Hashable = None  # identifies the completion; None: unknown, it counts as one of its own
 
 
 def rank_hits_of(draft: Draft, emitted: Sequence[int], shape: Shape) -> RankHits:
-    """Of a drafter's own draft, before anything was pruned, against the tokens a verify emitted.
+    """Compares a drafter's own draft, before pruning, with the tokens a verify emitted.
 
-    A drafter that named fewer candidates than it was asked for has missed among all it could have named.
+    A drafter that named fewer candidates than the shape's width has missed among all it could have named.
     """
     children: dict[int, list[int]] = {}
     for child, parent in enumerate(draft.parents):
@@ -60,110 +57,55 @@ def rank_hits_of(draft: Draft, emitted: Sequence[int], shape: Shape) -> RankHits
 
 
 def together(rank_hits: Sequence[RankHits]) -> RankHits:
-    """Of several drafters in one tree: the best rank at each depth, until all that are still in the race miss."""
+    """Several drafters in one tree as one: the best rank at each depth, until all remaining drafters miss."""
     ranks: list[int] = []
     while hits := [found.ranks[len(ranks)] for found in rank_hits if len(found.ranks) > len(ranks)]:
         ranks.append(min(hits))
     return RankHits(tuple(ranks), min(found.missed_among for found in rank_hits if len(found.ranks) == len(ranks)))
 
 
-_COLD = 0.15  # chance of the first candidate before anything is known …
-_NEXT_RANK = 0.5  # … and of a rank nobody tried, given that those before missed, against the rank before it
-_PRIOR = 4.0  # verifies the prior is worth
+_UNTRIED, _NEXT = (
+    0.15,
+    0.5,
+)  # chance of an untried drafter's first candidate; of the next rank, relative to the one before
+PRIOR_VERIFIES = 4.0  # weight of the prior of an untried drafter, or of an earlier version's estimates
+HORIZON = 1000.0  # verifies after which an observation counts 1/e
+_RULE_VERIFIES = 256.0  # weight of the tree rule against accept lengths seen with a shape
+_NEWS = 0.1  # fraction of new evidence from which accept lengths are computed again
 
 
 class Survival:
-    """Of one drafter, or of one set of drafters together."""
+    """Chances of one drafter's candidates, or of a set of drafters together: a prior, and counts that fade."""
 
-    def __init__(self, depth: int, width: int, horizon: float) -> None:
+    def __init__(self, depth: int, width: int, horizon: float = HORIZON) -> None:
         self._width, self._depth = width, depth
-        self._hits = [[0.0] * width for _ in range(depth)]  # policy's token had this rank
+        self._hits = [[0.0] * width for _ in range(depth)]  # the policy's token had this rank
         self._misses = [[0.0] * width for _ in range(depth)]  # it was none of so many candidates
-        self._weight = 1.0  # of the newest verify: growing it forgets the older ones
+        self._weight = 1.0  # of the newest verify: it grows, so that older ones fade
         self._growth = 1.0 + 1.0 / horizon
-        self._guess = [[0.0] * width for _ in range(depth)]  # chances believed before the last `fade`, or recalled
-        self.fresh = 0.0  # verifies since the last `fade` or since somebody set it to 0
+        self._prior: list[list[float]] | None = None  # chances; None: untried
+        self._known = 0.0  # weight of the prior in `evidence`, times `_weight`
+        self.fresh = 0.0  # verifies since the last refresh
 
     @property
     def evidence(self) -> float:
-        """Verifies it rests on; those of long ago count for little."""
-        return (sum(self._hits[0]) + sum(self._misses[0])) / self._weight
+        """Verifies that the estimates rest on, older ones faded."""
+        return (self._known + sum(self._hits[0]) + sum(self._misses[0])) / self._weight if self._depth else 0.0
 
     def see(self, rank_hits: Iterable[RankHits], shallow: bool = False) -> None:
-        """`shallow`: they speak of depth 1 alone, and what is known of the others keeps its worth."""
+        """`shallow`: only depth 1 counts, and the estimates of deeper ones do not fade."""
         before = self._weight
         for seen in rank_hits:
             self._weight *= self._growth
             self.fresh += 1
-            self._add(_first_only(seen) if shallow else seen)
+            self._add(seen if not (shallow and seen.ranks) else RankHits(seen.ranks[:1]))
         if shallow:
             for row in (*self._hits[1:], *self._misses[1:]):
                 row[:] = [value * self._weight / before for value in row]
         if self._weight > 1e12:
-            self._scale(1.0 / self._weight)
-            self._weight = 1.0
-
-    def load_prior(self, ranks: Sequence[Sequence[float]], worth: float) -> None:
-        """As if `worth` verifies had gone as a table of p_d(r) says, below its last row as in that row. Where few of
-        them would have got, the table is leaned on all the same."""
-        reaching = worth * self._weight
-        for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
-            row, missed = ranks[min(depth, len(ranks) - 1)][: self._width], 1.0
-            for rank, probability in enumerate(row):
-                self._guess[depth][rank] = min(1.0, probability / missed) if missed > 0.0 else 0.0
-                hits[rank] += reaching * probability
-                missed -= probability
-            misses[len(row) - 1] += reaching * max(0.0, missed)
-            reaching *= min(1.0, sum(row))
-        self.fresh += worth
-
-    def fade(self, most: float) -> None:
-        """Keeps the estimates, unless they are worse than a stranger's, as worth at most so many verifies."""
-        self._guess = self._all_chances()
-        if self.evidence > most:
-            self._scale(most / self.evidence)
-        self.fresh += 1
-
-    def by_depth(self) -> tuple[float, ...]:
-        """Share accepted at depth 1, 2, … of what got there, at any rank; as deep as something got. What was recalled
-        counts too."""
-        looked = [(sum(hits), sum(misses)) for hits, misses in zip(self._hits, self._misses, strict=True)]
-        return tuple(hits / (hits + misses) for hits, misses in looked if hits + misses > 0.0)
-
-    def ranks(self) -> list[list[float]]:
-        """p_d(r)."""
-        table: list[list[float]] = []
-        for chances in self._all_chances():
-            left, row = 1.0, []
-            for chance in chances:
-                row.append(left * chance)
-                left *= 1.0 - chance
-            table.append(row)
-        return table
-
-    def _all_chances(self) -> list[list[float]]:
-        """Of each rank given that those before missed, among the verifies that looked so far. Where little is known it
-        leans on the depth before, at depth 1 on the rank before; or on what was recalled, or believed before a `fade`,
-        if that is better."""
-        found: list[list[float]] = []
-        for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
-            looked, at_risk = 0.0, [0.0] * self._width
-            for rank in reversed(range(self._width)):
-                looked += hits[rank] + misses[rank]
-                at_risk[rank] = looked
-            found.append(self._chances(hits, at_risk, found[-1] if found else [_COLD], self._guess[depth]))
-        return found
-
-    def _chances(
-        self, hits: list[float], at_risk: list[float], shallower: list[float], before: list[float]
-    ) -> list[float]:
-        chances: list[float] = []
-        strength = _PRIOR * self._weight
-        for rank in range(self._width):
-            guess = shallower[rank] if rank < len(shallower) else chances[-1] * _NEXT_RANK
-            prior = max(guess, before[rank])
-            chances.append((hits[rank] + strength * prior) / (at_risk[rank] + strength))
-        return chances
+            for row in (*self._hits, *self._misses):
+                row[:] = [value / self._weight for value in row]
+            self._known, self._weight = self._known / self._weight, 1.0
 
     def _add(self, seen: RankHits) -> None:
         for depth, rank in enumerate(seen.ranks[: self._depth]):
@@ -174,18 +116,66 @@ class Survival:
         if seen.missed_among and len(seen.ranks) < self._depth:
             self._misses[len(seen.ranks)][min(seen.missed_among, self._width) - 1] += self._weight
 
-    def _scale(self, factor: float) -> None:
-        for row in (*self._hits, *self._misses):
-            row[:] = [value * factor for value in row]
+    def load_prior(self, ranks: Sequence[Sequence[float]], verifies: float) -> None:
+        """A table of p_d(r), measured before, as if `verifies` verifies had shown it; deeper rows are as its last."""
+        self._prior = []
+        for depth in range(self._depth):
+            row, left, chances = ranks[min(depth, len(ranks) - 1)], 1.0, list[float]()
+            for rank in range(self._width):
+                known = rank < len(row)
+                chances.append((min(1.0, row[rank] / left) if left > 0.0 else 0.0) if known else chances[-1] * _NEXT)
+                left -= row[rank] if known else 0.0
+            self._prior.append(chances)
+        self._known = verifies * self._weight
+        self.fresh += verifies
 
+    def fade(self, verifies: float) -> None:
+        """Keeps the estimates as a prior of this many verifies, and at least those of an untried drafter."""
+        known = min(self.evidence, verifies)
+        if known:
+            untried = [_UNTRIED * _NEXT**rank for rank in range(self._width)]
+            self._prior = [list(map(max, chances, untried)) for chances in self._chances()]
+        self._hits = [[0.0] * self._width for _ in range(self._depth)]
+        self._misses = [[0.0] * self._width for _ in range(self._depth)]
+        self._known = known * self._weight
+        self.fresh += 1
 
-def _first_only(seen: RankHits) -> RankHits:
-    """What happened at depth 1."""
-    return seen if not seen.ranks else RankHits(seen.ranks[:1])
+    def by_depth(self) -> tuple[float, ...]:
+        """Fraction accepted at depth 1, 2, … at any rank, of drafts that got there; as deep as some got."""
+        looked = [(sum(hits), sum(misses)) for hits, misses in zip(self._hits, self._misses, strict=True)]
+        return tuple(hits / (hits + misses) for hits, misses in looked if hits + misses > 0.0)
+
+    def ranks(self) -> list[list[float]]:
+        """p_d(r)."""
+        table: list[list[float]] = []
+        for chances in self._chances():
+            left, row = 1.0, []
+            for chance in chances:
+                row.append(left * chance)
+                left *= 1.0 - chance
+            table.append(row)
+        return table
+
+    def _chances(self) -> list[list[float]]:
+        """The chance of each rank given that the ranks before missed. An untried depth is like the depth before, an
+        untried rank of depth 1 half as likely as the rank before."""
+        found: list[list[float]] = []
+        weight = max(PRIOR_VERIFIES * self._weight, self._known)
+        for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
+            looked, chances = sum(hits) + sum(misses), list[float]()
+            for rank in range(self._width):
+                if self._prior:
+                    prior = self._prior[depth][rank]
+                else:
+                    prior = found[-1][rank] if found else chances[-1] * _NEXT if chances else _UNTRIED
+                chances.append((hits[rank] + weight * prior) / (looked + weight))
+                looked -= hits[rank] + misses[rank]
+            found.append(chances)
+        return found
 
 
 def likeliest_nodes(ranks: list[list[float]], count: int) -> list[tuple[float, int, int]]:
-    """(probability of being walked through, depth, largest rank on its path) of the likeliest nodes, best first."""
+    """(probability of being accepted, depth, largest rank on its path) of the likeliest nodes, best first."""
     found: list[tuple[float, int, int]] = []
     heap = [(-ranks[0][0], 1, 1, 1.0, 1)]  # −probability, depth, rank, the parent's probability and largest rank
     while heap and len(found) < count:
@@ -199,95 +189,74 @@ def likeliest_nodes(ranks: list[list[float]], count: int) -> list[tuple[float, i
     return found
 
 
-@dataclass(slots=True)
-class _Foreseen:
-    """A drafter set's likeliest nodes as of its last review, and accept lengths cut from them."""
-
-    nodes: list[tuple[float, int, int]] = field(default_factory=list)
-    lengths: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (depth, width) → by nodes kept
-
-
-_SAMPLE = 32  # walks of one tick that are looked into; of more, every n-th
-_MODEL_WORTH = 256.0  # verifies that the rule of the tree is worth against what a shape really gave
-_SETTLED = 64.0  # verifies before the rule says enough to be compared with what a shape gives
-_NEWS = 0.1  # share of new evidence that makes the accept lengths worth computing again
+# likeliest nodes, and accept lengths cut from them: by (depth, width), then by number of nodes
+_Tree = tuple[list[tuple[float, int, int]], dict[tuple[int, int], list[float]]]
 
 
 class Acceptance:
-    """Survival of every drafter and set of drafters among the shapes, and what follows from it."""
+    """Survival of every drafter and set of drafters among the shapes, and the accept lengths that follow."""
 
-    def __init__(self, shapes: Sequence[Shape], horizon: float) -> None:
+    def __init__(self, shapes: Sequence[Shape], horizon: float = HORIZON) -> None:
+        self._shapes, self._horizon = tuple(shapes), horizon
+        self._index = {shape: place for place, shape in enumerate(self._shapes)}
         self._depth = max((shape.depth for shape in shapes), default=0)
         self._width = max((shape.width for shape in shapes), default=0)
         self._nodes = 2 * max((shape.verify for shape in shapes), default=1)
-        self._horizon = horizon
-        self._sets = {shape.drafters for shape in shapes if not shape.off}
-        keys = self._sets | {(drafter,) for drafters in self._sets for drafter in drafters}
-        self._survival = {key: self._new_survival() for key in keys}
-        self._expected = {key: _Foreseen() for key in keys}
-        self._shapes = tuple(shapes)
-        self._index = {shape: place for place, shape in enumerate(self._shapes)}
-        self._rules: dict[Shape, float] = {}  # accept lengths by the rule of the tree, as of the last review …
-        self._unused: list[float] | None = None  # … and of every shape, if nothing corrects that
-        self._real: dict[Shape, tuple[float, float]] = {}  # tokens emitted, tokens foreseen: both fading
-        self._sampled = 0
+        sets = {shape.drafters for shape in shapes if not shape.off}
+        keys = sets | {(drafter,) for drafters in sets for drafter in drafters}
+        self._survival = {key: Survival(self._depth, self._width, horizon) for key in keys}
+        self._trees: dict[Drafters, _Tree] = {}
+        self._rule: list[float] | None = None  # accept length of each shape by the tree rule, at the last refresh
+        self._seen: dict[int, tuple[float, float]] = {}  # shape → tokens emitted, tokens the rule expected; both fade
 
     def evidence(self, drafters: Drafters) -> float:
         return self._survival[drafters].evidence
 
     def known(self, drafters: Drafters) -> float:
-        """Evidence an estimate of this set rests on: that of the drafter least is known about."""
+        """Evidence of the drafter least is known about."""
         return min(self.evidence((drafter,)) for drafter in drafters)
 
     def length(self, shape: Shape) -> float:
         """Expected accept length."""
-        if shape.off:
-            return 1.0
-        return self._length(self._rule(shape), *self._real.get(shape, (0.0, 0.0)))
-
-    def _length(self, rule: float, emitted: float, expected: float) -> float:
-        return max(1.0, rule * (emitted + _MODEL_WORTH * rule) / (expected + _MODEL_WORTH * rule))
+        return self.lengths()[self._index[shape]]
 
     def lengths(self) -> list[float]:
-        """`length` of every shape, in the order they were given in, for less: few of them were ever in use."""
-        if self._unused is None:
-            self._unused = [
-                1.0 if shape.off else self._length(self._by_rule(shape), 0.0, 0.0) for shape in self._shapes
-            ]
-        found = self._unused.copy()
-        for shape in self._real:
-            found[self._index[shape]] = self.length(shape)
+        """Expected accept length of every shape, in their order."""
+        if self._rule is None:
+            self._rule = [1.0 if shape.off else self._by_rule(shape) for shape in self._shapes]
+        found = self._rule.copy()
+        for place, (emitted, expected) in self._seen.items():
+            usual = _RULE_VERIFIES * found[place]
+            found[place] = max(1.0, found[place] * (emitted + usual) / (expected + usual))
         return found
 
     def see(self, shape: Shape, results: Sequence[AcceptResult]) -> None:
-        looked = [walked for walked in results if walked.rank_hits]
-        stride = max(1, -(-len(looked) // _SAMPLE))
-        sample = looked[self._sampled % stride :: stride]
-        self._sampled += 1
-        shallow = shape.share > 0  # deeper, only those were verified of which much was expected
+        compared, alone = [result for result in results if result.rank_hits], not shape.share
         for index, drafter in enumerate(shape.drafters):
-            self._survival[(drafter,)].see((walked.rank_hits[index] for walked in sample), shallow)
+            self._survival[(drafter,)].see((result.rank_hits[index] for result in compared), not alone)
         if len(shape.drafters) > 1:
             if not self.evidence(shape.drafters):
-                self._forget_rules()  # from here on there is more to go by than what each gives alone
-            self._survival[shape.drafters].see((together(walked.rank_hits) for walked in sample), shallow)
-        if self.known(shape.drafters) > _SETTLED:
-            self._compare(shape, len(results), len(results) + sum(walked.accepted for walked in results))
+                self._rule = None  # until now it knew what each gives alone
+            self._survival[shape.drafters].see((together(result.rank_hits) for result in compared), not alone)
+        if self._rule is not None and results:
+            place, kept = self._index[shape], max(0.0, 1.0 - len(results) / self._horizon)
+            emitted, expected = self._seen.get(place, (0.0, 0.0))
+            tokens = len(results) + sum(result.accepted for result in results)
+            self._seen[place] = (emitted * kept + tokens, expected * kept + len(results) * self._rule[place])
 
-    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]], worth: float) -> None:
-        """This drafter alone was measured elsewhere: p_d(r), a row per depth. It counts like so many verifies."""
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]], verifies: float) -> None:
+        """Loads p_d(r) of this drafter alone, a row per depth, as if so many verifies had shown it."""
         if (drafter,) not in self._survival:
             known = sorted(key[0] for key in self._survival if len(key) == 1)
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {known}")
-        self._survival[(drafter,)].load_prior(ranks, worth)
+        self._survival[(drafter,)].load_prior(ranks, verifies)
 
-    def supposing(self, share: float) -> "Acceptance":
-        """As if so many times as many of each drafter's guesses were right, at any depth. By the rule of the tree only,
-        and nothing is known of sets of drafters then: for tuners that have seen no tick."""
+    def supposing(self, factor: float) -> "Acceptance":
+        """Another, by the tree rule only, in which every candidate is right this many times as often."""
         other = Acceptance(self._shapes, self._horizon)
         for key, survival in self._survival.items():
             if len(key) == 1 and survival.evidence:
-                table = [[share * probability for probability in row] for row in survival.ranks()]
+                table = [[factor * probability for probability in row] for row in survival.ranks()]
                 other.load_prior(key[0], table, survival.evidence)
         return other
 
@@ -295,46 +264,29 @@ class Acceptance:
         """Takes new evidence into the accept lengths, where there is enough of it to matter."""
         for key, survival in self._survival.items():
             if survival.fresh > _NEWS * survival.evidence:
-                self._expected[key] = _Foreseen()
-                self._forget_rules()
-                survival.fresh = 0.0
+                self._trees.pop(key, None)
+                self._rule, survival.fresh = None, 0.0
 
-    def changed(self, drafter: str, worth: float) -> None:
-        """Another version of the drafter: what is known of the old one is a guess worth this many verifies."""
-        for key in self._of(drafter):
-            self._survival[key].fade(worth)
-        self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
+    def changed(self, drafter: str, verifies: float) -> None:
+        """Another version of the drafter: the estimates become a prior of this many verifies."""
+        for key, survival in self._survival.items():
+            if drafter in key:
+                survival.fade(verifies)
+        self._forget_seen(drafter)
 
     def forget(self, drafter: str) -> None:
-        for key in self._of(drafter):
-            self._survival[key], self._expected[key] = self._new_survival(), _Foreseen()
-        self._forget_rules()
-        self._real = {shape: real for shape, real in self._real.items() if drafter not in shape.drafters}
+        for key in self._survival:
+            if drafter in key:
+                self._survival[key] = Survival(self._depth, self._width, self._horizon)
+                self._trees.pop(key, None)
+        self._forget_seen(drafter)
+
+    def _forget_seen(self, drafter: str) -> None:
+        self._rule = None
+        self._seen = {place: seen for place, seen in self._seen.items() if drafter not in self._shapes[place].drafters}
 
     def by_depth(self, drafter: str) -> tuple[float, ...]:
         return self._survival[(drafter,)].by_depth()
-
-    def _of(self, drafter: str) -> list[Drafters]:
-        return [key for key in self._survival if drafter in key]
-
-    def _new_survival(self) -> Survival:
-        return Survival(self._depth, self._width, self._horizon)
-
-    def _compare(self, shape: Shape, verifies: int, tokens: int) -> None:
-        kept = max(0.0, 1.0 - verifies / self._horizon)
-        emitted, expected = self._real.get(shape, (0.0, 0.0))
-        self._real[shape] = (emitted * kept + tokens, expected * kept + verifies * self._rule(shape))
-
-    def _rule(self, shape: Shape) -> float:
-        """Accept length by the rule of the tree alone."""
-        rule = self._rules.get(shape)
-        if rule is None:
-            rule = self._rules[shape] = self._by_rule(shape)
-        return rule
-
-    def _forget_rules(self) -> None:
-        self._rules.clear()
-        self._unused = None
 
     def _by_rule(self, shape: Shape) -> float:
         alone = max(self._tree((drafter,), shape, 1) for drafter in shape.drafters)
@@ -342,27 +294,27 @@ class Acceptance:
             return alone
         return max(alone, self._tree(shape.drafters, shape, len(shape.drafters)))
 
-    def _tree(self, key: Drafters, shape: Shape, nodes_a_rank: int) -> float:
-        lengths = self._cut(key, shape)
-        held = (shape.verify - 1) // nodes_a_rank
+    def _tree(self, key: Drafters, shape: Shape, nodes_per_rank: int) -> float:
+        lengths = self._by_nodes(key, shape)
+        nodes = (shape.verify - 1) // nodes_per_rank
         if not shape.share:
-            return lengths[min(held, len(lengths) - 1)]
-        whole = lengths[min(held, shape.width * shape.depth, len(lengths) - 1)]  # there is room for more than is grown
-        nodes = (shape.share - 1.0) / nodes_a_rank
-        below = min(int(nodes), len(lengths) - 1)
+            return lengths[min(nodes, len(lengths) - 1)]
+        most = lengths[min(nodes, shape.width * shape.depth, len(lengths) - 1)]  # a tree may have room for more nodes
+        shared = (shape.share - 1.0) / nodes_per_rank
+        below = min(int(shared), len(lengths) - 1)
         above = min(below + 1, len(lengths) - 1)
-        blindly = lengths[below] + (nodes - below) * (lengths[above] - lengths[below])
-        return (min(blindly, whole) + min(1.0 + nodes, whole)) / 2
+        blindly = lengths[below] + (shared - below) * (lengths[above] - lengths[below])
+        return (min(blindly, most) + min(1.0 + shared, most)) / 2
 
-    def _cut(self, key: Drafters, shape: Shape) -> list[float]:
+    def _by_nodes(self, key: Drafters, shape: Shape) -> list[float]:
         """Accept lengths of trees of 0, 1, … nodes within the shape's depth and width."""
-        expected = self._expected[key]
-        lengths = expected.lengths.get((shape.depth, shape.width))
-        if lengths is None:
-            expected.nodes = expected.nodes or likeliest_nodes(self._survival[key].ranks(), self._nodes)
+        if key not in self._trees:
+            self._trees[key] = likeliest_nodes(self._survival[key].ranks(), self._nodes), {}
+        nodes, known = self._trees[key]
+        if (shape.depth, shape.width) not in known:
             lengths = [1.0]
-            for probability, depth, rank in expected.nodes:
+            for probability, depth, rank in nodes:
                 if depth <= shape.depth and rank <= shape.width:
                     lengths.append(lengths[-1] + probability)
-            expected.lengths[(shape.depth, shape.width)] = lengths
-        return lengths
+            known[shape.depth, shape.width] = lengths
+        return known[shape.depth, shape.width]

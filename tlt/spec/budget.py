@@ -1,9 +1,8 @@
 """The one account of a run: everything that exists because of speculation, and what it brought back.
 
 What always holds: if every action is taken only when `affords` allows its worst case, a run takes at no moment more
-than 1 + `SHARE` times as long as without speculation, and the loan or `PROMISED_TICKS` plain ticks. Start-up comes on
-top and is reported by itself. Seconds in which nothing waits are never charged. Knows seconds only: no shapes, no
-drafters, no clock.
+than 1 + `SHARE` times its plain time and `PROMISED_TICKS` plain ticks. Start-up comes on top and is reported by itself.
+Seconds in which nothing waits are never charged. Knows seconds only: no shapes, no drafters, no clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +10,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 SHARE = 0.01  # of the plain time so far that may be spent without any return
-LEARNING_SHARE = 0.005  # of the time so far that may be lost by trying what little is known about
-PROMISED_TICKS = 256  # plain ticks to come for which a shape's promise is trusted: it pays in advance for no more
-_MOST_SAVED = 10 * SHARE  # of the plain time so far: more savings than that are kept, whatever a forecast promises
+TRY_SHARE = 0.005  # of the time so far that tries of drafters may lose
+PROMISED_TICKS = 256  # plain ticks for which an expected saving is trusted before it was made
+PAYBACK = 2.0  # savings expected of graphs or of drafter training, relative to their cost, from which they are worth it
+_SPENDABLE = 0.1  # of the plain time so far: savings beyond that are never spent
 
 
 class CostKind(StrEnum):
     """Kinds of work that exist only because of speculation, beside the ticks that speculate."""
 
     CAPTURES = "captures"  # in a rollout: graphs of drafters and of trees, and runs without one
-    CATCHING_UP = "catching up"  # in a rollout: drafters ingest what they were left out of
+    CATCHING_UP = "catching up"  # in a rollout: drafters ingest text written while they were not used
     STATES = "states"  # in a rollout: hidden states are kept in all ticks
     TRAINING = "training"  # micro-steps of the drafter that the step waited for
-    MEASURING = "measuring"  # accept lengths on answers held out
+    MEASURING = "measuring"  # accept lengths on held-out completions
     SWAPPING = "swapping"  # handing a new drafter to the engine
     AHEAD = "writing ahead"  # in a rollout: completions of the next step, written beside those of this one
 
@@ -38,9 +38,9 @@ class Budget:
     plain_s: float = 0.0  # that everything so far would have taken without speculation
     saved_s: float = 0.0  # by speculation; negative if it lost
     spent: dict[CostKind, float] = field(default_factory=lambda: dict.fromkeys(CostKind, 0.0))
-    tried_s: float = 0.0  # lost by tries; one that paid off gives back, but never below 0
-    loan_s: float = 0.0  # that may be lost before anything was earned
-    tick_s: float = 0.0  # of a plain tick, of late
+    tried_s: float = 0.0  # lost by tries; never below 0
+    tick_s: float = 0.0  # of a recent plain tick
+    longest: int = 0  # tokens of any completion, at most: no promise is for longer than that
     nothing_waits: bool = False  # ticks of now are no part of a step
 
     def ran(self, took_s: float, plain_s: float) -> None:
@@ -71,19 +71,24 @@ class Budget:
 
     @property
     def balance_s(self) -> float:
-        returned_s = min(self.saved_s, _MOST_SAVED * self.plain_s)
+        returned_s = min(self.saved_s, _SPENDABLE * self.plain_s)
         return SHARE * self.plain_s + returned_s - sum(self.spent.values())
 
     def affords(self, worst_s: float, gain: float = 0.0) -> bool:
-        """Whether an action fits that costs so much at worst. `gain`: the share of the time to come that it promises to
-        save. As much is taken to come as has passed, for a run that has just begun may be a short one."""
+        """Whether an action fits that costs so much at worst. `gain`: the expected saving, as a fraction of the time to
+        come. The time to come is taken to be as long as the time so far: the run may be a short one."""
         promised_s = gain * min(self.plain_s, PROMISED_TICKS * self.tick_s)
-        return worst_s <= self.balance_s + max(self.loan_s, promised_s)
+        return worst_s <= self.balance_s + max(self._first_tries_s, promised_s)
 
     def affords_try(self, worst_s: float) -> bool:
-        """The same for a try, which promises nothing."""
-        left_s = max(LEARNING_SHARE * (self.plain_s - self.saved_s), self.loan_s) - self.tried_s
+        """The same for a try, of which nothing is expected."""
+        left_s = max(TRY_SHARE * (self.plain_s - self.saved_s), self._first_tries_s) - self.tried_s
         return worst_s <= left_s and self.affords(worst_s)
+
+    @property
+    def _first_tries_s(self) -> float:
+        """May be lost before anything was earned."""
+        return TRY_SHARE * min(PROMISED_TICKS, self.longest) * self.tick_s
 
     def state(self) -> dict[str, float]:
         """Seconds by name, for a run that goes on later."""

@@ -1,209 +1,181 @@
-"""The tuner: which shape this tick, from what was measured. "Off" is always a candidate.
+"""The tuner: the shape of each tick, from measured costs and acceptance. "Off" is always a candidate.
 
-What always holds: a shape is used because its expected tokens per second are the best, or to learn about it; either
-only if the budget affords the tick at its worst, when nothing is accepted. A shape in use is compared with a few plain
-ticks every so many, and at once when its ticks have become clearly slower.
-Deterministic: the same outcomes give the same choices. Knows nothing of tensors, tokens or what a drafter is.
+What always holds: a shape is used because its expected tokens per second are the highest, or to learn about it; either
+only if the budget affords the tick at its worst, when nothing is accepted. A few plain ticks now and then show what
+plain decoding costs. Deterministic. Knows nothing of tensors, tokens or what a drafter is.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
-from operator import itemgetter
 
-from tlt.spec.acceptance import Acceptance, Drafters
+from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Drafters
 from tlt.spec.ahead import Prices, shown
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.budget import Budget, CostKind
-from tlt.spec.costs import CAPTURE, DECODE, INDEX, INGEST, KEEP, CostModel, Measured
-from tlt.spec.one_off import Arrivals, FirstRuns
+from tlt.spec.budget import PAYBACK, Budget, CostKind
+from tlt.spec.costs import DECODE, INDEX, INGEST, KEEP, CostModel, Measured
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import SUPPOSED, Outcome, TunerReport, forever, nothing, precapture_plan
 
-_OFF = 0  # where plain decoding stands among the shapes
+MARGIN = 0.01  # hysteresis: another shape must be expected to be faster by this fraction
+DOUBT = 0.3  # standard error of an accept length, relative, after one verify
+COST_DOUBT = 0.05  # the same of its cost, before its first tick
+COMPARE_EVERY, COMPARE_TICKS = 512, 3  # ticks with drafts between two comparisons; plain ticks of a comparison
+COMPARE_CHANGE = (
+    1.25  # factor by which the cost of a shape relative to plain ticks changes, that calls for a comparison
+)
+REVIEW_TICKS = (8, 32)  # between two reviews of a batch size: after a change, and later
+RETRY_SHARE = 0.001  # of the time that tries of one drafter which does not pay may lose
+RECORD_VERIFIES = 128.0  # weight of an acceptance record
+OLD_VERSION_VERIFIES = 3.0  # weight of the estimates of a drafter's version before: so few that it is tried again
 
-
-@dataclass(frozen=True, slots=True)
-class TunerSettings:
-    margin: float = 0.01  # a shape must promise this much more than the one in use …
-    doubt: float = 0.3  # … and doubt / √verifies more on top, as long as little is known of its drafters …
-    cost_doubt: float = 0.04  # … and over plain decoding cost_doubt / √ticks, until it has shown what it costs there …
-    unused: float = 0.03  # … and this much if it never ran at such a batch size: its graphs are yet to be captured
-    least_gain: float = 0.005  # a shape that promises less than this over plain decoding is given up
-    settle_ticks: int = 16  # between two switches at one batch size; switching off need not wait
-    review_ticks: int = 128  # between two reviews of a batch size; the first come sooner
-    spoken_ticks: int = 5  # in which a shape shows what it costs
-    compare_ticks: int = 3  # plain ones with which the shape in use is compared
-    compare_every: int = 512  # ticks that speculated, until the next such comparison
-    slack: float = 0.06  # a tick that differs from the usual one by less than this share says that all is well …
-    clip: float = 0.25  # … one that differs by more says no more than this …
-    changed: float = 1.5  # … and when what they said adds up to this, the shape is compared at once
-    loan: float = 2.0  # plain ticks that may be lost before anything was earned
-    probe_pause: int = 64  # ticks until a drafter found wanting, or a shape that seemed dear, is tried again; doubles …
-    longest_pause: int = 4096  # … up to this
-    tried: tuple[float, float] = (4.0, 256.0)  # verifies below which a drafter may be anything; that decide about it
-    horizon: float = 1000.0  # verifies after which an observation counts 1/e
-    prior_weight: float = 128.0  # verifies that what was measured of a drafter elsewhere is worth
-    swap_worth: float = 3.0  # verifies that the old version's record is worth for a new one: so few that it is tried
-
-
-@dataclass(slots=True)
-class Pause:
-    """Ever longer, each time something was found wanting."""
-
-    wait: int
-    until: int | None = None  # tick; None: no reason to wait yet
-
-    def again(self, tick: int, longest: int) -> None:
-        self.until, self.wait = tick + self.wait, min(2 * self.wait, longest)
+_OFF = 0  # place of plain decoding among the shapes
 
 
 @dataclass(slots=True)
 class BatchSizeState:
-    """What is thought best at one batch size."""
+    """The decision at one batch size."""
 
-    retry: Pause
-    shape: Shape = OFF
-    rate: float = 0.0  # tokens per second and request expected of it
-    gain: float = 0.0  # promised over plain decoding, as a share of the time
-    worst: float = 0.0  # seconds that a tick of it loses if nothing is accepted
-    since: int = -(10**9)  # tick of the last change of mind
-    reviews: int = 0  # since something changed
-    until: int = 0  # tick of the next review
-    plain: int = 0  # ticks still to come of a comparison with plain decoding
-    speaks: int = 0  # tick from which the shape has shown what it costs
-    usual_s: float = inf  # of a tick of the shape, its context left out, when it was last compared
-    slower: float = 0.0  # what ticks of late said of it (CUSUM): that it takes longer than that …
-    quicker: float = 0.0  # … or that it takes less, and plain ticks may, too
-    left: Shape | None = None  # seemed too dear, and will be timed anew
-    probe: Shape | None = None  # what would be worth trying …
-    probe_worst: float = 0.0  # … and the seconds it loses if nothing is accepted, but for catching up
-    spent: float = 0.0  # seconds, with so many requests
+    shape: Shape = OFF  # in use
+    rate: float = 0.0  # its expected tokens per second and request
+    gain: float = 0.0  # its expected saving against plain decoding, as a fraction of the time
+    dearness: float = 1.0  # its cost relative to a plain tick, as compared last, relative to the same as measured
+    # beforehand; 0: not known yet
+    worst_s: float = 0.0  # lost by a tick of it if nothing is accepted
+    since: int = 0  # tick of the last change
+    review_at: int = 0  # tick of the next review
+    spent_s: float = 0.0  # time with so many requests
+    to_try: Shape | None = None  # the shape of the next try
+    try_worst_s: float = 0.0  # lost by it if nothing is accepted, catching up left out
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Try:
+    """A try that was chosen and is not yet observed."""
+
     shape: Shape
-    rate: float  # of the shape it stood in for
-    worst: float
+    rate: float  # of the shape it replaces
     tick: int
 
 
 @dataclass(slots=True)
+class Retry:
+    """When drafters that were found slower may be tried again."""
+
+    at_s: float = 0.0  # second of the run
+    lost_s: float = 0.0  # by the last try
+
+
+@dataclass(slots=True)
 class Tally:
-    plain: Counter[int] = field(default_factory=Counter)
-    ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)  # but for the plain ones counted above
+    """Counts for the report."""
+
+    plain: Counter[int] = field(default_factory=Counter)  # padded batch size → plain ticks
+    ticks: Counter[tuple[int, Shape]] = field(default_factory=Counter)  # the others
     verifies: int = 0
     accepted: int = 0
     explored: int = 0
     switches: int = 0
     alarms: int = 0
     seconds: float = 0.0
-    saved_s: float = 0.0  # against plain ticks for the same tokens
+    saved_s: float = 0.0
 
 
 class Tuner:
-    """`choose` a shape for a batch, `observe` how it went."""
+    """`choose` a shape for a batch, then `observe` the tick. A tick may be chosen before the last one is observed."""
 
-    def __init__(self, shapes: Sequence[Shape], costs: CostModel, settings: TunerSettings | None = None) -> None:
-        self._settings = settings or TunerSettings()
+    def __init__(self, shapes: Sequence[Shape], costs: CostModel) -> None:
         self._shapes = tuple(sorted({OFF, *shapes}))
         self._index = {shape: place for place, shape in enumerate(self._shapes)}
-        self._costs = costs
-        self._acceptance = Acceptance(self._shapes, self._settings.horizon)
-        self._sets = sorted({shape.drafters for shape in self._shapes if not shape.off}, key=lambda s: (-len(s), s))
-        self._places = {  # of each set's shapes
-            drafters: [place for place, shape in enumerate(self._shapes) if shape.drafters == drafters]
-            for drafters in self._sets
-        }
-        self._drafters = sorted({drafter for drafters in self._sets for drafter in drafters})
+        self._costs, self._acceptance = costs, Acceptance(self._shapes)
+        self._places: dict[Drafters, list[int]] = {}  # of each set's shapes
+        for place, shape in enumerate(self._shapes):
+            if not shape.off:
+                self._places.setdefault(shape.drafters, []).append(place)
+        self._drafters = sorted({drafter for drafters in self._places for drafter in drafters})
         self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
-        self._pauses = {drafters: Pause(self._settings.probe_pause) for drafters in self._sets}
+        self._retries = {drafters: Retry() for drafters in self._places}
         self._sizes: dict[int, BatchSizeState] = {}
         self.budget = Budget()
-        self._open: list[Probe] = []  # chosen, not yet observed
+        self._trying: Try | None = None
         self._tally = Tally()
-        self._firsts = FirstRuns()
-        self._arrivals = Arrivals()
-        self._to_come: Callable[[], float] = forever  # plain ticks, at most
-        self._due_s: Callable[[], float] = nothing  # who answers looks at every request …
-        self._due: float | None = None  # … so it is asked once a tick, if at all
-        self._last = OFF  # what was observed last
-        self._ticks = self._longest = 0  # ticks; tokens of any completion
-        self._drafted = 0  # ticks that speculated since the last comparison with plain ones
-        self.evaluations = 0  # of a shape's rate: what a choice costs the host
+        self._left: Callable[[], float] = forever  # plain ticks to come, at most
+        self._index_s: Callable[[], float] = nothing  # looks at every request: asked once a tick at most
+        self._indexing_s: float | None = None  # its answer
+        self._last = OFF  # shape of the last observed tick
+        self._ticks = 0
+        self._drafted = 0  # ticks with drafts since the last comparison
+        self._plain_left = 0  # plain ticks of a comparison
+        self.evaluations = 0  # of a shape's rate: the host's cost of choosing
 
     def choose(self, batch: int, lag: int = 0) -> Shape:
         size = self._costs.pad(batch)
         state = self._sizes.get(size)
-        if state is None or self._ticks >= state.until or self._is_dear(state.shape):
+        if state is None or self._ticks >= state.review_at or self._is_dear(state.shape):
             state = self._review(size, lag)
-        if state.plain:
-            state.plain -= 1
+        if self._plain_left:
+            self._plain_left -= 1
             return OFF
-        if state.probe is not None and not self._open and state.slower < self._settings.changed:
-            worst = state.probe_worst + self._catching_up(state.probe, state.shape, size, lag)
-            if self.budget.affords_try(worst):
-                return self._try(state, worst)
-        if state.shape.off or not self._affords(state.worst, state.gain):
+        if state.to_try is not None and self._trying is None:
+            worst_s = state.try_worst_s + self._catching_up(state.to_try, state.shape, size, lag)
+            if self.budget.affords_try(worst_s):
+                self._trying, state.to_try = Try(state.to_try, state.rate, self._ticks), None
+                state.review_at = self._ticks
+                return self._trying.shape
+        if state.shape.off or not self._affords(state.worst_s, state.gain):
             return OFF
-        return OFF if self._compares(state) else state.shape
+        if self._drafted >= COMPARE_EVERY:
+            self._drafted, self._plain_left, state.dearness = 0, COMPARE_TICKS - 1, 0.0
+            return OFF
+        return state.shape
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
-        """Learns from a tick. Alarms are returned once, when the collapse shows."""
+        """Learns from a tick. Returns alarms once, when a collapse shows."""
         shape, size, times = outcome.shape, self._costs.pad(outcome.batch), outcome.times
         self._costs.observe(shape, outcome.batch, times, outcome.context, outcome.ingested)
         if outcome.lag:
             self._costs.caught_up(size, outcome.lag, outcome.caught_up_s - times.parts.get(INDEX, 0.0))
-        self._ticks, self._to_come = self._ticks + 1, outcome.to_come
-        self._last, self._due_s, self._due = shape if shape in self._index else OFF, outcome.due_s, None
+        self._ticks += 1
+        self._left, self._index_s, self._indexing_s = outcome.to_come, outcome.due_s, None
+        self._last = shape if shape in self._index else OFF
         seconds = times.seconds
         if seconds is None:
             ingested_s = times.parts.get(INGEST, 0.0) + times.parts.get(INDEX, 0.0)
             seconds = (self._costs.seconds(shape, outcome.batch) or 0.0) + ingested_s
-        seconds = max(0.0, seconds - outcome.caught_up_s)
-        self._book(outcome, size, seconds)
-        if shape.off:
+        self._book(outcome, size, max(0.0, seconds - outcome.caught_up_s))
+        if shape.off or shape not in self._index:
             return ()
         self._drafted += 1
-        state = self._sizes.get(size)
-        if state is not None and shape == state.shape and times.seconds is not None and not outcome.ingested:
-            self._watch_cost(state, seconds - self._costs.context_s(shape, outcome.batch))
-        if shape not in self._index:  # a chunk of written-ahead text is no drafter's
-            return ()
-        self._firsts.see(shape, size, times.one_off_s)
         if not outcome.results:
             return ()
         self._acceptance.see(shape, outcome.results)
-        return self._sound(outcome)
+        return self._watch(outcome)
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
         for cost in costs:
-            if cost.role == CAPTURE:
-                self._firsts.capture_s = cost.seconds
             self._costs.load_costs(cost)
 
     def set_max_len(self, ticks: int) -> None:
-        self._longest = max(self._longest, ticks)  # mostly they are as long as those before
+        self.budget.longest = max(self.budget.longest, ticks)
 
     def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        self._acceptance.load_prior(drafter, ranks, self._settings.prior_weight)
+        self._acceptance.load_prior(drafter, ranks, RECORD_VERIFIES)
 
     def precapture(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
         self._acceptance.refresh()
         seconds = {size: self._expected(size)[0] for size in sizes if self._costs.seconds(OFF, size)}
-        supposed = [self._acceptance.supposing(share).lengths() for share in SUPPOSED]
+        supposed = [self._acceptance.supposing(factor).lengths() for factor in SUPPOSED]
         found = precapture_plan(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
         for shape, size in found:
-            self._firsts.made(shape, self._costs.pad(size))
+            self._costs.captures.captured(shape, self._costs.pad(size))
         return found
 
     def drafter_changed(self, drafter: str) -> None:
-        """What was known becomes a weak guess, and the new version is tried at once."""
+        """Another version: the estimates become a weak prior, and it may be tried at once."""
         if drafter not in self._drafters:
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {self._drafters}")
-        self._acceptance.changed(drafter, self._settings.swap_worth)
+        self._acceptance.changed(drafter, OLD_VERSION_VERIFIES)
         self._reopen(drafter)
 
     def expected(self, shape: Shape, batch: int) -> tuple[float, float | None]:
@@ -247,246 +219,194 @@ class Tuner:
     # ---- choosing
 
     def _review(self, size: int, lag: int) -> BatchSizeState:
-        settings = self._settings
-        state = self._sizes.get(size)
-        if state is None:
-            state = self._sizes[size] = BatchSizeState(Pause(settings.probe_pause))
-        state.reviews += 1
-        state.until = self._ticks + min(settings.review_ticks, 2 << state.reviews)
-        if state.left is not None and state.retry.until is not None and self._ticks >= state.retry.until:
-            self._costs.forget(state.left)
-            state.left = None
+        state = self._sizes.setdefault(size, BatchSizeState(since=self._ticks))
+        first, later = REVIEW_TICKS
+        state.review_at = self._ticks + min(max(first, self._ticks - state.since), later)
         plain_s = self._costs.seconds(OFF, size)
         if not plain_s:
-            return state  # nothing was ever measured: plain ticks tell what plain ticks cost
+            return state  # nothing was measured: plain ticks are the first measurement
         self.budget.tick_s = plain_s
-        self.budget.loan_s = plain_s * min(settings.loan, self._longest / 200)
         self._acceptance.refresh()
         self.evaluations += len(self._shapes)
         seconds, rates = self._expected(size)
-        self._decide(state, rates, size, lag)
-        place = self._index[state.shape]
+        used = self._decide(state, rates, size, lag)
+        if used != state.shape:
+            self._tally.switches += self._index[used] != self._index[state.shape] and bool(state.rate)
+            state.shape, state.since, state.review_at = used, self._ticks, self._ticks + first
+            state.dearness = 1.0
+        place = self._index[used]
         state.rate, state.gain = rates[place], max(0.0, 1.0 - rates[_OFF] / rates[place])
-        state.worst = 0.0 if state.shape.off else max(0.0, seconds[place] - plain_s)
-        if state.usual_s == inf and self._ticks >= state.speaks and not state.shape.off:
-            state.usual_s = seconds[place] - self._costs.context_s(state.shape, size)
-        self._plan_probe(state, rates, seconds, size)
+        state.worst_s = 0.0 if used.off else max(0.0, seconds[place] - plain_s)
+        if not used.off:
+            measured = self._costs.measured_s(used, size) / (self._costs.measured_s(OFF, size) or plain_s)
+            dearness = seconds[place] / plain_s / measured
+            state.dearness = state.dearness or dearness
+            if not 1 / COMPARE_CHANGE <= dearness / state.dearness <= COMPARE_CHANGE:
+                self._drafted = COMPARE_EVERY
+        self._plan_try(state, rates, seconds, size)
         return state
 
     def _expected(self, size: int) -> tuple[list[float], list[float]]:
-        """Of every shape, in their order, the seconds of a tick, and the tokens per second of a request."""
+        """Seconds of a tick and tokens per second of a request, for every shape."""
         lengths, seconds = self._acceptance.lengths(), self._costs.seconds_of(self._shapes, size)
-        if per_token := self._arrivals.per_token:  # the more are answered, the more come
+        if per_token := self._costs.arrived_per_token:  # every completion makes room for a prompt to ingest
             costs = zip(self._shapes, seconds, lengths, strict=True)
-            seconds = [cost + self._costs.entering(one, size, length * per_token) for one, cost, length in costs]
+            seconds = [cost + self._costs.entering(shape, size, length * per_token) for shape, cost, length in costs]
         return seconds, [length / cost for length, cost in zip(lengths, seconds, strict=True)]
 
-    def _decide(self, state: BatchSizeState, rates: Sequence[float], size: int, lag: int) -> None:
-        """Stays with the shape in use unless another is better beyond doubt, and worth the change."""
-        known, settings = self._known_places(), self._settings
+    def _decide(self, state: BatchSizeState, rates: Sequence[float], size: int, lag: int) -> Shape:
+        """The shape in use, unless another is faster beyond doubt and worth what the change costs."""
+        known = self._known_places()
         used = self._last if self._is_dear(state.shape) else state.shape
-        used = used if self._index[used] in known else OFF
-        if rates[self._index[used]] < rates[_OFF] * (1.0 + settings.least_gain):
-            used = OFF
-        if self._ticks - state.since >= settings.settle_ticks:
-            used = self._better(used, rates, known, size, lag)
-        if used == state.shape:
-            return
-        self._tally.switches += state.since >= 0
-        if not state.shape.off and self._costs.dearness(state.shape, size) > 1.0 + settings.clip:
-            state.left = state.shape
-            state.retry.again(self._ticks, settings.longest_pause)
-        state.shape, state.since, state.reviews, state.plain = used, self._ticks, 1, 0
-        self._await(state, 0)
-
-    def _better(self, used: Shape, rates: Sequence[float], known: Sequence[int], size: int, lag: int) -> Shape:
-        """The best of those that are better beyond doubt and worth the change; else the one in use."""
+        used = used if self._index[used] in known and rates[self._index[used]] >= rates[_OFF] else OFF
         rate = rates[self._index[used]]
-        better = [(self._shapes[place], rates[place]) for place in known if rates[place] > rate]
-        worth = [(promise * self._readiness(shape, size), shape, promise) for shape, promise in better]
-        near_s = sum(other.spent for near, other in self._sizes.items() if size <= 2 * near <= 4 * size)
-        to_come_s: float | None = None  # asked for once, if at all: who answers looks at every request
-        for counted, best, promise in sorted(worth, key=itemgetter(0), reverse=True):
-            if counted <= rate:
+        near_s = sum(other.spent_s for near, other in self._sizes.items() if near <= size <= 2 * near)
+        left_s: float | None = None  # asked for once, if at all: the answer looks at every request
+        for place in sorted(known, key=rates.__getitem__, reverse=True):
+            best, gain = self._shapes[place], 1.0 - rate / rates[place]
+            if gain <= MARGIN:
                 break
-            if (promise if used.off else counted) <= rate * (1.0 + self._margin(used, best, size)):
+            if gain <= MARGIN + self._doubt(used, best, size):
                 continue
-            caught_up_s, gain = self._catching_up(best, used, size, lag), 1.0 - rate / promise
-            first_s = self._firsts.whole_s(best, size)
-            to_come_s = self._to_come() * self.budget.tick_s if to_come_s is None else to_come_s
-            if (
-                caught_up_s <= gain * to_come_s  # in this rollout …
-                and first_s <= gain * near_s  # … while a graph may pay in others, if there often are so many requests
-                and self._affords(caught_up_s + first_s, gain)
-            ):
+            caught_up_s = self._catching_up(best, used, size, lag)
+            captured_s = self._costs.captures.expected_s(best, size)
+            left_s = self._left() * self.budget.tick_s if left_s is None else left_s
+            # catching up pays in this rollout, a graph in later ones too if there often are so many requests
+            pays = caught_up_s <= gain * left_s and PAYBACK * captured_s <= gain * near_s
+            if pays and self._affords(caught_up_s + captured_s, gain):
                 return best
         return used
+
+    def _doubt(self, used: Shape, best: Shape, size: int) -> float:
+        """Standard error of the gain. Shapes of the same drafters share an error in their acceptance."""
+        evidence = min(self._acceptance.known(shape.drafters) for shape in (used, best) if not shape.off)
+        doubt = _standard_error(evidence) / (2 if used.drafters == best.drafters else 1)
+        return doubt + COST_DOUBT / (1 + self._costs.ticks_of(best, size))
+
+    def _known_places(self) -> list[int]:
+        """Places of plain decoding and of shapes whose drafters have been seen."""
+        known = [drafters for drafters in self._places if self._acceptance.known(drafters) >= 1.0]
+        return sorted([_OFF, *(place for drafters in known for place in self._places[drafters])])
 
     def _affords(self, worst_s: float, gain: float) -> bool:
         return worst_s <= 0.0 or self.budget.affords(worst_s, gain)
 
     def _catching_up(self, shape: Shape, before: Shape, size: int, lag: int) -> float:
-        """Seconds until drafters can be asked whom the shape before left out."""
+        """Seconds before the first draft of drafters that the shape before left out."""
         return self._indexing(shape, before) + self._costs.catching_up(shape, before, size, lag)
 
     def _indexing(self, shape: Shape, before: Shape) -> float:
-        """What drafters on the host take of it."""
-        if not self._costs.looks_up_anew(shape, before):
+        """The part of it on the host."""
+        if not self._costs.indexes(shape, before):
             return 0.0
-        self._due = self._due_s() if self._due is None else self._due
-        return self._due
+        if self._indexing_s is None:
+            self._indexing_s = self._index_s()
+        return self._indexing_s
 
     def _is_dear(self, shape: Shape) -> bool:
-        """Whether much would have to be indexed for it first, for it was chosen when so many requests ran before."""
+        """Whether the shape waits for much indexing: its drafters were not used meanwhile, at other batch sizes."""
         return self._indexing(shape, self._last) > self.budget.tick_s
 
-    def _readiness(self, shape: Shape, size: int) -> float:
-        return 1.0 if self._firsts.ready(shape, size) else 1.0 - self._settings.unused
+    # ---- tries
 
-    def _margin(self, used: Shape, best: Shape, size: int) -> float:
-        evidence = min(self._acceptance.known(shape.drafters) for shape in (used, best) if not shape.off)
-        doubt = self._settings.doubt / sqrt(evidence)
-        if used.drafters == best.drafters:  # then an error in one estimate is in the other too
-            doubt /= 2
-        if used.off:
-            doubt += self._settings.cost_doubt / sqrt(1 + self._costs.ticks_of(best, size))
-        return self._settings.margin + doubt
-
-    def _known_places(self) -> list[int]:
-        """Of plain decoding, and of shapes whose drafters something is known about."""
-        known = [drafters for drafters in self._sets if self._acceptance.known(drafters) >= 1.0]
-        return sorted([_OFF, *(place for drafters in known for place in self._places[drafters])])
-
-    # ---- comparing with plain ticks
-
-    def _compares(self, state: BatchSizeState) -> bool:
-        """A promise rests on what was timed a while ago: a few plain ticks show what plain decoding costs now."""
-        changed = max(state.slower, state.quicker) >= self._settings.changed
-        if not changed and self._drafted < self._settings.compare_every:
-            return False
-        self._drafted = 0
-        state.plain = self._settings.compare_ticks - 1
-        self._await(state, self._settings.compare_ticks)
-        return True
-
-    def _await(self, state: BatchSizeState, plain: int) -> None:
-        """What comes after so many plain ticks is the new measure."""
-        state.usual_s, state.slower, state.quicker = inf, 0.0, 0.0
-        state.speaks = self._ticks + plain + self._settings.spoken_ticks
-        if not state.shape.off:
-            state.until = min(state.until, state.speaks) if plain else state.speaks
-
-    def _watch_cost(self, state: BatchSizeState, seconds: float) -> None:
-        """A tick of the shape in use. No single one says much: only if most of late were slow has something changed."""
-        if state.usual_s < inf:
-            said = seconds / state.usual_s - 1.0
-            said = min(max(said, -self._settings.clip), self._settings.clip)
-            state.slower = max(0.0, state.slower + said - self._settings.slack)
-            state.quicker = max(0.0, state.quicker - said - self._settings.slack)
-
-    # ---- trying
-
-    def _plan_probe(self, state: BatchSizeState, rates: Sequence[float], seconds: Sequence[float], size: int) -> None:
-        """The drafters least is known about that are worth a try now, in the shape that promises most. That it may have
-        no graphs yet is part of what a try costs."""
-        state.probe = None
-        for drafters in sorted(self._sets, key=self._acceptance.evidence):
-            places, shapes = self._places[drafters], self._shapes
-            mine = [place for place in places if shapes[place].most_tokens > seconds[place] * state.rate]
-            if drafters == state.shape.drafters or not mine:
+    def _plan_try(self, state: BatchSizeState, rates: Sequence[float], seconds: Sequence[float], size: int) -> None:
+        """Of the drafters least is known about that may be faster, the shape with the highest expected rate."""
+        state.to_try = None
+        for drafters in sorted(self._places, key=self._acceptance.evidence):
+            places = [
+                place
+                for place in self._places[drafters]
+                if self._shapes[place].most_tokens > seconds[place] * state.rate
+            ]
+            if drafters == state.shape.drafters or not places:
                 continue
-            if not self._worth_a_try(drafters, max(map(rates.__getitem__, mine)), state.rate):
+            if not self._may_try(drafters, max(rates[place] for place in places), state.rate):
                 continue
-            due_s = self._indexing(self._shapes[mine[0]], state.shape)
-            worst = {place: self._worst(place, seconds[place], state, size) for place in mine}
-            affordable = [place for place in mine if self.budget.affords_try(worst[place] + due_s)]
-            if affordable or not due_s:  # ever more is due: others have their turn
-                place = max(affordable or [min(mine, key=worst.__getitem__)], key=rates.__getitem__)
-                state.probe, state.probe_worst = self._shapes[place], worst[place]
+            index_s = self._indexing(self._shapes[places[0]], state.shape)
+            worst_s = {
+                place: max(0.0, seconds[place] - 1.0 / state.rate)
+                + self._costs.captures.next_s(self._shapes[place], size)
+                for place in places
+            }
+            fits = [place for place in places if self.budget.affords_try(worst_s[place] + index_s)]
+            if fits or not index_s:  # the time for indexing grows: others have their turn
+                place = max(fits or [min(places, key=worst_s.__getitem__)], key=rates.__getitem__)
+                state.to_try, state.try_worst_s = self._shapes[place], worst_s[place]
                 return
 
-    def _worst(self, place: int, seconds: float, state: BatchSizeState, size: int) -> float:
-        """Seconds that a try loses if nothing is accepted."""
-        return max(0.0, seconds - 1.0 / state.rate) + self._firsts.trial_s(self._shapes[place], size)
-
-    def _worth_a_try(self, drafters: Drafters, promised: float, used: float) -> bool:
-        """As long as it might be better; then now and then, more rarely every time."""
-        pause, (unknown, decided) = self._pauses[drafters], self._settings.tried
-        if pause.until is not None and self._ticks < pause.until:
+    def _may_try(self, drafters: Drafters, rate: float, used_rate: float) -> bool:
+        """Drafters that may be faster are tried until that is known; then only as often as RETRY_SHARE allows."""
+        now_s, retry = self.budget.took_s, self._retries[drafters]
+        if now_s < retry.at_s:
             return False
-        evidence = self._acceptance.evidence(drafters)
-        doubt = inf if evidence < unknown else self._settings.doubt / sqrt(evidence)
-        if evidence < decided and promised * (1.0 + doubt) > used * (1.0 + self._settings.margin):
-            pause.until = None
+        doubt = _standard_error(self._acceptance.evidence(drafters))
+        if rate * (1.0 + doubt) > used_rate * (1.0 + MARGIN):
             return True
-        if pause.until is None:
-            pause.until = self._ticks + pause.wait
+        if retry.lost_s:  # by the last try, which showed it
+            retry.at_s, retry.lost_s = now_s + retry.lost_s / RETRY_SHARE, 0.0
             return False
         return True
 
-    def _try(self, state: BatchSizeState, worst: float) -> Shape:
-        shape = state.probe or OFF
-        self._open.append(Probe(shape, state.rate, worst, self._ticks))
-        pause = self._pauses[shape.drafters]
-        if pause.until is not None:
-            pause.wait = min(2 * pause.wait, self._settings.longest_pause)
-            pause.until, state.probe = self._ticks + pause.wait, None
-        return shape
+    def _tried(self, shape: Shape) -> Try | None:
+        """The try that this tick was, if it was one; it may have run at another size. One that never ran is dropped."""
+        found = self._trying
+        if found is None or (found.shape != shape and self._ticks - found.tick < 16):
+            return None
+        self._trying = None
+        return found if found.shape == shape else None
 
-    def _probed(self, shape: Shape) -> Probe | None:
-        """The probe this tick was, if it was one. One that never ran is dropped."""
-        found = next((probe for probe in self._open if probe.shape == shape), None)  # it may run at another size
-        self._open = [probe for probe in self._open if probe is not found and self._ticks - probe.tick < 16]
-        return found
-
-    # ---- booking
+    # ---- books
 
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
         tally, budget, times = self._tally, self.budget, outcome.times
         tally.seconds += seconds
         if state := self._sizes.get(size):
-            state.spent += seconds
-        accepted = sum(walked.accepted for walked in outcome.results)
-        self._arrivals.see(outcome.arrived, outcome.batch + accepted)
+            state.spent_s += seconds
+        accepted = sum(result.accepted for result in outcome.results)
+        self._costs.arrived(outcome.arrived, outcome.batch + accepted)
         keep_s = self._costs.table.estimate(KEEP, size) or 0.0
-        captured_s = self._firsts.baseline(times.one_off_s)
+        captured_s = self._costs.captures.see(outcome.shape, size, times.one_off_s)
         budget.charge(CostKind.STATES, keep_s)
         budget.charge(CostKind.CAPTURES, captured_s)
         budget.charge(CostKind.CATCHING_UP, outcome.caught_up_s)
         if outcome.shape.off:
-            others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees that were drafted in vain
+            others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees drafted in vain
             budget.ran(seconds - keep_s, max(0.0, seconds - keep_s - others_s))
-            if not self._open:
-                tally.plain[size] += 1  # quickly: this is all that many a tick has to do with speculation
-                return
+            tally.plain[size] += 1
+            self._tried(OFF)
+            return
         per_request = 1.0 + accepted / len(outcome.results) if outcome.results else 1.0
-        if not outcome.shape.off:
-            plain_s = per_request * (self._costs.seconds(OFF, outcome.batch) or 0.0)
-            budget.ran(seconds - keep_s, max(0.0, plain_s - keep_s))
-            tally.saved_s += plain_s - seconds
-        probe = self._probed(outcome.shape)
-        if probe is not None:
+        plain_s = per_request * (self._costs.seconds(OFF, outcome.batch) or 0.0)
+        budget.ran(seconds - keep_s, max(0.0, plain_s - keep_s))
+        tally.saved_s += plain_s - seconds
+        if tried := self._tried(outcome.shape):
             tally.explored += 1
-            one_off_s = outcome.caught_up_s + self._firsts.tried(captured_s, probe.worst)
-            budget.tried(seconds + one_off_s - per_request / probe.rate)
+            lost_s = seconds + outcome.caught_up_s + captured_s - per_request / tried.rate
+            budget.tried(lost_s)
+            self._retries[outcome.shape.drafters].lost_s = max(0.0, lost_s)
         tally.ticks[(size, shown(outcome.shape))] += 1
         tally.verifies += len(outcome.results)
         tally.accepted += accepted
 
-    def _sound(self, outcome: Outcome) -> tuple[Alarm, ...]:
+    def _watch(self, outcome: Outcome) -> tuple[Alarm, ...]:
         seen = [self._watches[drafter].see(outcome.shape, outcome.results) for drafter in outcome.shape.drafters]
         alarms = tuple(alarm for alarm in seen if alarm is not None)
         for alarm in alarms:
             self._tally.alarms += 1
             self._watches[alarm.drafter] = CollapseWatch(alarm.drafter)
             self._acceptance.forget(alarm.drafter)
-            self._reopen(alarm.drafter, self._ticks + self._settings.probe_pause)
+            self._reopen(alarm.drafter, self.budget.took_s + REVIEW_TICKS[1] * self.budget.tick_s)
         return alarms
 
-    def _reopen(self, drafter: str, until: int | None = None) -> None:
-        """All that was decided with this drafter is open again; it may be tried from this tick on, or at once."""
-        for drafters in self._sets:
+    def _reopen(self, drafter: str, at_s: float = 0.0) -> None:
+        """Everything decided with this drafter is open again; it may be tried from this second of the run on."""
+        for drafters in self._places:
             if drafter in drafters:
-                self._pauses[drafters] = Pause(self._settings.probe_pause, until)
+                self._retries[drafters] = Retry(at_s)
         for state in self._sizes.values():
-            state.until, state.reviews = self._ticks, 0
+            state.review_at = self._ticks
+
+
+def _standard_error(evidence: float) -> float:
+    """Of an accept length, relative. Fewer verifies than the prior is worth tell nothing."""
+    return DOUBT / sqrt(evidence - PRIOR_VERIFIES) if evidence > PRIOR_VERIFIES else inf
