@@ -192,7 +192,7 @@ def write_step_file(directory: Path, number: int, *, workers: int = 1, groups: i
     ]
     kept = [completion(0, index, f"answer {index} with words") for index in range(answers)]
     kept[0] = {**completion(0, 0, "unused"), "texts": ["plain ", MARKUP, " end"], "tokens": 9, "head": 2}
-    kept[0] |= {"logprobs": [-0.1, -2.0, -0.5], "entropy": [0.1, 2.0, 0.5], "drafted": "010"}
+    kept[0] |= {"logprobs": [-0.1, -2.0, -0.5], "entropy": [0.1, 2.0, 0.5], "drafted": "012"}
     kept[0] |= {"question": f"What is {MARKUP}?", "reference": MARKUP}
     file = {
         "format": 1,

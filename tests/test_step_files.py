@@ -87,7 +87,15 @@ def test_a_run_keeps_some_completions_token_by_token(tmp_path: Path, monkeypatch
     assert last.entropy > 0
     account = events_of(run, AccountUpdated)[-1]
     assert account.step == 2
-    assert set(account.spent_s) == {"training", "measuring", "swapping", "captures", "catching up", "states"}
+    assert set(account.spent_s) == {
+        "training",
+        "measuring",
+        "swapping",
+        "captures",
+        "catching up",
+        "states",
+        "writing ahead",
+    }
 
 
 def test_accepted_drafts_are_marked_and_all_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

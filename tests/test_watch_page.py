@@ -194,6 +194,11 @@ def test_completions_are_searched_coloured_and_read_token_by_token(tmp_path: Pat
     look.page.keyboard.press("ArrowRight")
     assert '"1 ", log-probability −0.4' in card.locator(".token-words").inner_text()
     assert "accepted draft" in card.locator(".token-words").inner_text()
+    first = look.page.locator("details.completion").first
+    first.locator("summary").click()
+    first.locator(".tokens").focus()
+    look.page.keyboard.press("End")
+    assert "accepted draft, written ahead in the step before" in first.locator(".token-words").inner_text()
     look.page.fill("input[type=search]", "answer 3")
     assert "1 of 4 completions" in look.text()
     look.page.fill("input[type=search]", "")

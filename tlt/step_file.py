@@ -135,7 +135,7 @@ def _completion(
         "head": head,  # tokens before those left out; all of them, if none is
         "texts": [text for part in kept for text in texts.of(completion.tokens[part])],
         "logprobs": [_short(value, 3) for part in kept for value in completion.policy_logprobs[part]],
-        "drafted": "".join("1" if mark else "0" for part in kept for mark in completion.drafted[part]),
+        "drafted": "".join(str(mark) for part in kept for mark in completion.drafted[part]),  # as in Completion
         "entropy": None if entropy is None else [_short(value, 3) for part in kept for value in entropy[part]],
     }
     if place == 0:

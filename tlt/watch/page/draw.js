@@ -470,10 +470,11 @@ function extent(values) {
 
 // ---- completions
 
+const DRAFTED = ["drawn by the policy's own pass", "accepted draft", "accepted draft, written ahead in the step before"]; // by Completion.drafted
 export const TOKEN_COLOURS = [["drafted", "accepted draft"], ["logprob", "log-probability"], ["entropy", "entropy"], ["none", "none"]];
 
 function tokenClass(completion, index, mode) {
-  if (mode === "drafted") return completion.drafted[index] === "1" ? "d1" : "d0";
+  if (mode === "drafted") return `d${completion.drafted[index]}`;
   if (mode === "logprob") return `s${Math.min(7, Math.floor(-completion.logprobs[index] * 1.6))}`;
   if (mode === "entropy" && completion.entropy) return `e${Math.min(7, Math.floor(completion.entropy[index] * 2.5))}`;
   return "";
@@ -483,7 +484,7 @@ export function tokenInWords(completion, index) {
   const logprob = completion.logprobs[index], text = completion.texts[index];
   const parts = [JSON.stringify(text), `log-probability ${number(logprob)} (${number(Math.exp(logprob), true)})`];
   parts.push(completion.entropy ? `entropy ${number(completion.entropy[index])} nats` : "entropy not computed");
-  parts.push(completion.drafted[index] === "1" ? "accepted draft" : "drawn by the policy's own pass");
+  parts.push(DRAFTED[completion.drafted[index]] || DRAFTED[0]);
   return `token ${index < completion.head ? index + 1 : completion.tokens - completion.texts.length + index + 1}: ${parts.join(", ")}`;
 }
 
@@ -522,7 +523,7 @@ export class TokensView {
 
 export function tokenLegend(mode) {
   const entries = {
-    drafted: [["d1", "accepted from a draft"], ["d0", "drawn by the policy's own pass"]],
+    drafted: DRAFTED.map((words, flag) => [`d${flag}`, words]),
     logprob: [["s0", "probable"], ["s2", "p < 0.29"], ["s4", "p < 0.08"], ["s7", "p < 0.013"]],
     entropy: [["e0", "certain"], ["e2", "≥ 0.8 nats"], ["e4", "≥ 1.6"], ["e7", "≥ 2.8"]],
     none: [],
@@ -537,7 +538,7 @@ function preview(completion) {
 
 export function completionView(completion, mode, open = false) {
   // heading, and the tokens once it is opened
-  const drafted = [...completion.drafted].filter((flag) => flag === "1").length;
+  const drafted = [...completion.drafted].filter((flag) => flag !== "0").length;
   const title = `group ${completion.group}, completion ${completion.index}: reward ${number(completion.reward)}, ${number(completion.tokens)} tokens, ended by ${completion.finish}`;
   const version = completion.version === undefined ? "" : `, policy version ${completion.version}`;
   const share = completion.drafted.length ? `, ${Math.round((100 * drafted) / completion.drafted.length)}% from drafts` : "";
