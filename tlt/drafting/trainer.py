@@ -325,8 +325,9 @@ class OnlineDrafter:
         wanted, held = self._drafting.tokens, self._drafting.held_out
         most = wanted if self.policy.embed.is_cuda else _TIMED_TOKENS  # on a CPU time is proportional to tokens
         for _ in range(2):  # the first pass of a size may compile
-            micro_s, _ = self._timed_pass(min(wanted, most), self._trainer.unrolled)
-            _, look_s = self._timed_pass(min(held, most), 1)
+            micro_s, look_s = self._timed_pass(min(wanted, most), self._trainer.unrolled)
+            if min(held, most) != min(wanted, most):
+                _, look_s = self._timed_pass(min(held, most), 1)
         micro_s *= wanted / min(wanted, most)
         self._micro_steps.append((micro_s, wanted))
         self._in_updates.append((micro_s, 1))
