@@ -281,16 +281,20 @@ def test_one_layer_of_each_kind_stands_for_those_like_it(tmp_path: Path) -> None
     make(FAMILIES["smollm3"], tmp_path)
     config = load_policy(tmp_path).config
     config = replace(config, layers=9, rotary_layers=(True, True, True, False) * 2 + (True,), windows=(0,) * 9)
-    model, ran = Transformer(config), list[int]()
+    model, ran, norms = Transformer(config), list[int](), list[torch.Tensor | None]()
     model.init_weights(1)
     for index, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, index=index: ran.append(index))
+        block.register_forward_pre_hook(lambda _, given: norms.append(given[3]))  # of the layer that reads the result
     tokens, layout = torch.randint(0, 97, (12,)), PackedLayout.from_lengths([12])
     taps = (2, 5, 9)
     whole = model(tokens, layout, taps)
+    norms.clear()
     with model.one_layer_of_each_kind(taps):
         model(tokens, layout, taps)
     assert ran == [*range(9), 0, 1, 2, 3, 5, 8]
+    assert norms[-1] is None
+    assert all(norm is model.blocks[reader].attn_norm for norm, reader in zip(norms[:-1], ran[-5:], strict=True))
     assert torch.equal(model(tokens, layout, taps).hidden_TD, whole.hidden_TD)
 
 

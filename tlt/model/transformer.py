@@ -143,12 +143,11 @@ class Transformer(nn.Module):
     def forward(self, tokens_T: Tensor, layout: Layout, taps: Sequence[int] = ()) -> Output:
         """`taps` names layers by how many have run: tap 2 is the residual stream after two layers."""
         rotary = Rotary(self.cos_PR, self.sin_PR)
-        norms = [cast(Block, block).attn_norm for block in self.blocks]
+        blocks = [(i, cast(Block, block)) for i, block in enumerate(self.blocks) if i not in self._passed_over]
+        norms = [block.attn_norm for _, block in blocks]
         x = embed(self.embed, tokens_T, norms[0], exact=layout.exact)
         tapped = {}
-        for index, (block, next_norm) in enumerate(zip(self.blocks, [*norms[1:], None], strict=True)):
-            if index in self._passed_over:
-                continue
+        for (index, block), next_norm in zip(blocks, [*norms[1:], None], strict=True):
             if index in taps:
                 tapped[index] = rows_of(x)
             if self.checkpoint_activations and torch.is_grad_enabled():
