@@ -339,8 +339,8 @@ class Worker:
 
     def wait_for_copies(self) -> None:
         """Until no snapshot reads policy, optimizer or drafter any more. Raises what a copy failed with."""
-        self._drafter_copied.result()
         started = time.perf_counter()
+        self._drafter_copied.result()
         self._policy_copied.result()
         self._waited_s += time.perf_counter() - started
 
