@@ -14,7 +14,8 @@ pass after pass, each variant from the same new drafter and in the same order. A
     unroll=N         draft steps unrolled from the first micro-step on
     single=N         draft.single_steps
     tv=X             draft.total_variation
-    arch=eagle-3.1   draft.architecture: norms of the tapped states and of the drafter's own
+    norms=WHERE      none: eagle-3; fc: of the tapped states; output: of the drafter's own states; both: eagle-3.1
+    block=R          a block drafter: all draft steps in one pass, and a bigram of rank R over the drafted tokens
     muon             Muon for matrices, AdamW for the rest
 
 `accept_length` is measured on the held-out completions, as chains of five would reach it. Seconds
@@ -43,11 +44,14 @@ from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.loop import ask
 from tlt.machine import free_memory, wait_for
+from tlt.model.device import upload
 from tlt.model.transformer import Block, Transformer
 from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config
-from tlt.spec.eagle import Eagle, draft_vocabulary
-from tlt.spec.eagle_files import drafter_shape, new_drafter
+from tlt.spec.align import Aligned
+from tlt.spec.eagle import Eagle, EagleConfig, draft_vocabulary
+from tlt.spec.eagle_files import drafter_shape
+from tlt.spec.window import Band
 from tlt.tasks.choose import task_of
 from tlt.train.drafter import DrafterBatch, DrafterTrainer, policy_states
 from tlt.train.drafter_measure import expected
@@ -76,6 +80,39 @@ class Muon(MasterAdamW):
             optimizer.zero_grad(set_to_none=True)
         self.forget()
         self._write_back()
+
+
+class BlockDrafter(Eagle):
+    """Drafts all steps in one pass, as DFlash and DSpark do: steps after the first read a learned state and no token.
+
+    A drafted token reaches the next prediction only through a low-rank bigram in front of the head.
+    """
+
+    def __init__(self, config: EagleConfig, rank: int, **where: Any) -> None:
+        super().__init__(config, **where)
+        hidden = config.layer.hidden
+        sizes = {"masked_state": (hidden,), "masked_token": (hidden,), "narrow": (rank, hidden), "wide": (hidden, rank)}
+        for name, size in sizes.items():
+            setattr(self, name, torch.nn.Parameter(self.fc.new_empty(size)))
+
+    def unroll(self, aligned: Aligned, features_TF: Tensor, embed_VD: Tensor, steps: int) -> list[Tensor]:
+        index_T, next_T = (upload(part, features_TF.device) for part in (aligned.index_T, aligned.next_T))
+        band = Band.of(aligned.index_T, self.config.window, features_TF.device)
+        tokens_STD = self._normed_tokens(torch.stack([next_T.roll(-step) for step in range(steps)]), embed_VD)
+        state_TD, token_TD = self.fuse(features_TF), tokens_STD[0]
+        chain, out = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        keys = values = None
+        for step in range(steps):
+            q, k, v = self._project(token_TD, state_TD, index_T + step)
+            if step == 0:
+                keys, values = band.windows(k), band.windows(v)
+            else:
+                chain.append((k, v))
+            g_TD = self._finish(band.attend(q, keys, values, step, chain).flatten(1), state_TD)
+            bigram_TD = tokens_STD[step] @ self.narrow.T @ self.wide.T
+            out.append(g_TD + bigram_TD if step else g_TD)
+            state_TD, token_TD = self.masked_state.expand_as(state_TD), self.masked_token.expand_as(token_TD)
+        return out
 
 
 def completions_of(config: RunConfig, policy: Policy, count: int) -> list[Completion]:
@@ -134,10 +171,13 @@ def new_drafter_of(config: RunConfig, policy: Policy, words: dict[str, str], don
     model = policy.model
     written = torch.tensor([token for completion in done for token in completion.tokens])
     counts_V = torch.bincount(written, minlength=model.config.vocab)
-    draft = replace(config.draft, architecture=words.get("arch", config.draft.architecture))
-    config, size = replace(config, draft=draft), drafter_shape(model.config, draft)
+    size = drafter_shape(model.config, config.draft)
+    if norms := words.get("norms"):
+        size = replace(size, fc_norm=norms in ("fc", "both"), norm_output=norms in ("output", "both"))
     ids = draft_vocabulary(counts_V, size.draft_vocab).to(model.embed.device) if size.reduced else None
-    drafter = new_drafter(policy, config, ids)
+    where: Any = {"dtype": model.embed.dtype, "device": model.embed.device}
+    drafter = BlockDrafter(size, int(words["block"]), **where) if "block" in words else Eagle(size, **where)
+    drafter.init_weights(config.run.seed, ids, model.norm)
     if words.get("norm") == "ones":
         torch.nn.init.ones_(drafter.norm)
     if words.get("fc") == "tap":
