@@ -4,7 +4,9 @@
 
 On CPU clocks: the cost book and every worker's ticks are timed by the CPU seconds of their thread, so that other work
 on the machine does not count. A worker decodes from the first request to its last, so the rollout lasts as long as the
-busiest worker. Plain decoding, all requests handed out at the start. Every knob is a flag too.
+busiest worker. Plain decoding, all requests handed out at the start. CPU seconds follow the machine's load as well, if
+less: the same forward is timed while a book is measured and around every rollout, and its ratio scales the book. Every
+knob is a flag too.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from tlt.cluster.ray_fleet import RayFleet
 from tlt.config import RunConfig
 from tlt.engine.request import Request
 from tlt.machine import describe
-from tlt.policy import open_policy
+from tlt.model.attention import PackedLayout
+from tlt.policy import Policy, open_policy
 from tlt.recipe import load_config, take_flags
 from tlt.sim.book import CostBook, words_of
 from tlt.sim.fleet import Simulated
@@ -35,11 +38,24 @@ from tlt.simulate import choose_next
 from tlt.tasks.toy import ToyTask
 from tlt.types import Completion, Key
 
+_FORWARDS = 60
+
 
 def count_cpu_seconds() -> None:
     """Every clock of this process is the CPU time of the thread that reads it."""
     torch.set_num_threads(1)
     time.perf_counter = time.thread_time
+
+
+def forward_s(policy: Policy) -> float:
+    """The middle time of the same forward."""
+    tokens, layout, took = torch.arange(64) % 16, PackedLayout.from_lengths((64,)), list[float]()
+    with torch.no_grad():
+        for _ in range(_FORWARDS):
+            started = time.thread_time()
+            policy.model(tokens, layout)
+            took.append(time.thread_time() - started)
+    return median(took)
 
 
 class TimedHost(Host):
@@ -49,6 +65,9 @@ class TimedHost(Host):
         count_cpu_seconds()
         super().open(*given)
         self._ticks_s, self._ticks = 0.0, 0
+
+    def forward_s(self) -> float:
+        return forward_s(self._worker.policy)
 
     def _tick(self) -> None:
         started = time.thread_time()
@@ -64,16 +83,19 @@ class TimedHost(Host):
 
 
 @ray.remote(num_cpus=0)
-def book_of(config: RunConfig) -> CostBook:
+def book_of(config: RunConfig) -> tuple[CostBook, float]:
+    """And the seconds of a forward around it."""
     count_cpu_seconds()
-    return measure_book(open_policy(config.model), config)
+    policy = open_policy(config.model)
+    before = forward_s(policy)
+    return measure_book(policy, config), (before + forward_s(policy)) / 2
 
 
-def book_beside(config: RunConfig, workers: int) -> CostBook:
+def book_beside(config: RunConfig, workers: int) -> tuple[CostBook, float]:
     """Measured in as many processes as there will be workers, at once: they share caches and memory. The middle one, by
-    its largest forward."""
-    books: list[CostBook] = ray.get([book_of.remote(config) for _ in range(workers)])
-    return sorted(books, key=lambda book: max(cost.seconds for cost in book.measured))[len(books) // 2]
+    its largest forward over the same forward."""
+    books: list[tuple[CostBook, float]] = ray.get([book_of.remote(config) for _ in range(workers)])
+    return sorted(books, key=lambda one: max(cost.seconds for cost in one[0].measured) / one[1])[len(books) // 2]
 
 
 def requests_of(config: RunConfig, step: int, group: int) -> list[Request]:
@@ -94,34 +116,40 @@ def trace_of(requests: Sequence[Request], completions: Sequence[Completion], gro
     return Trace(asked, cap, "measured here")
 
 
-def compared(config: RunConfig, workers: int, book: CostBook, rollouts: int) -> list[dict[str, Any]]:
+def compared(config: RunConfig, workers: int, book: CostBook, book_s: float, rollouts: int) -> list[dict[str, Any]]:
+    """`book_s`: of a forward while the book was measured."""
     group, found = config.task.group, []
     cluster = replace(config.cluster, workers=workers, cpus_per_worker=0.1, pin=False, drafting=False)
     fleet = RayFleet(replace(config, cluster=cluster), lambda event: None, host=TimedHost)
     try:
         for step in range(rollouts + 1):  # the first one warms up
             requests = requests_of(config, step, group)
-            completions = list(fleet.rollout(step, requests))
             members = sorted(fleet._actors.members.values(), key=lambda member: member.rank)
+            before = ray.get([member.actor.forward_s.remote() for member in members])
+            completions = list(fleet.rollout(step, requests))
+            after = ray.get([member.actor.forward_s.remote() for member in members])
             ticked = ray.get([member.actor.ticked.remote() for member in members])
             trace = trace_of(requests, completions, group, config.sampling.max_tokens)
             if step:
-                found.append(row(ticked, choose_next(book, trace, config, workers, 1).plain, trace))
+                slower = sum((*before, *after)) / (2 * workers) / book_s
+                found.append(row(ticked, choose_next(book, trace, config, workers, 1).plain, trace, slower))
                 print(workers, found[-1], flush=True)
     finally:
         fleet.close()
     return found
 
 
-def row(ticked: Sequence[tuple[float, int]], simulated: Simulated, trace: Trace) -> dict[str, Any]:
+def row(ticked: Sequence[tuple[float, int]], simulated: Simulated, trace: Trace, slower: float) -> dict[str, Any]:
+    """`slower`: the machine, than while the book was measured."""
     seconds = [took for took, _ in ticked]
-    measured, expected = max(seconds), simulated.seconds
+    measured, expected = max(seconds), simulated.seconds * slower
     idle = 1.0 - sum(seconds) / (len(seconds) * measured)
     return {
         "tokens": sum(trace.lengths),
         "longest": max(trace.lengths),
         "measured_s": measured,
         "foreseen_s": expected,
+        "slower": slower,
         "error": expected / measured - 1.0,
         "measured_ticks": sum(ticks for _, ticks in ticked),
         "foreseen_ticks": simulated.ticks,
@@ -145,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     machine, found = asdict(describe(torch.device("cpu"), options.commit)), dict[int, Any]()
     for workers in map(int, options.workers.split(",")):
-        book = book_beside(config, workers)
-        rows = compared(config, workers, book, options.rollouts)
+        book, book_s = book_beside(config, workers)
+        rows = compared(config, workers, book, book_s, options.rollouts)
         found[workers] = {"error": median(one["error"] for one in rows), "rollouts": rows, "book": words_of(book)}
         print(workers, "workers, error", found[workers]["error"], flush=True)
     if options.json:
