@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed.tensor import DTensor
 
 import tlt.fleet
 from tests.tiny import letters, policy
@@ -228,6 +229,20 @@ class TinyHost(Host):
     def publish(self, version: int, drafter: Any) -> Any:
         self._reach("publish")
         return super().publish(version, drafter)
+
+
+class CountingHost(Host):
+    """Tells how many weights its worker holds."""
+
+    def held(self) -> tuple[int, int]:
+        """By the engine, and by the trainer."""
+        shards = self._worker.trainer.weights().values()
+        engine = sum(parameter.numel() for parameter in self._worker.policy.model.parameters())
+        return engine, sum(local.to_local().numel() for local in shards if isinstance(local, DTensor))
+
+    @ray.method(concurrency_group=CONTROL)
+    def micro_steps(self) -> int:
+        return self._drafter.steps_taken
 
 
 def with_workers(workers: int, **cluster: Any) -> RunConfig:

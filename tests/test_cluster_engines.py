@@ -2,17 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="several workers need Ray: install tlt-rl[ray]")
 
-from tests.fleets import CONFIG, open_tiny, with_workers
+import ray
+
+from tests.fleets import CONFIG, CountingHost, open_tiny, with_workers
 from tests.test_cluster_fleet import STEPS, Crowd, Story, cluster, run, same
 from tlt.cluster.ray_fleet import RayFleet
-from tlt.config import RunConfig
+from tlt.config import GrpoSettings, RunConfig
 from tlt.errors import ConfigError, ModelError, StateLost
 from tlt.fleet import LocalFleet
+from tlt.loop import Fleet, Loop
+from tlt.model.weights import read_config, weights_count
+from tlt.policy import TINY_POLICY
+from tlt.tasks.choose import task_of
+from tlt.tasks.judge import DirectJudge
+from tlt.text import Tokenizer
 from tlt.watch.events import DrafterTrained, ReplayCompared
 from tlt.watch.workers import FleetPublished, WorkerLost, WorkerReturned, WorkerSpans
 
@@ -26,6 +35,51 @@ def alone() -> Story:
         patch.setattr("tlt.fleet.open_policy", open_tiny)
         story = Story()
         return run(CONFIG, LocalFleet(CONFIG, story.events.append), story)
+
+
+def toy_run(config: RunConfig, fleet: Fleet, story: Story, steps: range) -> Story:
+    task = task_of(config)
+    tokenizer = Tokenizer.load(TINY_POLICY)
+    loop = Loop(config, task, tokenizer, DirectJudge(task), fleet, story.events.append)
+    for number in steps:
+        step = loop.step(number)
+        rollouts = [rollout for one in step.judged for rollout in one.group.rollouts]
+        story.tokens.append({rollout.completion.key: rollout.completion.tokens for rollout in rollouts})
+        story.rewards.append(sum(rollout.reward for rollout in rollouts))
+        story.losses.append(step.update.loss)
+        story.norms.append(step.update.grad_norm)
+    return story
+
+
+def test_no_worker_holds_a_sharded_policy_that_an_engine_divides(cluster: None, tmp_path: Path) -> None:
+    """Shards in the trainers and slices in the engine, from the policy's files, in rollouts, and from a checkpoint. The
+    first test, as the other fleet takes all CPUs."""
+    shape = replace(CONFIG.task, prompts=3, group=2), replace(CONFIG.sampling, max_tokens=32)
+    config = replace(CONFIG, task=shape[0], sampling=shape[1])
+    alone, story = Story(), Story()
+    toy_run(config, LocalFleet(config, alone.events.append), alone, range(2))
+    divided = replace(config, cluster=replace(config.cluster, workers=2, tensor_parallel=2, shard=True))
+    fleet = RayFleet(divided, story.events.append, host=CountingHost)
+    toy_run(divided, fleet, story, range(1))
+    write = fleet.snapshot()
+    write(tmp_path)
+    before = fleet._actors.ask_all("fingerprint").answers
+    toy_run(divided, fleet, story, range(1, 2))
+    same(story, alone)
+    leader = fleet._actors.members[0].actor
+    fleet.draft(2, lambda: ray.get(leader.micro_steps.remote()) > 0)
+    assert story.of(DrafterTrained)  # from states that both ranks computed
+    held = list(fleet._actors.ask_all("held").answers.values())
+    fleet.restore(tmp_path, 1)
+    assert {w: policy for w, (policy, _) in fleet._actors.ask_all("fingerprint").answers.items()} == {
+        w: policy for w, (policy, _) in before.items()
+    }
+    fleet.close()
+    whole = weights_count(read_config(TINY_POLICY))
+    assert sum(trained for _, trained in held) == whole
+    assert all(engine < 0.55 * whole for engine, _ in held)
+    policies = {policy for policy, _ in before.values()}
+    assert len(policies) == 2  # each has a slice of its own
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +135,9 @@ def test_what_cannot_be_divided_is_refused(cluster: None) -> None:
         with_workers(3, tensor_parallel=2)
     with pytest.raises(ModelError, match="tensor_parallel is 4, and the policy's num_key_value_heads is 2"):
         RayFleet(with_workers(4, tensor_parallel=4), lambda event: None)
+    with_reference = replace(with_workers(2, tensor_parallel=2, shard=True), grpo=GrpoSettings(kl=0.1))
+    with pytest.raises(ConfigError, match="the reference policy is whole on every worker"):
+        RayFleet(with_reference, lambda event: None)
 
 
 def test_with_a_rank_of_every_engine_the_state_is_lost(crowd: Crowd) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tlt.engine.follower import Follower
 from tlt.engine.graphs import GraphPool
 from tlt.engine.graphs import Key as GraphKey
 from tlt.engine.request import Request
-from tlt.errors import RankLost, RequestError
+from tlt.errors import RankLost
 from tlt.model.parallel import Ranks
 from tlt.model.slices import refresh, slice_of
 from tlt.spec.eagle import Eagle, EagleConfig
@@ -88,6 +89,7 @@ class HostGraphs(GraphPool[Any]):
         return 1e-4
 
     def replay(self, key: GraphKey) -> Any:
+        assert key in self._recorded_work, "what was not recorded cannot be replayed"
         self._on_replay(key)
         name = key[0][0]  # type: ignore[index]
         self.names.append(name)
@@ -144,6 +146,15 @@ def test_ranks_write_the_tokens_of_one(kind: str, size: int) -> None:
         assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-6)
         assert completion.policy_logprobs == pytest.approx(expected[key].policy_logprobs, abs=1e-6)
     assert kind == "off" or {shape for _, shape in ticks} >= set(SHAPES[kind])
+
+
+def test_a_pool_tells_of_a_replay_before_it() -> None:
+    told: list[Any] = []
+    pool: GraphPool[str] = GraphPool(torch.device("cpu"), told.append)
+    graph: Any = SimpleNamespace(replay=lambda: told.append("replayed"))
+    pool._graphs[("decode", False), 4] = graph, "result"
+    assert pool.replay((("decode", False), 4)) == "result"
+    assert told == [(("decode", False), 4), "replayed"]
 
 
 @pytest.mark.parametrize("kind", ["off", "eagle"])
@@ -214,10 +225,14 @@ def test_a_rank_that_is_gone_is_named() -> None:
     assert together(2, work)[0] == "raised"
 
 
-def test_what_several_ranks_cannot_do_is_refused_by_name() -> None:
+def test_ranks_score_texts_together() -> None:
+    texts = [(3, 9, 4, 30), (7, 8), (2,) * 11]
+    expected = EngineCore(MODEL, letters(), settings_of()).score(texts, top=3)
+
     def lead(engine: EngineCore) -> Done:
-        with pytest.raises(RequestError, match="tensor_parallel = 1"):
-            engine.score([(1, 2, 3)])
+        for found, one in zip(engine.score(texts, top=3), expected, strict=True):
+            assert found.logprobs == pytest.approx(one.logprobs, rel=1e-12)
+            assert [[token for token, _ in top] for top in found.top] == [[token for token, _ in t] for t in one.top]
         return {}
 
     by_ranks(2, settings_of(), "off", lead)

@@ -173,6 +173,11 @@ def test_an_engine_of_several_ranks_is_planned_by_its_slices(family: str) -> Non
         on(80, replace(CONFIG, cluster=ClusterSettings(workers=4, tensor_parallel=ranks)), policy) for ranks in (1, 4)
     )
     assert kept(four) == kept(one) | {"1/4 of the policy's layers, for the engine": own}
+    shards = ClusterSettings(workers=4, tensor_parallel=4, shard=True)
+    divided = on(80, replace(CONFIG, cluster=shards), policy)
+    held = sum(parameter.nbytes for parameter in part.parameters())
+    assert kept(divided)["embedding, head and 1/4 of the layers"] == held
+    assert "policy" not in kept(divided)
     page_bytes = KVCache.page_bytes(part.local, CONFIG.engine.page_size, torch.bfloat16)
     assert four.least_kv_bytes * 4 == one.least_kv_bytes
     assert four.least_kv_bytes % page_bytes == 0

@@ -98,6 +98,23 @@ def test_a_policy_that_cannot_be_divided_is_refused_by_name(word: str) -> None:
         check_divisible(replace(config, **{fields[word]: 6}), 4)
 
 
+def test_ranks_apart_exchange_nothing() -> None:
+    """So that they may do different amounts of work, such as compiling."""
+    whole = random_policy(model_type="llama")
+
+    def work(ranks: Ranks) -> bool:
+        part, rows = slice_of(whole, ranks), rows_for(PLAIN, 3)
+        with ranks.apart():
+            for _ in range(1 + 2 * ranks.rank):
+                hidden_TD = part(torch.arange(3), PackedLayout.from_lengths([3])).hidden_TD
+                sample_slices(part.logit_slice(hidden_TD), rows, ranks, 53)
+                ranks.share(hidden_TD)
+        together = ranks.gather(torch.full((2,), float(ranks.rank)))
+        return together.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+    assert all(together(2, work))
+
+
 # ---- sampling
 
 

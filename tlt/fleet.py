@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tlt.config import NEW, RunConfig
+from tlt.config import NEW, ModelSettings, RunConfig
 from tlt.drafting.planner import Decision, DraftShapes, TrainingPlanner
 from tlt.drafting.saving import contents_of, read_checkpoint, write_contents
 from tlt.drafting.session import DraftingResult
@@ -42,7 +42,7 @@ from tlt.model.slices import refresh, slice_of
 from tlt.model.transformer import Transformer
 from tlt.multi_turn import MultiTurn, Replies
 from tlt.plan import kv_bytes_beside_training, plan_or_refuse
-from tlt.policy import base_name, device_of, open_policy
+from tlt.policy import Policy, base_name, device_of, open_policy
 from tlt.spec.budget import Budget, CostKind
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
@@ -55,7 +55,7 @@ from tlt.train.drafter import Averaging
 from tlt.train.host_copy import HostCopy
 from tlt.train.policy import PolicyTrainer, RowObserver, SumOverWorkers, UpdateResult
 from tlt.train.policy_files import OPTIMIZER, POLICY, PolicyFiles, WholePolicyFiles
-from tlt.train.restore import reading, restore_policy
+from tlt.train.restore import reading
 from tlt.types import Completion, Experience, Key
 from tlt.watch.events import DrafterSwapped, StartupPhase
 from tlt.watch.trace import RequestSpan, request_spans
@@ -75,6 +75,7 @@ class Peers:
     add_up: SumOverWorkers | None = None
     average: Averaging | None = None  # over those who train the drafter together
     make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
+    open_policy: Callable[[ModelSettings], Policy] | None = None  # without values, which the trainer brings
     parallel: Alone = ONE_RANK  # those that form one engine with this worker
     files: PolicyFiles = field(default_factory=WholePolicyFiles)
 
@@ -92,7 +93,7 @@ class Worker:
             sleeps = plan_or_refuse(config).sleeps
         self._engine_settings = replace(config.engine, sleep="always" if sleeps else "never")
         emit(StartupPhase(f"opening the policy {config.model.path}"))
-        self.policy = open_policy(config.model)
+        self.policy = (peers.open_policy or open_policy)(config.model)
         copied = (
             config.grpo.kl and not config.train.lora_rank
         )  # with adapters, the policy without them is the reference
@@ -119,9 +120,9 @@ class Worker:
             *(replace(self.policy, model=self._part), self._with_room(), shape_policy, drafters, keeper),
             on_phase=lambda it: emit(StartupPhase(it)),
         )
-        self.engine.rest()
         self._keeper = keeper
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
+        self.engine.rest()
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
         self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
         self._step = -1  # of the last rollout
@@ -351,7 +352,7 @@ class Worker:
         """In place: the engine keeps its tensors. A drafter that the checkpoint has none of begins as configured."""
         self.wait_for_copies()
         if not (directory / ADAPTER).is_dir():  # which is learned on the policy that model.path names
-            restore_policy(self.policy.model, directory / POLICY)
+            self.trainer.restore_weights(self.policy.model, directory / POLICY)
         state = self._files.read_state(directory, self.policy.model.embed.device)
         with reading(directory / OPTIMIZER):
             self.trainer.restore(state)

@@ -219,10 +219,13 @@ def _shards(config: RunConfig) -> int:
 
 def _policy_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
     weights, size, wide, shards = _weights(sizes.policy), sizes.itemsize, _wide(sizes.itemsize), _shards(config)
-    yield MemoryPart("policy", weights * size)
     ranks = config.cluster.tensor_parallel
-    if ranks > 1:  # of a rank that leads; the others have no drafter
-        layers = sizes.policy.layers * divided_weights(sizes.policy)
+    layers = sizes.policy.layers * divided_weights(sizes.policy)
+    if ranks > 1 and shards > 1:
+        yield MemoryPart(f"embedding, head and 1/{ranks} of the layers", (weights - layers + layers // ranks) * size)
+    else:
+        yield MemoryPart("policy", weights * size)
+    if ranks > 1 and shards == 1:
         yield MemoryPart(f"1/{ranks} of the policy's layers, for the engine", layers // ranks * size)
     if config.grpo.kl and not config.train.lora_rank:  # with adapters it is the policy without them
         yield MemoryPart("reference policy (grpo.kl)", weights * size)

@@ -12,6 +12,7 @@ from tlt.config import ModelSettings
 from tlt.errors import ConfigError
 from tlt.model.config import ModelConfig
 from tlt.model.hub import find_policy, hub_name
+from tlt.model.parallel import Alone
 from tlt.model.shapes import MODEL_SHAPES, shape_config
 from tlt.model.transformer import Transformer
 from tlt.model.weights import check_finite, load_policy, read_config
@@ -31,16 +32,35 @@ class Policy:
 def open_policy(settings: ModelSettings) -> Policy:
     """The policy at `settings.path`; "tiny" names the one shipped with tlt."""
     named, source = _named(settings), source_of(settings)
-    device = device_of(settings.device)
-    if device.type == "cpu":
-        # Flush denormals (below 1e-38) to zero, in this thread and its child threads. They are frequent in softmax and
-        # its gradients, and a CPU computes with them about a hundred times slower.
-        torch.set_flush_denormal(True)
+    device = _ready_device(settings)
     model = load_policy(source, dtype=_dtype(settings.dtype, device), device=device)
     if is_adapter(named):
         merge_adapter(model, named)
     check_finite(model, source)
     return Policy(model, Tokenizer.load(source, vocab=model.config.vocab), source)
+
+
+def open_slice(settings: ModelSettings, parallel: Alone) -> Policy:
+    """A rank's slice of the policy, without values: a trainer whose shards are read from the directory brings them."""
+    named, source = _named(settings), source_of(settings)
+    if is_adapter(named):
+        raise ConfigError(
+            f"model.path {settings.path} is an adapter, and cluster.shard and cluster.tensor_parallel are on; expected "
+            "a policy with the adapter merged, as with both no worker holds a policy to merge it into"
+        )
+    device = _ready_device(settings)
+    config = read_config(source)
+    model = Transformer(config, dtype=_dtype(settings.dtype, device), device=device, parallel=parallel)
+    return Policy(model, Tokenizer.load(source, vocab=config.vocab), source)
+
+
+def _ready_device(settings: ModelSettings) -> torch.device:
+    device = device_of(settings.device)
+    if device.type == "cpu":
+        # Flush denormals (below 1e-38) to zero, in this thread and its child threads. They are frequent in softmax and
+        # its gradients, and a CPU computes with them about a hundred times slower.
+        torch.set_flush_denormal(True)
+    return device
 
 
 def source_of(settings: ModelSettings) -> Path:

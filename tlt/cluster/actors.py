@@ -129,6 +129,7 @@ class ActorGroup:
         self._pending: dict[int, _PendingActor] = {}  # by rank
         self.members: dict[int, Member] = {}
         self.losses = 0
+        self._abandoned = ""  # why one did not start, the last time that happened
 
     @property
     def ranks(self) -> dict[int, int]:
@@ -171,6 +172,8 @@ class ActorGroup:
                 )
             self._raise_if_late(time.monotonic() - started)
             time.sleep(_POLL_S)
+        if not arrived:
+            raise ClusterError(f"no worker started. {self._abandoned}; see to the machines")
         return arrived
 
     def _raise_if_late(self, seconds: float) -> None:
@@ -210,9 +213,9 @@ class ActorGroup:
             except RayTaskError as error:
                 if not isinstance(error.cause, RankLost):
                     raise (error.cause if isinstance(error.cause, Exception) else error) from error
-                self._abandon(engine)
-            except RayError:  # one died while starting: the ranks of its engine are missing again
-                self._abandon(engine)
+                self._abandon(engine, str(error.cause))
+            except RayError as error:  # one died while starting: the ranks of its engine are missing again
+                self._abandon(engine, f"it died ({str(error).strip().splitlines()[-1]})")
         return arrived
 
     def _pending_engines(self) -> list[list["_PendingActor"]]:
@@ -252,7 +255,8 @@ class ActorGroup:
         )
         return pending.worker_id
 
-    def _abandon(self, engine: Sequence["_PendingActor"]) -> None:
+    def _abandon(self, engine: Sequence["_PendingActor"], reason: str) -> None:
+        self._abandoned = f"worker {engine[0].rank}: {reason}"
         for pending in engine:
             self._end(pending)
             del self._pending[pending.rank]

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Condition, Event
@@ -60,6 +61,8 @@ from tlt.machine import wait_for
 from tlt.model.fingerprint import fingerprint
 from tlt.model.parallel import ALONE, Alone
 from tlt.model.transformer import Transformer
+from tlt.model.weights import check_finite
+from tlt.policy import open_slice, source_of
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import ShardedPolicyFiles
 from tlt.train.sharded import ShardedTrainer
@@ -359,11 +362,20 @@ class Host:
         if self._config.cluster.shard:
             mesh = self._reduce_group.mesh(rendezvous, rank, size, address, self._config.model.device)
 
-            def trainer(whole: Transformer, reference: Transformer | None) -> ShardedTrainer:
-                return ShardedTrainer(whole, self._config, mesh, reference=reference, add_up=self._add_up)
+            source = source_of(self._config.model) if self._parallel.size > 1 else None
+
+            def trainer(engine: Transformer, reference: Transformer | None) -> ShardedTrainer:
+                sharded = ShardedTrainer(
+                    *(engine, self._config, mesh), reference=reference, add_up=self._add_up, source=source
+                )
+                if source:
+                    sharded.publish()
+                    check_finite(engine, source)
+                return sharded
 
             files = ShardedPolicyFiles(mesh, self._reduce_group.checkpoint_group())
-            self._open_worker(make_trainer=trainer, files=files)
+            opened = partial(open_slice, parallel=self._parallel) if source else None
+            self._open_worker(make_trainer=trainer, files=files, open_policy=opened)
 
     def join_session(self, rendezvous: Rendezvous, rank: int, size: int) -> AllReduceGroup:
         """A process group of the members of a session alone."""

@@ -96,6 +96,11 @@ class RayFleet:
             raise ConfigError(
                 f"cluster.tensor_parallel needs whole GPUs, and cluster.gpus_per_worker is {gpus:g}; set it to 1"
             )
+        if config.cluster.shard and config.cluster.tensor_parallel > 1 and config.grpo.kl:
+            raise ConfigError(
+                f"grpo.kl is {config.grpo.kl:g}, cluster.shard and cluster.tensor_parallel are on; expected one of the "
+                "three off: the reference policy is whole on every worker, and with both no worker has room for it"
+            )
         check_divisible(config_of(config.model), config.cluster.tensor_parallel)
 
     def _join(self, worker_ids: Sequence[int]) -> None:
@@ -263,7 +268,7 @@ class RayFleet:
                 break
             self._group_complete = False
         published: list[Published] = list(outcome.answers.values())
-        fingerprints = {one.fingerprint for one in published}
+        fingerprints = self._fingerprints(outcome.answers)
         drafters = {one.drafter for one in published if one.drafter is not None}
         if len(fingerprints) > 1 or len(drafters) > 1:
             raise ClusterError(
@@ -280,6 +285,16 @@ class RayFleet:
         seconds = time.perf_counter() - started
         self._emit(FleetPublished(step, version, fingerprints.pop(), seconds, gathered / 1e9, gather_s))
         self._tell_other_spans(step)
+
+    def _fingerprints(self, published: Mapping[int, Published]) -> set[int]:
+        """One, if all workers hold the same policy. Workers that hold only slices are compared with those that hold the
+        same slice."""
+        cluster = self._config.cluster
+        slices = cluster.tensor_parallel if cluster.shard else 1
+        found: list[set[int]] = [set() for _ in range(slices)]
+        for worker_id, one in published.items():
+            found[self._actors.members[worker_id].rank % slices].add(one.fingerprint)
+        return max(found, key=len)
 
     def _newest_drafter(self) -> NewestDrafter | None:
         """The most trained drafter, if some workers hold another."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from tlt.config import RunConfig
 from tlt.drafting.buffer import Sample, States
 from tlt.engine.features import Features
-from tlt.model.attention import PackedLayout
 from tlt.model.device import upload
+from tlt.model.slices import forward_packed
 from tlt.model.transformer import Transformer
 from tlt.spec.align import Aligned, align
 from tlt.spec.eagle import TAPS, gather_taps
@@ -94,7 +94,7 @@ class Recompute:
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         spans = [torch.arange(start + p.first, start + p.end) for start, p in zip(starts, pieces, strict=False)]
         kept_T = upload(torch.cat(spans), device)
-        out = self._policy(tokens_T, PackedLayout.from_lengths(lengths, device), self._taps)
+        out = forward_packed(self._policy, tokens_T, lengths, self._taps)
         taps = [tap.index_select(0, kept_T) for tap in out.taps]
         return DrafterBatch(aligned_pieces(pieces), gather_taps(taps), out.hidden_TD.index_select(0, kept_T))
 
@@ -202,7 +202,7 @@ class StateKeeper:
 def keeper_of(policy: Transformer, taps: Sequence[int], config: RunConfig) -> StateKeeper | None:
     """The receiver of the engine's states, by `drafting.states`; None where they are computed again."""
     wanted = config.drafting.states
-    if wanted == "auto" and policy.embed.is_cuda:
+    if wanted == "auto" and (policy.embed.is_cuda or policy.parallel.size > 1):
         wanted = "recompute"  # an engine with a receiver reads every tick before the next; that cost is not measured
     elif wanted == "auto":
         most = _MEASURED_TOKENS[policy.embed.device.type]

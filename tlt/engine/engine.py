@@ -346,8 +346,6 @@ class EngineCore:
         """
         for text in texts:
             self.check(text)
-        if self._runner.model.parallel.size > 1:
-            raise RequestError("texts are scored by an engine of one rank; expected cluster.tensor_parallel = 1")
         return score(self._runner.model, texts, top)
 
     def check(self, text: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from tlt.engine.memory import cache_pages
 from tlt.engine.runner import COMPILE, COPY, READ, RECORD, REPLAY, REST, RUN, PrefillInputs, Runner
 from tlt.model.kv import KVCache
 from tlt.model.parallel import Alone
+from tlt.model.slices import PACKED, follow_packed
 from tlt.model.transformer import Transformer
 from tlt.spec.shape import MOST_NODES
 
@@ -20,7 +21,7 @@ class Follower:
     def __init__(self, model: Transformer, ranks: Alone, settings: EngineSettings, nodes: int = 1) -> None:
         """`model`: this rank's slice; `nodes`: of the largest draft tree. The leader makes its engine meanwhile."""
         self._ranks = ranks
-        self._device = model.embed.device
+        self._model, self._device = model, model.embed.device
         pages = cache_pages(model, settings, MOST_NODES if nodes > 1 else 0, nodes)
         kept_in = pages, settings.page_size, model.embed.dtype, self._device
         self._cache = KVCache.allocate(model.local, *kept_in, sleeps=settings.sleep == "always")
@@ -56,6 +57,8 @@ class Follower:
                     runner.read(PrefillInputs.empty(tokens, pieces, pages, self._device), most)
                 case (command, *shape) if command == COPY:
                     runner.copy(*torch.empty((2, *shape), dtype=torch.int32, device=self._device))
+                case (command, tokens, texts) if command == PACKED:
+                    follow_packed(self._model, tokens, texts)
                 case (command, widest, steps, filtered) if command == COMPILE:
                     runner.compile(widest, steps, filtered=filtered)
                 case (command,) if command == REST:

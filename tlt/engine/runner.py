@@ -267,7 +267,7 @@ class Runner:
         self._parallel.announce((COMPILE, widest, steps, filtered))
         live = self._rows.set_count(0)
         try:
-            with self._model.one_layer_of_each_kind(self._all_taps):
+            with self._parallel.apart(), self._model.one_layer_of_each_kind(self._all_taps):
                 dispatch(compiling.compile_ahead, self._cache.k.is_cuda)(
                     partial(self._run_idle, widest, steps, filtered)
                 )

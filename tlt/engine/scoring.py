@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from tlt.model.attention import PackedLayout
+from tlt.model.slices import forward_packed
 from tlt.model.transformer import Transformer
 from tlt.train.logprobs import most_logits
 
@@ -31,7 +31,7 @@ def score(model: Transformer, texts: Sequence[Sequence[int]], top: int = 0) -> l
         return []
     device = model.embed.device
     token_N = torch.tensor([token for text in texts for token in text], device=device)
-    hidden_ND = model(token_N, PackedLayout.from_lengths(lengths, device)).hidden_TD
+    hidden_ND = forward_packed(model, token_N, lengths).hidden_TD
     next_N1 = token_N.roll(-1)[:, None]
     top = min(top, model.config.vocab)
     rows = max(1, most_logits(device) // model.config.vocab)

@@ -75,6 +75,11 @@ class Alone:
     def announce(self, command: tuple[Any, ...]) -> None:
         """Tells the other ranks what runs next. Those that follow have nobody to tell."""
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Nothing is exchanged within, for work whose numbers nobody reads: ranks may do different amounts of it."""
+        yield
+
     def next_command(self) -> tuple[Any, ...]:
         """Follower: waits for the leader's next announcement."""
         raise AssertionError("the only rank of an engine follows nobody")
@@ -95,6 +100,7 @@ class Ranks(Alone):
         self._tensors, self._commands = tensors, commands
         self._from_leader = torch.distributed.BroadcastOptions()
         self._from_leader.rootRank = 0
+        self._apart = False
 
     def slice_of(self, config: ModelConfig) -> ModelConfig:
         check_divisible(config, self.size)
@@ -113,15 +119,16 @@ class Ranks(Alone):
         exact: bool = False,
     ) -> Stream:
         sum_TD = linear(x_TK, weight)
-        with _rank_errors():
-            self._tensors.allreduce([sum_TD]).wait()
+        if not self._apart:
+            with _rank_errors():
+                self._tensors.allreduce([sum_TD]).wait()
         if bias is not None:
             sum_TD += bias
         return sum_TD.add_(rows_of(residual))
 
     def share(self, *tensors: Tensor) -> None:
         with _rank_errors():
-            for tensor in tensors:
+            for tensor in () if self._apart else tensors:
                 whole = tensor.contiguous()  # a view of some columns
                 if tensor.numel():
                     self._tensors.broadcast([whole], self._from_leader).wait()
@@ -129,9 +136,10 @@ class Ranks(Alone):
                     tensor.copy_(whole)
 
     def gather(self, x: Tensor) -> Tensor:
-        found = x.new_empty(self.size * x.numel())  # gloo wants both flat
-        with _rank_errors():
-            self._tensors._allgather_base(found, x.reshape(-1)).wait()
+        found = x.new_zeros(self.size * x.numel())  # gloo wants both flat
+        if not self._apart:
+            with _rank_errors():
+                self._tensors._allgather_base(found, x.reshape(-1)).wait()
         return found.view(self.size, *x.shape)
 
     def announce(self, command: tuple[Any, ...]) -> None:
@@ -144,6 +152,14 @@ class Ranks(Alone):
         sent[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         with _rank_errors():
             self._commands.broadcast([sent], self._from_leader).wait()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
 
     def next_command(self) -> tuple[Any, ...]:
         heard = torch.empty(_COMMAND_BYTES, dtype=torch.uint8)

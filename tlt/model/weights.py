@@ -287,7 +287,7 @@ def _dtype_words(dtype: torch.dtype, source: Mapping[str, Any]) -> dict[str, str
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
     """The policy's own tensors, or parts of them, under Hugging Face's names."""
     ours = dict(model.named_parameters())
-    return {name: place.of(ours).detach() for name, place in places(model.config).items()}
+    return {name: place.of(ours).detach() for name, place in places(model.local).items()}
 
 
 def write_tensors(

@@ -30,6 +30,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,7 +50,7 @@ from tlt.train.offload import OffloadedAdamW
 from tlt.train.optimizer import MasterAdamW, Schedule, learning_rate
 from tlt.train.packing import Example, PackedRow, pack
 from tlt.train.rates import usual_rate
-from tlt.train.restore import expect_keys
+from tlt.train.restore import expect_keys, restore_policy
 from tlt.train.sums import Sums, UpdateReport
 from tlt.types import Completion, Experience, Key, SamplingParams
 
@@ -175,6 +176,10 @@ class PolicyTrainer:
         """The state that an exact continuation needs besides the weights. Live tensors: copy them to keep them."""
         lora = {} if self._lora is None else {"lora": self._lora.state()}
         return {"steps_taken": self.steps_taken, "optimizer": self._optimizer.state(), **lora}
+
+    def restore_weights(self, policy: Transformer, directory: Path) -> None:
+        """Copies the policy of a checkpoint into the weights; `policy`: what the engine computes with."""
+        restore_policy(policy, directory)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`. The policy must have the weights saved with it."""

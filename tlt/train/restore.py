@@ -24,6 +24,11 @@ _AS_IT_WAS = "resume with the settings and the version of tlt it was written wit
 
 def restore_policy(model: Transformer, directory: Path) -> None:
     """Copies a checkpoint's policy into the model."""
+    load_tensors(model, checked_tensors(model, directory), origin=str(directory))
+
+
+def checked_tensors(model: Transformer, directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint's policy, one at a time, of a model of the same configuration and dtype."""
     saved = read_config(directory)
     differing = [name for name in _SHAPES if getattr(saved, name) != getattr(model.config, name)]
     if differing:
@@ -34,7 +39,7 @@ def restore_policy(model: Transformer, directory: Path) -> None:
             f"{directory} is another model than model.path: {theirs}, where model.path has {ours}; "
             "resume with model.path as it was"
         )
-    load_tensors(model, _in_dtype(read_tensors(directory), model.embed.dtype, directory), origin=str(directory))
+    return _in_dtype(read_tensors(directory), model.embed.dtype, directory)
 
 
 def _in_dtype(

@@ -1,13 +1,15 @@
 """The sharded policy trainer (FSDP2): each worker holds a shard of the weights and of Adam's moments.
 
 Always holds: N workers compute the numbers of one worker, up to the rounding of sums. The engine's weights are a
-separate, complete copy that changes only in `publish`, which gathers the shards. Weights and state to be saved are this
-worker's shards: no worker holds the whole of the optimizer's state. All workers make every call together, and as many
-passes as the worker with the most rows.
+separate copy that changes only in `publish`, which gathers the shards: the whole policy, or a slice of it where several
+workers form an engine; then no worker ever holds the whole policy. Weights and state to be saved are this worker's
+shards: no worker holds the whole of the optimizer's state. All workers make every call together, and as many passes as
+the worker with the most rows.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +21,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tlt.config import RunConfig
 from tlt.errors import ConfigError
+from tlt.model.slices import writer
 from tlt.model.transformer import Transformer
+from tlt.model.weights import check_headers, places, read_tensors
 from tlt.train.policy import PolicyTrainer, SumOverWorkers
+from tlt.train.restore import checked_tensors
 
 dist: Any = torch.distributed  # without types that all versions of torch know
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -28,17 +33,19 @@ _AT_ONCE = 2**27  # bytes of weights that are gathered together
 
 
 class ShardedTrainer(PolicyTrainer):
-    """Trains shards of a copy of `whole`. `publish` writes the trained weights into `whole`."""
+    """Trains shards of the policy that `engine` has whole, or a slice of. `publish` writes what was trained there."""
 
     def __init__(
         self,
-        whole: Transformer,
+        engine: Transformer,
         config: RunConfig,
         mesh: DeviceMesh,
         *,
         reference: Transformer | None,
         add_up: SumOverWorkers,
+        source: Path | None = None,
     ) -> None:
+        """`source`: the policy's directory, from which shards are read where the engine has only a slice."""
         if config.train.lora_rank:
             raise ConfigError(
                 f"train.lora_rank is {config.train.lora_rank} and cluster.shard is on; adapters are small: learn them "
@@ -48,9 +55,9 @@ class ShardedTrainer(PolicyTrainer):
             raise ConfigError(
                 "train.offload and cluster.shard are on; expected one of them: shards take less memory too"
             )
-        self._whole, self._mesh, self._add_up = whole, mesh, add_up
+        self._engine, self._mesh, self._add_up = engine, mesh, add_up
         super().__init__(
-            sharded(whole, mesh),
+            sharded(engine, mesh) if source is None else read_sharded(engine, mesh, source),
             config.train,
             config.grpo,
             reference=reference,
@@ -64,17 +71,18 @@ class ShardedTrainer(PolicyTrainer):
         self._add_up([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
 
     def _most_passes(self, own: int) -> int:
-        passes = torch.zeros(self._mesh.size(), dtype=torch.int64, device=self._whole.embed.device)
+        passes = torch.zeros(self._mesh.size(), dtype=torch.int64, device=self._engine.embed.device)
         passes[self._mesh.get_rank()] = own
         self._add_up([passes])
         return int(passes.max())
 
     @torch.no_grad()
     def publish(self) -> int:
-        """Writes the trained weights into the engine's copy. Returns their bytes."""
-        pairs = list(zip(self._model.parameters(), self._whole.parameters(), strict=True))
-        gather_into([whole for _, whole in pairs], [shards for shards, _ in pairs], self._mesh)
-        return sum(whole.nbytes for _, whole in pairs)
+        """Writes the trained weights into the engine's copy, or its slice of them. Returns the bytes gathered."""
+        write, named = writer(self._engine), list(self._model.named_parameters())
+        shards = [parameter for _, parameter in named]
+        gather(shards, self._mesh, lambda index, whole: write(named[index][0], whole))
+        return sum(parameter.nbytes for parameter in shards)
 
     def weights(self) -> dict[str, Tensor]:
         """This worker's shards of the weights, by the model's own names."""
@@ -83,15 +91,54 @@ class ShardedTrainer(PolicyTrainer):
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`, which consists of this worker's shards. The weights are cut from the engine's copy."""
-        for shards, whole in zip(self._model.parameters(), self._whole.parameters(), strict=True):
-            shards.copy_(distribute_tensor(whole.detach(), self._mesh, [Shard(0)], src_data_rank=None))
+        if self._engine.parallel.size == 1:
+            for shards, whole in zip(self._model.parameters(), self._engine.parameters(), strict=True):
+                shards.copy_(distribute_tensor(whole.detach(), self._mesh, [Shard(0)], src_data_rank=None))
         super().restore(state)
+
+    def restore_weights(self, policy: Transformer, directory: Path) -> None:
+        if self._engine.parallel.size == 1:
+            super().restore_weights(policy, directory)
+        else:
+            read_shards(self._model, checked_tensors(policy, directory), self._mesh)
+            self.publish()
 
 
 def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
     """A sharded copy; its layers are gathered when they are computed. Gradients are summed over workers in float32."""
-    shards = copy.deepcopy(model).requires_grad_(True)
-    precision = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(model.embed.dtype, torch.float32))
+    return _divided(copy.deepcopy(model).requires_grad_(True), mesh)
+
+
+def read_sharded(engine: Transformer, mesh: DeviceMesh, source: Path) -> Transformer:
+    """Shards of the policy in a directory, in the dtype and on the device of an engine's slice of it. No more than one
+    tensor of the policy is whole at a time."""
+    check_headers(engine.config, source)
+    with torch.device("meta"):
+        shards = Transformer(engine.config, dtype=engine.embed.dtype, device="meta")
+    shards = _divided(shards, mesh)
+    shards.to_empty(device=engine.embed.device)
+    shards.cos_PR, shards.sin_PR = engine.cos_PR, engine.sin_PR
+    read_shards(shards, read_tensors(source), mesh)
+    return shards
+
+
+@torch.no_grad()
+def read_shards(shards: Transformer, tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
+    """Copies of each tensor, by its name at Hugging Face, the rows that lie in this worker's shards."""
+    ours, found = dict(shards.named_parameters()), places(shards.config)
+    for name, tensor in tensors:
+        if name not in found:
+            continue  # a second copy of the embedding, or what every reader computes afresh
+        place, parameter = found[name], ours[found[name].parameter]
+        assert isinstance(parameter, DTensor)
+        local, first = parameter.to_local(), mesh.get_local_rank() * -(-parameter.shape[0] // mesh.size())
+        begin, end = max(first, place.start), min(first + len(local), place.start + len(tensor))
+        if begin < end:
+            local[begin - first : end - first].copy_(tensor[begin - place.start : end - place.start])
+
+
+def _divided(shards: Transformer, mesh: DeviceMesh) -> Transformer:
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(shards.embed.dtype, torch.float32))
     for module in (*shards.blocks, shards):
         # the root module is not resharded after the forward pass: the head is read later
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=module is not shards)
@@ -101,53 +148,59 @@ def sharded(model: Transformer, mesh: DeviceMesh) -> Transformer:
     return shards
 
 
-@torch.no_grad()
 def gather_into(
     wholes: Sequence[Tensor], sharded: Sequence[Tensor], mesh: DeviceMesh, *, at_once: int = _AT_ONCE
 ) -> None:
-    """Every worker's shards become whole tensors, on their device. While a bucket of about `at_once` bytes is copied to
-    where it belongs, the next one is gathered."""
+    """Every worker's shards become whole tensors."""
+    gather(sharded, mesh, lambda index, values: wholes[index].copy_(values), at_once=at_once)
+
+
+@torch.no_grad()
+def gather(
+    sharded: Sequence[Tensor], mesh: DeviceMesh, write: Callable[[int, Tensor], object], *, at_once: int = _AT_ONCE
+) -> None:
+    """Hands every tensor out whole, by its number, on the device of its shards. While a bucket of about `at_once` bytes
+    is written to where it belongs, the next one is gathered."""
     pending: _Bucket | None = None
-    for pairs in _buckets(wholes, sharded, at_once):
-        bucket = _Bucket(pairs, mesh)
+    for numbered in _buckets(sharded, at_once):
+        bucket = _Bucket(numbered, mesh)
         if pending:
-            pending.write()
+            pending.hand_out(write)
         pending = bucket
     if pending:
-        pending.write()
+        pending.hand_out(write)
 
 
 class _Bucket:
     """Shards that are gathered together. A worker with fewer rows of a tensor than the first one sends padding."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, DTensor]], mesh: DeviceMesh) -> None:
-        self._wholes, workers = [whole for whole, _ in pairs], mesh.size()
-        self._sizes = [-(-len(whole) // workers) * whole[0].numel() for whole in self._wholes]  # of the first worker
-        own = pairs[0][1].to_local().new_zeros(sum(self._sizes))
-        for part, (_, shards) in zip(torch.split(own, self._sizes), pairs, strict=True):
+    def __init__(self, numbered: Sequence[tuple[int, DTensor]], mesh: DeviceMesh) -> None:
+        workers = mesh.size()
+        self._shapes = [(index, shards.shape) for index, shards in numbered]
+        self._sizes = [-(-shape[0] // workers) * shape[1:].numel() for _, shape in self._shapes]  # of the first worker
+        own = numbered[0][1].to_local().new_zeros(sum(self._sizes))
+        for part, (_, shards) in zip(torch.split(own, self._sizes), numbered, strict=True):
             local = shards.to_local()
             part[: local.numel()] = local.reshape(-1)
         gathered = own.new_empty(workers * len(own))
         self._work = _all_gather(gathered, own, group=mesh.get_group(), async_op=True)
         self._all = gathered.view(workers, len(own))
 
-    def write(self) -> None:
+    def hand_out(self, write: Callable[[int, Tensor], object]) -> None:
         self._work.wait()
-        for whole, parts in zip(self._wholes, torch.split(self._all, self._sizes, dim=1), strict=True):
-            whole.copy_(parts.reshape(-1)[: whole.numel()].view(whole.shape))
+        for (index, shape), parts in zip(self._shapes, torch.split(self._all, self._sizes, dim=1), strict=True):
+            write(index, parts.reshape(-1)[: shape.numel()].view(shape))
 
 
-def _buckets(
-    wholes: Sequence[Tensor], sharded: Sequence[Tensor], at_once: int
-) -> Iterator[list[tuple[Tensor, DTensor]]]:
-    bucket: list[tuple[Tensor, DTensor]] = []
+def _buckets(sharded: Sequence[Tensor], at_once: int) -> Iterator[list[tuple[int, DTensor]]]:
+    bucket: list[tuple[int, DTensor]] = []
     size = 0
-    for whole, shards in zip(wholes, sharded, strict=True):
+    for index, shards in enumerate(sharded):
         assert isinstance(shards, DTensor), "every parameter is sharded"
-        if bucket and size + whole.nbytes > at_once:
+        if bucket and size + shards.nbytes > at_once:
             yield bucket
             bucket, size = [], 0
-        bucket.append((whole, shards))
-        size += whole.nbytes
+        bucket.append((index, shards))
+        size += shards.nbytes
     if bucket:
         yield bucket
