@@ -153,6 +153,7 @@ def row(ticked: Sequence[tuple[float, int]], simulated: Simulated, trace: Trace,
         "error": expected / measured - 1.0,
         "measured_ticks": sum(ticks for _, ticks in ticked),
         "foreseen_ticks": simulated.ticks,
+        "error_of_shares": (1.0 - idle) / (1.0 - simulated.idle_share) - 1.0,  # given the seconds of all ticks together
         "measured_idle": idle,
         "foreseen_idle": simulated.idle_share,
     }
