@@ -24,10 +24,11 @@ from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Trace, TracedPrompt, draw_trace, trace_of
 from tlt.sim.world import World, grown
 from tlt.spec.acceptance import Acceptance
-from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, Measured
+from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, CostModel, Measured
 from tlt.spec.fixed import Fixed
-from tlt.spec.shape import Shape
+from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import ShapePolicy
+from tlt.spec.tuner import Tuner
 from tlt.types import Key
 
 PAGE = 16
@@ -395,3 +396,46 @@ def test_a_book_with_a_drafter_foresees_both(tmp_path: Path, capsys: pytest.Capt
     shapes = Counter(shape for _, shape, _ in one["drafted"]["shapes"])
     assert any(shape.startswith("eagle") for shape in shapes)
     assert asdict(read_book(tmp_path / "book.json"))["rows"] == 32
+
+
+# ---- writing ahead
+
+
+def writing_ahead(turn_rate: float | None, workers: int = 4, rollouts: int = 3, seed: int = 0) -> list[Simulated]:
+    """Of workers that draft nothing, on a GPU with short ticks, and completions that differ much in length."""
+    luck = random.Random(seed)
+    groups = [tuple(min(600, 1 + int(luck.lognormvariate(4.0, 1.0))) for _ in range(4)) for _ in range(16)]
+    trace = Trace(tuple(TracedPrompt(lengths, 20) for lengths in groups), 600, "a test")
+    costs = book(rows=16, ranks=())
+    settings = EngineSettings(rows=costs.rows, page_size=costs.page_size)
+
+    def tuner() -> Tuner:
+        made = Tuner([OFF], CostModel(int, context_read_once=True))
+        made.load_costs(costs.measured)
+        return made
+
+    simulated = SimFleet(trace, workers, lambda number: World(costs, (), int, number), settings, tuner, 0, turn_rate)
+    found = [simulated.rollout() for _ in range(rollouts)]
+    for one in found:
+        check_answers(one, trace)
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_text_that_the_policy_still_writes_shortens_the_next_rollout(workers: int) -> None:
+    usual = writing_ahead(None, workers)
+    ahead = writing_ahead(0.001, workers)
+    assert ahead[0].seconds == usual[0].seconds  # nothing was written before it
+    assert [one.written_ahead > 0 for one in ahead] == [True] * 3
+    assert all(one.ahead > 0.1 * one.tokens for one in ahead[1:])
+    assert sum(one.seconds for one in ahead[1:]) < 0.98 * sum(one.seconds for one in usual[1:])
+
+
+@pytest.mark.parametrize("turn_rate", [0.03, 0.3, 1.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_text_of_little_use_makes_no_rollout_slower(turn_rate: float, seed: int) -> None:
+    usual = writing_ahead(None, seed=seed)
+    ahead = writing_ahead(turn_rate, seed=seed)
+    assert sum(one.seconds for one in ahead) <= 1.01 * sum(one.seconds for one in usual)
+    if turn_rate == 1.0:
+        assert not any(one.ahead for one in ahead)

@@ -270,6 +270,7 @@ class Host:
             self._send_status(completions=tuple(completions), alarms=new, texts=texts)
 
     def _rollout_report(self) -> WorkerRolloutReport:
+        texts = self._worker.ahead.end()  # first: the report counts them
         return WorkerRolloutReport(
             spans=self._timeline.take(),
             rollout=self._worker.report(),
@@ -279,7 +280,7 @@ class Host:
             waited_s=self._sessions.waited_s,
             averaging_s=self._sessions.averaging_s,
             swaps=self._swaps,
-            texts=self._worker.ahead.end(),
+            texts=texts,
         )
 
     def begin_replay(self) -> None:

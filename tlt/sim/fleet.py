@@ -5,9 +5,11 @@ take no time. What always holds: every request of a rollout is completed once; a
 drafter training and waiting, which add up to the rollout's time.
 """
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log
 
 from tlt.config import EngineSettings
 from tlt.dispatch import Dispatch
@@ -16,11 +18,14 @@ from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.sim.book import CostBook
 from tlt.sim.trace import Trace
-from tlt.sim.worker import SimCompletion, SimWorker
+from tlt.sim.worker import SimCompletion, SimText, SimWorker
 from tlt.sim.world import World
 from tlt.spec.shape import MOST_NODES, Shape
 from tlt.spec.shape_policy import ShapePolicy
 from tlt.types import Completion, Key, SamplingParams, Timing
+from tlt.writing_ahead import AheadQueue, WrittenText, longest_first
+
+_NEVER = 1 << 62  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class Simulated:
     drafting_s: tuple[float, ...]  # drafter training time of each worker, without requests
     accept_length: float  # tokens per verify; 1 without drafts
     shapes: dict[tuple[int, Shape], int]  # requests and shape → ticks
+    ahead: int = 0  # tokens that were written ahead in the rollout before
+    written_ahead: int = 0  # tokens of the next rollout
 
     @property
     def idle_share(self) -> float:
@@ -59,14 +66,20 @@ class SimFleet:
         settings: EngineSettings,
         shape_policy: Callable[[], ShapePolicy | None],
         deepest: int = 0,
+        turn_rate: float | None = None,
     ) -> None:
-        """`world` makes the environment of a worker, `shape_policy` its shape policy; None: plain decoding."""
-        self._trace, self._rollouts = trace, 0
+        """`world` makes the environment of a worker, `shape_policy` its shape policy; None: plain decoding.
+        `turn_rate`: share of the tokens that the policy writes differently after an update; None: nothing is written
+        ahead."""
+        self._trace, self._rollouts, self._turn_rate = trace, 0, turn_rate
+        self._luck = random.Random(0)
+        self._written_ahead = 0
         self._lengths: dict[Key, int] = {}
         worlds = [world(number) for number in range(workers)]
         check_room(trace, worlds[0].book)
         self._workers = [SimWorker(one, settings, self._lengths, shape_policy(), deepest) for one in worlds]
-        self._dispatch = Dispatch(worlds[0].book.rows)
+        self._rows = worlds[0].book.rows
+        self._dispatch = Dispatch(self._rows)
         self._coordinator = Coordinator(range(workers))
         self._statuses = [WorkerStatus(number) for number in range(workers)]
         self._dry_s = [0.0] * workers  # since when a worker has had no request
@@ -75,7 +88,8 @@ class SimFleet:
         for worker in self._workers:
             worker.begin()
         self._dry_s, writing_s = [0.0] * len(self._workers), [0.0] * len(self._workers)
-        self._dispatch.begin(self._requests(), range(len(self._workers)))
+        self._rollouts += 1
+        self._dispatch.begin(self._requests(self._rollouts), range(len(self._workers)))
         self._coordinator.begin(drafting=True)
         self._tell()
         finished: list[SimCompletion] = []
@@ -89,18 +103,49 @@ class SimFleet:
             now = self._now(number)
             self._hear(number, answered)
             finished += answered
-        drafting_s = self._close()
-        return self._told(finished, writing_s, drafting_s)
+        drafting_s = self._close() if self._turn_rate is None else [0.0 for _ in self._close()]
+        found = self._told(finished, writing_s, drafting_s)
+        return replace(found, written_ahead=self._write_ahead(found.seconds, self._turn_rate))
 
-    def _requests(self) -> list[Request]:
+    def _write_ahead(self, until_s: float, turn_rate: float | None) -> int:
+        """Workers without requests have written those of the next rollout since they ran dry; the tokens. They disturb
+        nobody, so that their clocks may be turned back and go on here."""
+        if turn_rate is None:
+            return 0
+        upcoming = longest_first(self._requests(self._rollouts + 1), self._dispatch.expected)
+        queue, texts = AheadQueue(upcoming, len(self._workers), self._rows), dict[Key, int]()
+        free = {n for n, worker in enumerate(self._workers) if worker.free_from(self._dry_s[n]) < until_s}
+        while free:
+            number = min(free, key=self._now)
+            worker = self._workers[number]
+            worker.take(queue.next(number), worker.now)
+            if not worker.busy or worker.now >= until_s:
+                free.remove(number)
+                continue
+            whole = {completion.key: completion.tokens for completion in worker.tick(nothing_waits=True)}
+            queue.written(number, [WrittenText.of(key, ()) for key in whole])
+            texts |= whole
+        for worker in self._workers:
+            texts |= worker.cut()
+        given = {key: SimText(tokens, self._differs(turn_rate)) for key, tokens in texts.items() if tokens}
+        for worker in self._workers:
+            worker.give(given)
+        return sum(texts.values())
+
+    def _differs(self, turn_rate: float) -> int:
+        """Tokens before the first that the updated policy writes differently."""
+        if turn_rate in (0.0, 1.0):
+            return 0 if turn_rate else _NEVER
+        return int(log(1.0 - self._luck.random()) / log(1.0 - turn_rate))
+
+    def _requests(self, rollout: int) -> list[Request]:
         """Requests in the trace's order. No two prompts are alike."""
         requests, params = list[Request](), SamplingParams(max_tokens=self._trace.cap)
-        self._rollouts += 1
         for number, asked in enumerate(self._trace.asked):
             prompt = (number, *[0] * (asked.prompt_tokens - 1))
             for length in asked.lengths:
-                key = Key(self._rollouts, len(requests))
-                requests.append(Request(key, prompt, params, f"rollout {self._rollouts}, prompt {number}"))
+                key = Key(rollout, len(requests))
+                requests.append(Request(key, prompt, params, f"rollout {rollout}, prompt {number}"))
                 self._lengths[key] = min(length, self._trace.cap)
         return requests
 
@@ -161,6 +206,7 @@ class SimFleet:
             drafting_s=tuple(drafting_s),
             accept_length=1.0 + sum(worker.accepted for worker in self._workers) / max(1, verifies),
             shapes=dict(shapes),
+            ahead=sum(worker.ahead for worker in self._workers),
         )
 
 

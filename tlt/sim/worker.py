@@ -16,11 +16,23 @@ from tlt.engine.request import Request, RequestState
 from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
 from tlt.sim.world import World
 from tlt.spec.acceptance import AcceptResult
+from tlt.spec.ahead import AHEAD, ChunkPolicy
 from tlt.spec.backlog import Backlog
 from tlt.spec.costs import INGEST, TickTimes
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Outcome, ShapePolicy
+from tlt.spec.tuner import Tuner
 from tlt.types import Key
+
+_CHUNK_NODES = 32  # per row, of a tick that verifies chunks: what the engine has memory for by default
+
+
+@dataclass(frozen=True, slots=True)
+class SimText:
+    """What was written ahead for a request."""
+
+    tokens: int
+    differs: int  # tokens that the policy still writes alike, before the first that it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,50 +63,85 @@ class SimWorker:
             ADMISSIONS[settings.admission](),
         )
         self._backlog = Backlog(max(1, book.window), deepest + 1)
-        self._arrived = self._taken = self._open = 0  # positions newcomers brought; requests ever, and unanswered
+        self._chunks = ChunkPolicy(book.rows * _CHUNK_NODES)
+        self._texts: dict[Key, SimText] = {}
+        self._compared: dict[Key, int] = {}  # tokens of each text that the request has written, too
+        self._arrived = self._taken = 0  # positions newcomers brought; requests ever
+        self._states: dict[Key, RequestState] = {}  # unanswered
         self.now = 0.0
         self.shapes: Counter[tuple[int, Shape]] = Counter()  # ticks in which so many requests decoded
-        self.ticks = self.verifies = self.accepted = 0
+        self.ticks = self.verifies = self.accepted = self.ahead = 0  # ahead: tokens accepted that were written ahead
 
     @property
     def busy(self) -> bool:
-        return self._open > 0
+        return bool(self._states)
 
     def begin(self) -> None:
         """Begins another rollout: the clock restarts, and the prefix cache is empty as the policy is another one."""
         self.now = 0.0
         self.shapes.clear()
-        self.ticks = self.verifies = self.accepted = 0
+        self.ticks = self.verifies = self.accepted = self.ahead = 0
         self._scheduler.forget_cache()
+        self._chunks.turns.policy_changed()
+
+    def give(self, texts: Mapping[Key, SimText]) -> None:
+        """What was written ahead for requests to come."""
+        self._texts = dict(texts)
+        self._compared = dict.fromkeys(texts, 0)
+
+    def cut(self) -> dict[Key, int]:
+        """Ends all requests under way; the tokens that each has."""
+        found = {key: len(state.tokens) for key, state in self._states.items()}
+        for state in self._states.values():
+            self._scheduler.abort(state)
+        self._states.clear()
+        return found
 
     def take(self, requests: Iterable[Request], at_s: float) -> None:
         if not self.busy:
             self.now = max(self.now, at_s)  # until then there was nothing to do
         for request in requests:
-            self._scheduler.submit(RequestState(request, self._taken, at_s))
+            state = self._states[request.key] = RequestState(request, self._taken, at_s)
+            self._scheduler.submit(state)
             self._taken += 1
-            self._open += 1
             if self._shape_policy is not None:
                 self._shape_policy.set_max_len(request.params.max_tokens)
 
-    def tick(self) -> list[SimCompletion]:
-        """One token or draft for every running request. Returns the requests that were completed."""
+    def free_from(self, at_s: float) -> float:
+        """Turns the clock of a worker without requests back to when the last one ended."""
+        self.now = at_s
+        return at_s
+
+    def tick(self, *, nothing_waits: bool = False) -> list[SimCompletion]:
+        """One token or draft for every running request. Returns the requests that were completed. `nothing_waits`: the
+        tick is part of no rollout's time."""
+        if isinstance(self._shape_policy, Tuner):
+            self._shape_policy.budget.nothing_waits = nothing_waits
         shape = self._choose()
         plan = self._scheduler.plan(nodes=shape.verify)
         self._enter(plan)
         self.now += self._world.prefill_s(sum(len(chunk.tokens) for chunk in plan.chunks))
         if plan.empty:
-            raise AssertionError(f"nothing to run, yet {self._open} requests wait: {self._scheduler.page_stats}")
+            raise AssertionError(f"nothing to run, yet {len(self._states)} requests wait: {self._scheduler.page_stats}")
         self.ticks += 1
         if not plan.reqs:
             return []
         self.shapes[len(plan.reqs), shape] += 1
+        if shape.drafters == (AHEAD,):
+            return self._verify_chunk(plan, shape)
         return self._plain(plan) if shape.off else self._verify(plan, shape)
 
     def _choose(self) -> Shape:
         running = self._scheduler.running
         if self._shape_policy is None or not running:
             return OFF
+        left = [self._left_of_text(key, tokens) for key, tokens in self._scheduler.written] if self._texts else []
+        if any(left):
+            chunk = self._chunks.choose(
+                running, [tokens for tokens in left if tokens], self._shape_policy.prices(running)
+            )
+            if chunk is not None:
+                return chunk
         return self._shape_policy.choose(running, self._backlog.before(running))
 
     def _enter(self, plan: Plan) -> None:
@@ -126,6 +173,36 @@ class SimWorker:
         self.accepted += sum(emitted) - count
         self._observe(Outcome(shape, count, results, self._told(plan, times), lag, newly), plan)
         return self._written(plan.reqs, emitted)
+
+    def _left_of_text(self, key: Key, tokens: Sequence[int]) -> int:
+        """Tokens of a request's text that it may still write; compares what it has written since with its text."""
+        text = self._texts.get(key)
+        if text is None:
+            return 0
+        before, now = self._compared[key], min(len(tokens), text.tokens, text.differs)
+        turned = text.differs < min(len(tokens), text.tokens)
+        self._chunks.turns.see(now - before, turned)
+        self._compared[key] = now
+        if turned or len(tokens) >= text.tokens:
+            del self._texts[key]
+            return 0
+        return text.tokens - len(tokens)
+
+    def _verify_chunk(self, plan: Plan, shape: Shape) -> list[SimCompletion]:
+        times = self._times(plan, shape)
+        self.now += times.seconds or 0.0
+        self._backlog.wrote(shape.depth + 1, shape.most_tokens)
+        results = [AcceptResult(self._agreed(req.state, shape), ()) for req in plan.reqs]
+        emitted = self._cut(plan.reqs, results)
+        self._scheduler.advance(plan.reqs, emitted)
+        self.ahead += sum(emitted) - len(emitted)
+        self._observe(Outcome(shape, len(plan.reqs), results, self._told(plan, times)), plan)
+        return self._written(plan.reqs, emitted)
+
+    def _agreed(self, state: RequestState, shape: Shape) -> int:
+        """Drafts of a request's text that it accepts."""
+        text, written = self._texts.get(state.request.key), len(state.tokens)
+        return max(0, min(text.tokens - written, shape.depth, text.differs - written)) if text else 0
 
     def _times(self, plan: Plan, shape: Shape, ingest_s: float = 0.0) -> TickTimes:
         looked_back = [req.position for req in plan.reqs]
@@ -162,6 +239,6 @@ class SimWorker:
             req.state.tokens.extend([0] * count)
             if not self._left(req):
                 self._scheduler.finish(req)
-                self._open -= 1
+                del self._states[req.state.request.key]
                 answered.append(SimCompletion(req.state.request.key, len(req.state.tokens), self.now))
         return answered
