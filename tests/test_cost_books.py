@@ -24,7 +24,7 @@ def test_measured_rollouts_are_foreseen() -> None:
     """A rollout of a 7B shape on an H200, plainly and by a warm tuner, within 3 %."""
     for row in cost_books.check().values():
         assert abs(row["error"]) < 0.03
-        assert row["foreseen_ticks"] == pytest.approx(row["measured_ticks"], rel=0.1)
+        assert row["foreseen_ticks"] == pytest.approx(row["measured_ticks"], rel=0.15)
 
 
 def test_the_papers_accept_lengths_are_met() -> None:
