@@ -88,13 +88,13 @@ def test_what_nothing_waits_for_is_free_and_nothing_is_lent() -> None:
     assert not account.affords(1e-6), "nothing is known of a run that has not begun"
     account.ran(2.0, 2.0)
     account.charge(CostKind.TRAINING, -3.0)
-    assert account.balance_s == pytest.approx(0.02)
+    assert account.balance_s == pytest.approx(SHARE * 2.0)
 
 
 def test_savings_are_spent_up_to_a_limit_and_losses_are_paid_back_first() -> None:
     account = Budget()
     account.ran(30.0, 100.0)
-    assert account.balance_s == pytest.approx(1.0 + 10.0)
+    assert account.balance_s == pytest.approx(SHARE * 100.0 + 10.0)
     account.ran(200.0, 100.0)
     assert not account.affords(0.0)
 
@@ -120,9 +120,9 @@ def test_what_was_lent_is_paid_back_before_more_is_tried() -> None:
     budget.tried(2.0)
     budget.ran(300.0, 298.0)
     assert not budget.affords_try(0.1)
-    budget.ran(300.0, 300.0)
-    assert budget.affords_try(TRY_SHARE * 600.0 - 2.0 - 0.1)
-    assert not budget.affords_try(TRY_SHARE * 600.0 - 2.0 + 0.1)
+    budget.ran(900.0, 900.0)
+    assert budget.affords_try(TRY_SHARE * 1200.0 - 2.0 - 0.1)
+    assert not budget.affords_try(TRY_SHARE * 1200.0 - 2.0 + 0.1)
 
 
 # ---- the tuner on it

@@ -2,7 +2,8 @@
 
 Owns a learning curve of the drafter, the makespan of a rollout from its lengths and measured costs, and the choice of
 how long to train. What always holds: no number of the forecast is older than the step before; training is proposed only
-if its savings exceed its cost by a margin. Knows numbers only: no tensors, no clock.
+if its savings exceed its cost by a margin; no more is expected of it than this run, or the recorded one, has shown.
+Knows numbers only: no tensors, no clock.
 
 M = Σ_n min over shapes of T(shape, B(n)) / accept_length(shape), B(n) the requests that still run at token n.
 """
@@ -11,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import expm1, log1p
 
-_MARGIN = 1.5  # savings that training must bring, as a multiple of its cost
-_RISE, _FIRST_TOKENS = 0.138, 15_000  # chance = rise · ln(1 + tokens / first): Qwen2.5-1.5B on GSM8K, drafter_curves.py
+from tlt.spec.budget import PAYBACK
+
+# chance = rise · ln(1 + tokens / first), up to so many tokens: Qwen2.5-1.5B on GSM8K, benchmarks/drafter_curves.py
+_RISE, _FIRST_TOKENS, _SHOWN_TOKENS = 0.138, 15_000, 1_150_000
 _FADE = 0.7  # weight of earlier points of the curve when a new one arrives
-_HIGHEST = 0.95  # upper limit of the chance
 _NEXT_RANK = 0.5  # chance of a further candidate, relative to the one before it
-_LONGEST = 12  # doublings of the length of a training that are compared
 
 
 # ---- learning curve
@@ -61,11 +62,16 @@ class LearningCurve:
     def restore(self, state: Sequence[float]) -> None:
         self._tokens, self._squares, self._products = state
 
+    @property
+    def longest(self) -> float:
+        """Tokens up to which the curve holds: those of the record, or twice those of this run."""
+        return max(_SHOWN_TOKENS, 2.0 * self._tokens)
+
     def after(self, chance: float, tokens: int) -> float:
         """The expected chance after training on `tokens` more tokens; never below the present one."""
         rise = max(1e-3, self._products / self._squares)
-        reached = rise * log1p((_tokens_at(chance, rise) + tokens) / _FIRST_TOKENS)
-        return max(chance, min(_HIGHEST, reached))
+        reached = rise * log1p(min(_tokens_at(chance, rise) + tokens, self.longest) / _FIRST_TOKENS)
+        return max(chance, min(1.0, reached))
 
 
 def _tokens_at(chance: float, rise: float) -> float:
@@ -135,6 +141,7 @@ class Situation:
     costs: Costs
     steps_left: int
     step_s: float
+    realized: float = 1.0  # fraction of the expected savings that rollouts have shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +164,18 @@ def forecast(now: Situation, curve: LearningCurve) -> Forecast:
     without_s = makespan(now.ticks, now.choices, now.accept_lengths(now.chance))
     left_s = max(1e-9, now.steps_left * now.step_s)
     best, most, highest = Forecast(0, steps_left=now.steps_left), 0.0, -float("inf")
-    for doubling in range(_LONGEST):
-        micro_steps = now.costs.check << doubling
+    micro_steps = now.costs.check // 2
+    while micro_steps * now.costs.micro_tokens <= curve.longest:
+        micro_steps = max(1, 2 * micro_steps)
         cost_s = now.costs.of(micro_steps)
         then = curve.after(now.chance, micro_steps * now.costs.micro_tokens)
-        returns_s = now.steps_left * (without_s - makespan(now.ticks, now.choices, now.accept_lengths(then)))
+        returns_s = without_s - makespan(now.ticks, now.choices, now.accept_lengths(then))
+        returns_s *= now.steps_left * now.realized
         gain = (returns_s - cost_s) / left_s
         highest = max(highest, gain)
         if cost_s > now.steps_left * without_s:
             break  # longer trainings cost more than all remaining rollouts
-        if returns_s - _MARGIN * cost_s > most:
-            most = returns_s - _MARGIN * cost_s
+        if returns_s - PAYBACK * cost_s > most:
+            most = returns_s - PAYBACK * cost_s
             best = Forecast(micro_steps, cost_s, returns_s, gain, now.steps_left)
     return best if best.pays else Forecast(0, gain=highest if now.steps_left else 0.0, steps_left=now.steps_left)

@@ -18,6 +18,7 @@ from tlt.drafting.forecast import (
     Situation,
     chance_of,
     forecast,
+    makespan,
     ranks_of,
     ticks_by_size,
 )
@@ -27,6 +28,9 @@ from tlt.spec.shape import OFF, Shape
 
 ExpectedTick = Callable[[Shape, int], tuple[float, float | None]]  # accept length, and seconds if known
 _SURE = 1e6  # weight of an assumed chance, in verifies: it is not mixed with a prior
+_NEWEST = 0.25  # weight of the newest rollout in means over rollouts
+_REALIZED = 0.7  # fraction of the expected savings that rollouts show, before one of them has shown it
+_REALIZED_FROM = 0.15  # expected savings, as a fraction of a rollout, from which it shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,11 @@ class TrainingPlanner:
         self._counted = self.account.took_s, self.account.saved_s  # by the end of the last rollout
         self._curve = LearningCurve()
         self._lengths: Sequence[int] = ()
+        self._ticks: dict[int, float] = {}  # plain ticks by batch size of a rollout: mean of the last few
         self._rollout_s = self._step_s = self._seconds = 0.0  # of the last rollout, of the last step; of all steps
-        self._estimated_s, self._trust = (
-            0.0,
-            1.0,
-        )  # estimated savings of the last rollout; fraction that replays confirm
+        self._estimated_s, self._trust = 0.0, 1.0  # savings of the last rollout; fraction that replays confirm
+        self._realized = _REALIZED
+        self._chance = 0.0  # of the drafter in the last rollout
 
     def rolled_out(
         self, lengths: Sequence[int], rollout_s: float, step_s: float, saved_s: float, *, first: bool = True
@@ -142,12 +146,14 @@ class TrainingPlanner:
 
     def state(self) -> dict[str, Any]:
         """What is known of the run besides the account, for one that goes on later."""
-        return {"curve": self._curve.state(), "seconds": self._seconds, "trust": self._trust}
+        words = {"curve": self._curve.state(), "seconds": self._seconds, "trust": self._trust}
+        return words | {"realized": self._realized}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The account is restored before."""
         self._curve.restore(state["curve"])
         self._seconds, self._trust = state["seconds"], state["trust"]
+        self._realized = state.get("realized", _REALIZED)
         self._counted = self.account.took_s, self.account.saved_s
 
     def decide(self, step: int, status: DrafterStatus) -> Decision:
@@ -169,19 +175,37 @@ class TrainingPlanner:
         return max(0.0, whole_s - sum(spent[kind] for kind in (CostKind.TRAINING, CostKind.MEASURING)))
 
     def _forecast(self, step: int, status: DrafterStatus, costs: Costs) -> Forecast | None:
-        ticks = ticks_by_size(self._lengths, self._rows, self._pad)
         if self._shapes is None:
             return None
+        last = ticks_by_size(self._lengths, self._rows, self._pad)
+        before = self._ticks or last
+        ticks = self._ticks = {
+            size: before.get(size, 0.0) * (1 - _NEWEST) + last.get(size, 0.0) * _NEWEST
+            for size in sorted({*before, *last})
+        }
         choices = {size: found for size in ticks if (found := self._shapes.choices(size))}
         if len(choices) < len(ticks):
             return None
+        self._compare(last, choices)
+        self._chance = chance_of(status.accept_length, self._unroll)
         now = Situation(
             ticks=ticks,
             choices=choices,
             accept_lengths=self._shapes.accept_lengths,
-            chance=chance_of(status.accept_length, self._unroll),
+            chance=self._chance,
             costs=costs,
             steps_left=self._steps - step,
             step_s=self._step_s,
+            realized=self._realized,
         )
         return forecast(now, self._curve)
+
+    def _compare(self, ticks: Mapping[int, float], choices: Mapping[int, Choices]) -> None:
+        """Compares what the last rollout saved with what its drafter was expected to save."""
+        if self._shapes is None:
+            return
+        plain_s = makespan(ticks, choices, ())
+        expected_s = plain_s - makespan(ticks, choices, self._shapes.accept_lengths(self._chance))
+        if expected_s > _REALIZED_FROM * plain_s:
+            shown = min(1.0, max(0.0, self._trust * self._estimated_s / expected_s))
+            self._realized += (shown - self._realized) * _NEWEST
