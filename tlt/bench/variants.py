@@ -27,11 +27,10 @@ from tlt.machine import wait_for
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
 from tlt.spec.costs import DECODE, POLICY, Measured, TickTimes
-from tlt.spec.fixed import Fixed
+from tlt.spec.fixed import Fixed, SwappableShapePolicy
 from tlt.spec.shape import MOST_NODES, Shape
 from tlt.spec.shape_policy import ShapePolicy
 from tlt.spec.speculation import Speculating, SpeculationReport
-from tlt.spec.swappable import SwappableShapePolicy
 from tlt.types import Completion, Key, SamplingParams
 
 PLAIN, STAYS_OFF, BANDIT, TUNER, WARM = "plain", "off", "BEG-MAB", "tuner", "tuner, warm"

@@ -20,7 +20,7 @@ from tlt.spec.shape_policy import SUPPOSED, Outcome, TunerReport, forever, nothi
 
 MARGIN = 0.01  # hysteresis: another shape must be expected to be faster by this fraction
 DOUBT = 0.3  # standard error of an accept length, relative, after one verify
-COST_DOUBT = 0.05  # the same of its cost, before its first tick
+COST_DOUBT = 0.03  # the same of its cost, before its first tick
 COMPARE_EVERY, COMPARE_TICKS = 512, 3  # ticks with drafts between two comparisons; plain ticks of a comparison
 COMPARE_CHANGE = (
     1.25  # factor by which the cost of a shape relative to plain ticks changes, that calls for a comparison
