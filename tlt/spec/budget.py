@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 SHARE = 0.008  # of the plain time so far that may be spent without any return: below 1 %, as measured times err
-TRY_SHARE = 0.0025  # of the time so far that tries of drafters may lose
+TRY_SHARE = 0.005  # of the time so far that tries of drafters may lose
 PROMISED_TICKS = 256  # plain ticks for which an expected saving is trusted before it was made
 PAYBACK = 2.0  # savings expected of graphs or of drafter training, relative to their cost, from which they are worth it
 _SPENDABLE = 0.1  # of the plain time so far: savings beyond that are never spent

@@ -280,7 +280,10 @@ class Tuner:
     def _doubt(self, used: Shape, best: Shape, size: int) -> float:
         """Standard error of the gain. Shapes of the same drafters share an error in their acceptance."""
         evidence = min(self._acceptance.known(shape.drafters) for shape in (used, best) if not shape.off)
-        doubt = _standard_error(evidence) / (2 if used.drafters == best.drafters else 1)
+        if used.off:
+            doubt = _standard_error(evidence)
+        else:
+            doubt = DOUBT / sqrt(evidence) / (2 if used.drafters == best.drafters else 1)
         return doubt + COST_DOUBT / (1 + self._costs.ticks_of(best, size))
 
     def _known_places(self) -> list[int]:
