@@ -126,6 +126,7 @@ def test_with_a_rank_its_engine_is_lost_and_replaced(crowd: Crowd, alone: Story)
     same(story, alone)
     lost = story.of(WorkerLost)
     assert {event.worker for event in lost} == {0, 1}
+    assert crowd.fleet._actors.losses == 1  # of an engine
     assert {event.phase for event in lost} == {"rollout"}
     assert {event.worker for event in story.of(WorkerReturned)} == {0, 1}
 

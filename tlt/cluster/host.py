@@ -252,9 +252,10 @@ class Host:
                 self._timeline.enter("idle")
                 self._worker.finish()  # raises if a request failed: the driver would wait for it for ever
                 self._wait_for_inbox()
-        self._worker.rest()
         self._timeline.end()
-        return self._rollout_report()
+        report = self._rollout_report()
+        self._worker.rest()
+        return report
 
     def follow(self) -> None:
         """Of a worker whose engine is a rank of another's: runs what that one runs, until its rollout is over."""
