@@ -46,7 +46,7 @@ CONFIG = RunConfig(
     model=ModelSettings(dtype="float64", device="cpu"),
     task=TaskSettings(prompts=6, group=4),
     sampling=SamplingParams(max_tokens=96),
-    engine=EngineSettings(rows=16, kv_gib=0.02),
+    engine=EngineSettings(rows=16, kv_gib=0.02, sleep="always"),
     spec=SpecSettings(drafter="eagle", path="new", depths=(2,), widths=(1,), verifies=(3,)),
     draft=DraftSettings(window=32, single_steps=4, unroll=2),
     drafting=DraftingSettings(tokens=256, micro_s=0.0, held_out=64, check=4),

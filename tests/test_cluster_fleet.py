@@ -36,7 +36,7 @@ from tlt.fleet import LocalFleet, read_accounts
 from tlt.loop import Fleet, Loop, RolloutReport, ask
 from tlt.tasks.judge import DirectJudge
 from tlt.types import Completion, Key, Prompt, SamplingParams
-from tlt.watch.events import DrafterTrained, Event, ReplayCompared
+from tlt.watch.events import DrafterTrained, EngineSlept, Event, ReplayCompared
 from tlt.watch.workers import FleetPublished, FleetRolledOut, WorkerLost, WorkerReturned, WorkerSpans
 
 STEPS = 2
@@ -163,6 +163,7 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
     published = story.of(FleetPublished)
     assert [event.version for event in published] == [1, 2]
     assert {event.gathered_gb for event in published} == {0.0}  # engines read the trainers' tensors
+    assert [event.step for event in story.of(EngineSlept)] == [1, 2]  # engines sleep during updates
     assert len({event.fingerprint for event in published}) == STEPS
     names = {span[0] for event in story.of(WorkerSpans) for span in event.spans}
     assert {"rolling", "drafting", "updating", "publishing"} <= names
