@@ -238,3 +238,12 @@ def test_a_drafter_that_gains_nothing_more_is_left_alone_though_it_would_pay() -
         one.rolled_out([16_000] * 4, 60.0, 100.0, 0.0)
     assert one.decide(4, COLD).trains
     assert not one.decide(4, replace(COLD, due=False)).trains
+
+
+def test_no_more_is_expected_of_a_drafter_than_was_shown() -> None:
+    curve = LearningCurve()
+    record = curve.after(0.0, 1_150_000)
+    assert curve.after(0.0, 10**9) == pytest.approx(record), "the recorded curve ends there"
+    curve.see(0.0, 10_000_000, 0.8)
+    assert curve.after(0.8, 10**9) == pytest.approx(curve.after(0.8, 30_000_000))
+    assert curve.after(0.8, 10_000_000) > 0.8, "twice what this run has trained on"
