@@ -107,6 +107,7 @@ def test_where_every_row_costs_as_much_as_the_others_none_is_written_beside_them
     usual: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     priced(monkeypatch, lambda batch: 100.0 / batch)
+    monkeypatch.setattr(Judging, "all_in", lambda judging: True)  # nor while rewards are waited for
     told = steps_of(with_ahead())
     assert same(told, usual)
     assert all(ahead_share(step) == 0.0 for step in told)
