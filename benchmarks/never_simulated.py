@@ -9,8 +9,8 @@ train_gsm8k_qwen_1.5b_1b67285_h200.json, drafter training included: plain time Ã
 """
 
 import argparse
-import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tlt.bench.record import new_record, write_record
 from tlt.config import DraftingSettings, SpecSettings
 from tlt.drafting.forecast import ranks_of
 from tlt.drafting.planner import DrafterStatus, DraftShapes, TrainingPlanner
@@ -291,7 +294,7 @@ def main() -> None:
             "\n".join(told) if options.verbose else "", {key: round(value, 4) for key, value in one.items()}, flush=True
         )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_record(options.json, new_record("cpu", simulated=found))
 
 
 if __name__ == "__main__":
