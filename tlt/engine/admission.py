@@ -1,7 +1,8 @@
-"""Who enters the batch next. An order over waiting requests: nothing is dropped, and where no more come, all enter.
+"""Admission order: ranks the waiting requests. No request is dropped, and each one enters once submissions stop.
 
-The batch ends when its longest answer ends, so the answers expected to be long go first. What is known of a prompt is
-its earlier answers; of a prompt never seen, one request goes ahead as a probe and tells for its group.
+A rollout ends with its longest completion, so the requests with the longest expected completions enter first. The
+expected length comes from earlier completions of the same prompt. For a new prompt one request of the group enters
+early, as a probe.
 """
 
 from typing import Protocol
@@ -19,7 +20,7 @@ class Admission(Protocol):
     def finished(self, request: Request, length: int) -> None: ...
 
     def expected(self, request: Request) -> float:
-        """Tokens of its completion; its limit if nothing is known of its prompt."""
+        """Expected tokens of its completion; `max_tokens` if no completion of its prompt has finished."""
         ...
 
 
@@ -38,10 +39,10 @@ class FirstComeFirst:
 
 
 class LongestFirst:
-    """Probes first, then by expected length; a prompt without history is expected to be as long as its limit."""
+    """Probes first, then by expected length. A prompt without finished completions has the length `max_tokens`."""
 
     def __init__(self, memory: float = 0.5) -> None:
-        self._memory = memory  # weight of what was known against a new answer
+        self._memory = memory  # weight of the previous estimate; a new completion has the rest
         self._expected: dict[str, float] = {}
         self._probed: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""An engine as a configuration asks for it: the policy, its drafters and its shape policy."""
+"""Builds an engine from a configuration: the policy, its drafters and its shape policy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tlt.spec.shape_policy import ShapePolicy, candidates
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 
-_LAST_BUCKET = 32  # requests above which the paper decodes plainly; each larger verify size serves half as many
+_LAST_BUCKET = 32  # requests; the paper decodes plainly above it. Each larger verify size gets half the range
 
 _NOTHING_LEARNED = ((0.0,),)  # chance of the first guess at depth 1
 
@@ -35,7 +35,8 @@ def build_engine(
 ) -> EngineCore:
     """`shape_policy` and `drafters` replace the configured ones.
 
-    `on_features` receives the hidden states that the drafter on the device reads, `on_phase` what is done next.
+    `on_features` receives the hidden states that the drafter on the device reads. `on_phase` receives the name of each
+    phase before it starts.
     """
     on_phase("building the engine")
     if not config.spec.drafters and config.spec.ahead == "off":
@@ -52,7 +53,7 @@ def build_engine(
     shape_policy.load_costs(engine.measure())
     on_phase("capturing graphs for speculation")
     make_ready(engine, shape_policy, config)
-    if config.spec.path == NEW:  # graphs are there for what it will be; until then trying it would only cost time
+    if config.spec.path == NEW:  # graphs are captured for the trained drafter; trying the untrained one wastes time
         for drafter in drafters:
             if drafter.learned:
                 shape_policy.load_prior(drafter.name, _NOTHING_LEARNED)
@@ -66,13 +67,13 @@ def speculating_engine(
     drafters: Sequence[Drafter],
     on_features: Callable[[Features], None] | None = None,
 ) -> EngineCore:
-    """Assembled and compiled, with its decode graphs captured. Nothing else is measured or captured yet."""
+    """An engine with compiled kernels and captured decode graphs. Costs and other graphs are left to the caller."""
     widest = max(config.spec.verifies)
     speculating = Speculating(
         *(drafters, shape_policy),
         deepest=max(config.spec.depths) if drafters else 0,
         widest=widest,
-        most_chunk_tokens=config.engine.rows * widest,  # that there is memory for
+        most_chunk_tokens=config.engine.rows * widest,  # the memory plan covers this many
     )
     taps = speculating.state_sink.taps
     engine = EngineCore(
@@ -93,9 +94,9 @@ def make_ready(engine: EngineCore, shape_policy: ShapePolicy, config: RunConfig)
 
 
 def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
-    """Every shape the configuration lets a tuner choose, off included: of each drafter, and of all in one tree.
+    """Every shape that the configuration allows, off included: for each drafter, and for all drafters in one tree.
 
-    `exact`: chains of one drafter.
+    `exact`: chains of one drafter only.
     """
     if exact:
         return tuple(shape for shape in shapes_of(chains_only(spec)) if len(shape.drafters) < 2)
@@ -113,9 +114,9 @@ def shapes_of(spec: SpecSettings, *, exact: bool = False) -> tuple[Shape, ...]:
 def shape_policy_of(
     spec: SpecSettings, rows: int, measured: Iterable[Measured] = (), *, exact: bool = False, on_gpu: bool = False
 ) -> ShapePolicy:
-    """A new one. It has seen no tick and starts from what was measured of its drafters when they were trained.
+    """A new shape policy. It starts from the hit rates that were recorded when its drafters were trained.
 
-    `measured`: what runs cost, where that is known (`EngineCore.measure`); `exact`: `engine.exact`.
+    `measured`: costs of runs, where they are known (`EngineCore.measure`). `exact`: the setting `engine.exact`.
     """
     shape_policy = _shape_policy(spec, rows, exact, on_gpu)
     shape_policy.load_costs(measured)
@@ -132,12 +133,12 @@ def _priors(spec: SpecSettings) -> Iterator[tuple[str, DraftRecord]]:
 
 
 def record_of(spec: SpecSettings) -> DraftRecord | None:
-    """What was measured of the configured learned drafter when it was trained; None: nothing was measured."""
+    """Hit rates recorded when the configured learned drafter was trained; None: none were recorded."""
     return next((record for _, record in _priors(spec)), None)
 
 
 def _shape_policy(spec: SpecSettings, rows: int, exact: bool, on_gpu: bool) -> ShapePolicy:
-    if not on_gpu:  # attention over trees of unequal size costs a CPU more than it saves
+    if not on_gpu:  # on a CPU, attention over trees of unequal size costs more than it saves
         spec = replace(spec, shares=())
     shapes = shapes_of(spec, exact=exact)
     if spec.shape_policy == "fixed":

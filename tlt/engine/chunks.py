@@ -1,7 +1,7 @@
-"""Pieces of prompts, one behind the other, as a forward takes them, and pages to copy: plain lists, on the host.
+"""Prefill inputs on the host: chunks of prompts packed into flat lists, and the slots of pages to copy.
 
-What always holds: token i stands at position i and in slot i of the cache; a piece's page table is as wide as the
-widest. Knows no tensors and no requests.
+Always holds: entry i of tokens, positions and slots describes the same token; all page tables are padded to one width.
+Knows no tensors and no requests.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ class Packed:
     tokens: list[int]
     positions: list[int]
     slots: list[int]
-    starts: list[int]  # of each piece among the tokens, and the end
-    contexts: list[int]  # positions that each piece's last token sees
-    pages: list[list[int]]
+    starts: list[int]  # index of each chunk's first token; last: the number of tokens
+    contexts: list[int]  # context length of each chunk's last token, itself included
+    pages: list[list[int]]  # page table of each chunk, padded with 0
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], page_size: int) -> "Packed":
@@ -37,18 +37,18 @@ class Packed:
         return cls(tokens, positions, slots, starts, contexts, pages)
 
 
-# prompts and their tokens: kernels differ by how many there are of each
+# (chunks, tokens per chunk) of the warm-up prefills: kernels are specialized by both
 _IDLE = ((1, 20), (1, 70), (1, 100), (1, 180), (1, 1500), (8, 100), (20, 20), (40, 20))
 
 
 def idle_chunks(page_size: int, longest: int) -> list[list[Chunk]]:
-    """Prompts of nobody, before there are others, to see what reading prompts takes. All in one page."""
+    """Dummy prompts that compile the prefill kernels before the first request. All of their tokens lie in page 0."""
     asked = [(count, min(tokens, longest)) for count, tokens in _IDLE]
     return [[Chunk((0,) * n, 0, (0,) * -(-n // page_size), ())] * count for count, n in asked]
 
 
 def copied_slots(copies: Sequence[Copy], page_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each page what is copied, and to where; −1 behind it."""
+    """Source and target slots of each page copy, padded with −1 to a full page."""
 
     def slots(page: int, count: int) -> list[int]:
         return [page * page_size + i if i < count else -1 for i in range(page_size)]

@@ -1,9 +1,10 @@
 """The engine: requests in, completions out, continuously batched.
 
-What always holds: a request is answered exactly once, or its failure raises; the tokens of a request depend on the
-policy, its key and its settings alone, not on who else is in the batch, when it entered or how often it was preempted;
-on a GPU in bfloat16 up to rounding, or to the bit with `engine.exact`.
-On a GPU a tick is launched before the previous one's tokens are read, so that the device never waits for the host.
+Always holds: each request is answered exactly once, or its failure raises. The tokens of a request depend only on the
+policy, its key and its settings; not on the batch, the time of admission or preemptions. On a GPU in bfloat16 this
+holds up to rounding; with `engine.exact` it holds bit for bit.
+On a GPU each tick is launched before the tokens of the previous tick are read: the device does not wait for the host.
+Knows no kernels and no trainer.
 """
 
 import time
@@ -36,18 +37,18 @@ from tlt.spec.speculation import Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
 from tlt.types import Completion, FinishReason, Key, Timing
 
-_NONE_DRAWN = -1  # what the sampler says where the logits were no distribution
-# of a tick's tokens, by their number: all but the last were accepted drafts
+_NONE_DRAWN = -1  # the sampler's token where the logits are NaN or infinite
+# tokens that a row emits in a tick → origin of each: 1 accepted draft, 2 accepted and written ahead, 0 neither
 _DRAFTED = tuple(b"\1" * (tokens - 1) + b"\0" for tokens in range(1, MOST_NODES + 2))
 _WRITTEN_AHEAD = tuple(b"\2" * (tokens - 1) + b"\0" for tokens in range(1, MOST_NODES + 2))
-_CONTEXT_TICKS = 16  # between two looks at how far requests look back
+_CONTEXT_TICKS = 16  # ticks between two updates of the mean context length
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
     ticks: int
     tokens: int  # handed out in completions
-    dropped: int  # rows computed for stays that were already over
+    dropped: int  # rows computed for requests that were already over
     preemptions: int
     pages: PageStats
     graphs: PoolReport | None  # None without a graph pool
@@ -56,15 +57,15 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class SleepReport:
-    """The KV cache's memory was given back during an update."""
+    """The KV cache's memory was released during an update."""
 
     bytes: int
-    sleep_s: float  # to give it back
-    wake_s: float  # to take it again
+    sleep_s: float  # seconds to release it
+    wake_s: float  # seconds to allocate it again
 
 
 class EngineCore:
-    """`submit` requests, then `drain`; or `tick` until `idle`, for answers as they end, and `drain` for what failed."""
+    """Call `submit`, then `drain`. Or `tick` until `idle`, for completions as they end, then `drain` for failures."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class EngineCore:
         self._limits = Limits(
             vocab=model.config.vocab,
             context=model.config.max_positions,
-            cache_tokens=(pages - 1) * settings.page_size - beyond,  # a prompt's partial page may lie twice
+            cache_tokens=(pages - 1) * settings.page_size - beyond,  # a prompt's partial page may exist twice
         )
         kept_in = pages, settings.page_size, model.embed.dtype, model.embed.device
         self._cache = KVCache.allocate(model.local, *kept_in, sleeps=settings.sleep == "always")
@@ -112,20 +113,20 @@ class EngineCore:
         self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
         self._hands_out = on_features is not None
         self._unread_tick: InFlightTick | None = None
-        self._following: Shape | None = None  # chosen, and drafted for, behind the last verification
+        self._following: Shape | None = None  # the next tick's shape, if chosen (and drafted for) behind a verification
         self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # tokens at which a completion may end
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, RequestState] = {}
         self._failures: dict[Key, str] = {}
-        self._torn = False  # a tick was begun and not ended
-        self._sleep_s: float | None = None  # asleep, and what that took
-        self.slept: SleepReport | None = None  # the last time
-        self._positions, self._context_due = 0.0, 0  # mean position of a row; the tick of the next look at it
+        self._torn = False  # a tick has begun and not ended; stays True after an exception
+        self._sleep_s: float | None = None  # seconds that `sleep` took; None: awake
+        self.slept: SleepReport | None = None  # of the last sleep
+        self._positions, self._context_due = 0.0, 0  # mean position of a row; tick of its next update
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
 
     @property
     def version(self) -> int:
-        """Of the policy that writes."""
+        """Version of the policy."""
         return self._version
 
     @property
@@ -147,12 +148,12 @@ class EngineCore:
         return key in self._in_flight
 
     def expected(self, request: Request) -> float:
-        """Tokens that its completion will have, by those of its prompt so far."""
+        """Expected tokens of its completion, from finished completions of its prompt."""
         return self._admission.expected(request)
 
     @property
     def turn_rate(self) -> float:
-        """Share of written-ahead tokens that the policy writes differently, given that all before them agree."""
+        """Fraction of written-ahead tokens that differ from the policy's, among those whose predecessors all agree."""
         return self._speculation.turn_rate
 
     @property
@@ -161,7 +162,7 @@ class EngineCore:
         return self._speculation.alarms
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Takes all of the requests, or raises and takes none. Those already running are not disturbed."""
+        """Accepts all of the requests, or raises RequestError and accepts none. Running requests are not affected."""
         batch = list(requests)
         for request in batch:
             check(request, self._limits)
@@ -176,7 +177,7 @@ class EngineCore:
             self._submitted += 1
 
     def tick(self) -> list[Completion]:
-        """One step for every running request; the completions that ended."""
+        """Runs one tick: decodes every running request. Returns the completions that ended."""
         if self._torn:
             raise RuntimeError(
                 "an exception cut an earlier tick short, rows and pages may disagree: build a new engine"
@@ -193,7 +194,7 @@ class EngineCore:
         return completions
 
     def _next_shape(self) -> tuple[Shape, list[Completion]]:
-        """The shape of this tick, and the completions of the tick in flight where that had to be read first."""
+        """The shape of this tick, and the completions of the tick in flight if it must be read first."""
         running = self._scheduler.running
         shape, self._following = self._following, None
         if shape is None or not running:
@@ -201,7 +202,7 @@ class EngineCore:
         else:
             self._speculation.chosen(running, shape)
         completions = [] if self._may_stay_unread(shape) else self._land()
-        if not self._scheduler.running:  # the requests to draft for have just ended
+        if not self._scheduler.running:  # all requests to draft for have ended
             shape = OFF
             completions += [] if self._may_stay_unread(shape) else self._land()
         return shape, completions
@@ -216,7 +217,9 @@ class EngineCore:
         tick = self._unread_tick
         if tick is None or shape.off or tick.shape.off:
             return tick is not None and shape.off and tick.shape.off
-        fits = tick.steps + shape.verify + self._speculation.deepest <= MOST_NODES  # trees are drafted behind both
+        fits = (
+            tick.steps + shape.verify + self._speculation.deepest <= MOST_NODES
+        )  # the next trees are drafted behind both
         return fits and self._speculation.needs_no_tokens(shape)
 
     def _plan(self, shape: Shape) -> Plan:
@@ -240,7 +243,7 @@ class EngineCore:
         return self._speculation.propose(_keys(plan), [req.state.tokens for req in plan.reqs], shape)
 
     def _forward(self, plan: Plan, drafts: Sequence[Draft] | None, shape: Shape) -> InFlightTick | None:
-        """Launches the tick, and behind a verification the drafting for the next tick. None: nothing runs."""
+        """Launches the tick and, behind a verification, the drafts of the next tick. None: nothing runs."""
         if plan.empty:
             return None
         self._ticks += 1
@@ -255,12 +258,14 @@ class EngineCore:
         return InFlightTick(plan, pending, marks, shape, steps)
 
     def _reads_late(self, shape: Shape) -> bool:
-        """Whether a tick in this shape is read behind the launch of the next. Features name the positions of a
-        verification's tokens, so that where they are handed out it is read at once."""
+        """Whether a tick in this shape is read after the next one is launched.
+
+        A verification whose features are handed out is read at once: features name the positions of its tokens.
+        """
         return self._ahead and (shape.off or not self._hands_out)
 
     def _accept(self, launched: InFlightTick | None, shape: Shape) -> list[Completion]:
-        """Reads the tick, or the one before if this one is read late."""
+        """Reads the launched tick, or the previous tick if this one is read late."""
         if self._reads_late(shape):
             launched, self._unread_tick = self._unread_tick, launched
         return self._read_tick(launched)
@@ -270,7 +275,7 @@ class EngineCore:
             return []
         plan, drawn = tick.plan, tick.pending.drawn()
         times = self._timer.read(tick.marks)
-        if plan.chunks:  # prefill is no part of what a tick costs
+        if plan.chunks:  # prefill is not part of a tick's cost
             times = replace(times, seconds=None)
         if tick.shape.off:
             completions = self._read(plan, drawn)
@@ -283,7 +288,7 @@ class EngineCore:
         return self._read(plan, drawn, _WRITTEN_AHEAD if tick.shape.drafters == (AHEAD,) else _DRAFTED)
 
     def _context(self, plan: Plan) -> float:
-        """Positions that a row of the plan looks back on, on average; looked up every few ticks."""
+        """Mean context length of the plan's rows, in positions; updated every `_CONTEXT_TICKS` ticks."""
         if self._ticks >= self._context_due or not plan.reqs:
             self._context_due = self._ticks + _CONTEXT_TICKS
             self._positions = sum(req.position for req in plan.reqs) / max(1, len(plan.reqs))
@@ -295,7 +300,7 @@ class EngineCore:
         return self._read_tick(tick)
 
     def drain(self) -> list[Completion]:
-        """Ticks until every request is answered. A request that failed raises then, after all others are done."""
+        """Ticks until every request is answered. Failures raise RequestError at the end."""
         completions = []
         while not self.idle:
             completions += self.tick()
@@ -303,30 +308,32 @@ class EngineCore:
         return completions
 
     def raise_failures(self, completions: Sequence[Completion] = ()) -> None:
-        """Raises RequestError if a request failed since this was last asked; the error has these completions."""
+        """Raises RequestError if a request failed since the last call. The error carries these completions."""
         if failures := self.take_failures():
             others = f"{len(completions)} other requests were answered: see the error's `completions`"
             raise RequestError(f"{'; '.join(failures.values())}. {others}", list(completions))
 
     def take_failures(self) -> dict[Key, str]:
-        """Requests that failed since this was last called, or `drain` raised: why each did."""
+        """Request → reason, for failures since the last call or since `drain` raised."""
         failures, self._failures = self._failures, {}
         return failures
 
     def written(self, key: Key) -> tuple[int, ...]:
-        """What a request in flight has been answered so far."""
+        """The tokens of a request in flight so far."""
         return tuple(self._in_flight[key].tokens)
 
     def written_since(self, key: Key, start: int) -> PartialOutput:
-        """What a request in flight has been answered so far, from token number `start` on."""
+        """The output of a request in flight so far, from token number `start` on."""
         state = self._in_flight[key]
         return PartialOutput(
             tuple(state.tokens[start:]), tuple(state.logprobs[start:]), tuple(state.policy_logprobs[start:])
         )
 
     def abort(self, key: Key) -> Completion:
-        """Ends a request at once, wherever it stands: its row and pages are free. What was read of its answer, with
-        finish reason "abort"."""
+        """Ends a request in any state and frees its row and pages.
+
+        Returns the tokens read so far, with finish reason "abort".
+        """
         state = self._in_flight.get(key)
         if state is None:
             raise RequestError(f"key (seed {key.seed}, request {key.request}) is not in flight; nothing to abort")
@@ -340,26 +347,26 @@ class EngineCore:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Sequence[int]], top: int = 0) -> list[Scores]:
-        """Log-probabilities of every token of these texts but the first, by one forward of the policy as it is now.
+        """Log-probabilities of all tokens of these texts but the first, from one forward of the current policy.
 
-        Each position also names the `top` likeliest tokens. Requests under way are not disturbed.
+        Each position also has its `top` likeliest tokens. Requests in flight are not affected.
         """
         for text in texts:
             self.check(text)
         return score(self._runner.model, texts, top)
 
     def check(self, text: Sequence[int]) -> None:
-        """Raises RequestError where the text could never be scored."""
+        """Raises RequestError if the text cannot be scored."""
         check_text(text, self._limits)
 
     def drop_prefixes(self) -> None:
-        """Keys and values of prompts and of kept answers are computed again when they are next asked for."""
+        """Empties the prefix cache: the KV cache of prompts and kept completions is computed again when needed."""
         self._scheduler.drop_prefixes()
 
     def load_policy(self, version: int) -> None:
-        """The policy's tensors now hold other weights: nothing computed with the old ones is used again.
+        """Registers new weights in the policy's tensors. Nothing computed with the old weights is used again.
 
-        Requests under way go on with the new policy; their completions name the version of the last token.
+        Requests in flight continue with the new policy. Their completions name the version of their last token.
         """
         self._wake()
         self._scheduler.forget_cache()
@@ -367,9 +374,9 @@ class EngineCore:
         self._version = version
 
     def sleep(self) -> None:
-        """Gives the KV cache's memory back until `load_policy`, if `engine.sleep` is always.
+        """Releases the KV cache's memory until `load_policy`, if `engine.sleep` is "always".
 
-        Requests under way lose their keys and values, which the next version of the policy makes useless anyway.
+        Requests in flight lose their KV cache, which the next version of the policy would invalidate anyway.
         """
         if self._cache.memory:
             started = time.perf_counter()
@@ -384,27 +391,29 @@ class EngineCore:
             self._sleep_s = None
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Another version of the learned drafter, between two ticks."""
+        """Loads another version of the learned drafter. Called between two ticks."""
         self._speculation.load_drafter(weights, version)
 
     def rest(self) -> None:
-        """Lets the other ranks of this engine go: they do nothing more until they follow again."""
+        """Releases the follower ranks of this engine, until they follow again."""
         self._runner.rest()
 
     def compile(self, *, filtered: bool = False, chunks: bool = False) -> None:
-        """What the policy's runs need, and graphs that decode; `filtered`: top-k or top-p will be asked for; `chunks`:
-        requests will come with `draft_tokens`."""
+        """Compiles the policy's kernels and captures the decode graphs.
+
+        `filtered`: requests will use top-k, top-p or min-p. `chunks`: requests will have `draft_tokens`.
+        """
         self._runner.compile(self._speculation.widest, self._speculation.deepest + 1, filtered=filtered)
         if chunks:
             self._runner.compile(MOST_NODES, MOST_NODES, filtered=filtered)
         self._runner.ready_to_decode(filtered)
 
     def warm_up(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Captures decode graphs for these batch sizes before the first request comes; seconds that a run takes."""
+        """Captures decode graphs for these batch sizes before the first request. Returns size → seconds of a run."""
         return self._runner.capture(sizes)
 
     def measure(self) -> list[Measured]:
-        """What runs of the policy and of its drafter cost: what a tuner wants to know beforehand."""
+        """Measures the cost of policy and drafter runs: the initial data of the cost model."""
         sizes, speculation = self._runner.measured_sizes(), self._speculation
         runs = [*self.warm_up(sizes).items(), *self._runner.time_trees(speculation.widest, speculation.deepest + 1)]
         measured = [Measured(POLICY, *run) for run in runs] + speculation.measure(sizes)
@@ -412,13 +421,13 @@ class EngineCore:
         return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])
 
     def ready(self, shape: Shape, requests: int, *, filtered: bool = False) -> None:
-        """Captures the graphs of ticks in this shape, so that no request will wait for them."""
+        """Captures the graphs for ticks of this shape before a request needs them."""
         if self._runner.report() is not None:
             self._runner.ready_to_verify(shape, requests, self._walk(shape), filtered)
             self._speculation.ready(shape, requests)
 
     def _walk(self, shape: Shape) -> int:
-        """Tokens that a tick may give a row, with room for any shape's walks."""
+        """Most tokens that a tick of this shape may emit per row, with room for the walks of any shape."""
         return min(max(shape.depth, self._speculation.deepest) + 1, shape.verify)
 
     def report(self) -> EngineReport:
@@ -435,7 +444,7 @@ class EngineCore:
     # ---- reading a tick
 
     def _read(self, plan: Plan, drawn: TickOutput, marks: Sequence[bytes] = _DRAFTED) -> list[Completion]:
-        """`marks`: where a tick's tokens came from, by their number."""
+        """`marks`: number of tokens of a row → origin of each (`RequestState.drafted`)."""
         now = time.perf_counter()
         completions = []
         columns = (drawn.tokens, drawn.logprobs, drawn.policy_logprobs)
@@ -444,11 +453,11 @@ class EngineCore:
                 self._dropped += 1
                 continue
             state = req.state
-            state.drafted += marks[len(tokens) - 1]  # an answer that ends within them is cut in `_complete`
+            state.drafted += marks[len(tokens) - 1]  # `_complete` cuts it to the completion's length
             if not state.tokens:
                 state.first_token_s = now
             if req.left > 0 and not state.request.params.stops and self._endings.isdisjoint(tokens):
-                state.tokens.extend(tokens)  # nothing can end: as almost always
+                state.tokens.extend(tokens)  # the common case: the request cannot end in this tick
                 state.logprobs.extend(logprobs[: len(tokens)])
                 state.policy_logprobs.extend(policy_logprobs[: len(tokens)])
                 continue
@@ -461,7 +470,7 @@ class EngineCore:
     def _append(
         self, req: RunningRequest, tokens: list[int], logprobs: list[float], policy_logprobs: list[float]
     ) -> FinishReason | None:
-        """Adds a row's tokens up to the end of the answer; says why it ends, if it does."""
+        """Appends a row's tokens up to the end of the completion. Returns the finish reason; None: it goes on."""
         state = req.state
         for token, logprob, policy_logprob in zip(tokens, logprobs, policy_logprobs, strict=False):
             if token < 0:
@@ -484,7 +493,7 @@ class EngineCore:
         return "length" if len(state.tokens) == params.max_tokens else None
 
     def _stopped(self, state: RequestState, token: int) -> bool:
-        """Whether a stop text has just been completed."""
+        """Whether this token completes a stop text."""
         key, stops = state.request.key, state.request.params.stop
         if key not in self._watches:
             self._watches[key] = StopWatch(self._tokenizer, stops)
@@ -511,7 +520,7 @@ class EngineCore:
         )
 
     def _fail(self, req: RunningRequest) -> None:
-        """A request whose logits are no distribution ends; everyone else goes on."""
+        """Ends a request whose logits are NaN or infinite. All other requests go on."""
         state = req.state
         self._scheduler.finish(req, keep=False)
         self._forget(state)
@@ -527,9 +536,9 @@ class EngineCore:
         self._preemptions += state.preemptions
 
     def _settle(self) -> None:
-        """Idle: the tick in flight has no request left, and no page may be missing."""
+        """Called when idle: reads the tick in flight, which has no request left, and checks for leaked pages."""
         self._land()
-        self._timer.restart()  # the time until the next request is no tick's
+        self._timer.restart()  # idle time does not count as tick time
         self._following = None
         self._scheduler.check_integrity()
 

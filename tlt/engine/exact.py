@@ -1,9 +1,8 @@
-"""Exact mode: what it asks of a policy and of a configuration, and how far it lets a walk through a draft go.
+"""Exact mode (`engine.exact`): its requirements on policy and configuration, and its limit on tree walks.
 
-In exact mode the tokens and log-probabilities of a request are the same bit for bit whatever else is in the batch, with
-graphs and speculation or without, and after preemption. Everything that is summed is then summed in an order that
-depends on the request alone: the kernels see to that. What is left to see to here is that draft nodes lie in the cache
-where plain decoding would put them, which is true of a chain and of nothing else.
+In exact mode the tokens and log-probabilities of a request are equal bit for bit in every batch, with or without CUDA
+graphs and speculation, and after preemption. The kernels sum in an order that depends on the request alone. This module
+ensures that draft nodes lie in the KV cache where plain decoding puts tokens. That holds for chains only.
 """
 # R requests, Q nodes of a tree
 
@@ -18,7 +17,7 @@ from tlt.spec.tree import Trees
 
 
 def check_policy(model: Transformer) -> None:
-    """Raises unless the policy runs on the kernels that are exact."""
+    """Raises ConfigError unless the policy runs on the exact kernels: bfloat16, on one GPU."""
     weight = model.embed
     if model.parallel.size > 1:
         raise ConfigError(
@@ -34,7 +33,7 @@ def check_policy(model: Transformer) -> None:
 
 
 def chains_only(spec: SpecSettings) -> SpecSettings:
-    """The configuration with chains left as the only shapes. Raises where there are none."""
+    """The configuration with chains as its only shapes. Raises ConfigError if it allows no chain."""
     possible = 1 in spec.widths and any(depth + 1 in spec.verifies for depth in spec.depths)
     if spec.drafter != "none" and not possible:
         raise ConfigError(
@@ -46,7 +45,9 @@ def chains_only(spec: SpecSettings) -> SpecSettings:
 
 
 def head_chain(trees: Trees) -> Trees:
-    """The same trees, to be walked no further than node follows node. There numbers are depths: the nodes lie where
-    plain decoding puts tokens, and each sees all before it."""
+    """The trees, cut to their leading chain: the nodes whose parent is the node before them.
+
+    In that chain a node's number is its depth: it lies where plain decoding puts its token, and sees all earlier ones.
+    """
     before_Q = torch.arange(-1, trees.parent_RQ.shape[1] - 1, device=trees.parent_RQ.device)
     return replace(trees, parent_RQ=trees.parent_RQ.masked_fill(trees.parent_RQ != before_Q, -1))

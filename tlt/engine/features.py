@@ -1,4 +1,4 @@
-"""What a tick hands to whoever wants the policy's states. Knows nothing of who that is."""
+"""The record of a tick's hidden states that the engine passes to its callback. Knows nothing of the receiver."""
 # R rows, S positions of each, D hidden
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Features:
     """Hidden states of the positions a tick decoded, on the device; valid until the next tick starts."""
 
     reqs: tuple[RunningRequest, ...]
-    first: tuple[int, ...]  # position of each row's first state
+    first: tuple[int, ...]  # position of each row's first hidden state
     taps: tuple[Tensor, ...]  # [R, S, D] each: the residual stream after each tapped layer
     hidden: Tensor  # [R, S, D], after the final norm
-    steps: Tensor | None  # [R], how many of the S positions are real; None: all
+    steps: Tensor | None  # [R], valid positions of the S; None: all

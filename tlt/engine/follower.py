@@ -1,8 +1,8 @@
-"""A rank of an engine that follows: it runs its slice of the policy whenever the leader runs its own.
+"""A follower rank of a tensor-parallel engine: runs its slice of the policy whenever the leader runs its own.
 
-Always holds: it decides nothing. What runs next comes from the leader's announcement, and every input of it (tokens,
-positions, slots, page tables, sampling keys) is the leader's, so that ranks cannot come to differ. It keeps weights and
-the keys and values of its heads. Drafters, scheduler and shape policy run on the leader alone.
+Always holds: it decides nothing. The leader announces each run and sends all of its inputs (tokens, positions, slots,
+page tables, sampling keys), so the ranks cannot diverge. A follower holds its slice of the weights and the KV cache of
+its heads. Drafters, scheduler and shape policy run on the leader alone.
 """
 
 import torch
@@ -19,7 +19,7 @@ from tlt.spec.shape import MOST_NODES
 
 class Follower:
     def __init__(self, model: Transformer, ranks: Alone, settings: EngineSettings, nodes: int = 1) -> None:
-        """`model`: this rank's slice; `nodes`: of the largest draft tree. The leader makes its engine meanwhile."""
+        """`model`: this rank's slice. `nodes`: size of the largest tree. The leader builds its engine meanwhile."""
         self._ranks = ranks
         self._model, self._device = model, model.embed.device
         pages = cache_pages(model, settings, MOST_NODES if nodes > 1 else 0, nodes)
@@ -31,7 +31,7 @@ class Follower:
         )
 
     def sleep(self) -> None:
-        """Gives the KV cache's memory back until `wake`, as the leader does."""
+        """Releases the KV cache's memory until `wake`, as the leader does."""
         if self._cache.memory:
             self._cache.give_back()
             self._asleep = True
@@ -43,7 +43,7 @@ class Follower:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Runs what the leader runs, until it lets go. Raises RankLost if the leader is gone."""
+        """Runs what the leader announces, until it announces REST. Raises RankLost if the leader is lost."""
         runner = self._runner
         while True:
             match self._ranks.next_command():

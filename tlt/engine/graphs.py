@@ -1,8 +1,7 @@
-"""The pool of CUDA graphs: one per (role, padded size), captured when they are worth it, all in one memory pool.
+"""The pool of CUDA graphs: one per (role, padded size), captured when it pays, all in one memory pool.
 
-A captured function reads and writes fixed tensors, so replaying it costs the host one call whatever it contains. What
-has no graph (prefill, a size beyond the largest bucket, the first runs of a role) is run eagerly and counted. Knows
-nothing of what they do.
+A captured function reads and writes fixed tensors, so a replay costs the host one call. Runs without a graph (prefill,
+a size beyond the largest bucket, the first runs of a role) are eager, and counted. Knows nothing of the captured work.
 """
 
 import gc
@@ -18,36 +17,36 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
-Waste = Callable[[int], float]  # seconds that a run wastes in a graph of this larger size
+Waste = Callable[[int], float]  # padded size of a larger graph → seconds that a run in it wastes
 Key = tuple[Hashable, int]  # role, padded size
 
-_BARE = 0.4  # of a capture: what an eager run wastes, because the host launches its kernels one by one
-_TIMED_RUNS = 3
-_CAPTURE_S = 0.03  # before there was one
-_ROOM = 4 << 30  # bytes of a device that should be free when a capture begins
-_STALL_S = 0.1  # what takes longer has compiled kernels
+_BARE = 0.4  # cost of an eager run, as a fraction of a capture: the host launches its kernels one by one
+_TIMED_RUNS = 3  # replays per timing; the fastest counts
+_CAPTURE_S = 0.03  # seconds of a capture, until one was timed
+_ROOM = 4 << 30  # free bytes on the device below which cached memory is released before a capture
+_STALL_S = 0.1  # seconds; a longer run or capture has compiled kernels
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
     graphs: int
-    memory_bytes: int  # of the pool the graphs share
-    capture_s: float  # spent capturing and timing, compiling kernels, and on the first runs, which have no graph yet
+    memory_bytes: int  # of the memory pool that the graphs share
+    capture_s: float  # seconds of captures, timings, kernel compilation, and first runs without a graph
     replays: int
-    eager: int  # runs of what gets no graph
-    first: int = 0  # runs of what may get one later
-    usual_capture_s: float = 0.0  # of one graph, in the middle of the kind that takes longest
-    stalls: tuple[tuple[Key, float], ...] = ()  # what took far longer, for it compiled kernels, and its seconds
+    eager: int  # runs of work that never gets a graph
+    first: int = 0  # eager runs of work that may get a graph later
+    usual_capture_s: float = 0.0  # median seconds of one capture, of the kind of work with the largest median
+    stalls: tuple[tuple[Key, float], ...] = ()  # runs or captures that compiled kernels; seconds
     spent: Mapping[str, float] = field(default_factory=dict)  # kind of work → seconds of `capture_s`
 
 
 class CapturePolicy:
-    """Which graphs are worth capturing.
+    """Decides which graphs pay for their capture.
 
-    A capture takes as long as several ticks, and in a rollout's tail a batch size may last no longer. A run without a
-    graph of its own is served by a larger one of its role, idle rows included, or runs eagerly, whichever wastes less.
-    A graph is captured when what its runs have wasted exceeds the cost of a capture. What always holds: captures cost
-    no more than doing without them had wasted before.
+    A capture takes as long as several ticks, and in a rollout's tail a batch size may last no longer. A run without its
+    own graph uses a larger graph of its role, with idle rows, or runs eagerly, whichever wastes less time. A graph is
+    captured once the accumulated waste of its runs exceeds the cost of a capture. Always holds: a capture costs no more
+    than the waste that preceded it.
     """
 
     def __init__(self) -> None:
@@ -55,12 +54,15 @@ class CapturePolicy:
         self._wasted: dict[tuple[Hashable, int], float] = {}
 
     def captured(self, role: Hashable, size: int) -> None:
-        """A graph of it exists from now on."""
+        """Registers a captured graph."""
         insort(self._captured.setdefault(role, []), size)
 
     def serve(self, role: Hashable, size: int, capture_s: float, waste: Waste | None) -> int:
-        """The size of the graph that one more run gets: its own, which may have to be captured first, or a larger one
-        if `waste` is given; 0: it runs eagerly. A capture takes `capture_s`."""
+        """The size of the graph for the next run; 0: it runs eagerly.
+
+        The result is `size` (captured first if it is missing) or, if `waste` is given, a larger captured size.
+        `capture_s`: seconds of a capture.
+        """
         larger = self._larger(role, size)
         if larger == size:
             return size
@@ -75,7 +77,7 @@ class CapturePolicy:
         return larger
 
     def _larger(self, role: Hashable, size: int) -> int:
-        """The smallest captured one that holds it; 0: none does."""
+        """The smallest captured size ≥ `size`; 0: there is none."""
         sizes = self._captured.get(role, [])
         at = bisect_left(sizes, size)
         return sizes[at] if at < len(sizes) else 0
@@ -83,14 +85,14 @@ class CapturePolicy:
 
 class GraphPool(Generic[T]):
     def __init__(self, device: torch.device, on_replay: Callable[[Key], None] = lambda key: None) -> None:
-        """`on_replay` is told of every replay before it."""
+        """`on_replay` is called before every replay."""
         self._device, self._on_replay = device, on_replay
-        self.recording = False  # what runs now is only written down, in a graph
-        self._side: Any = None  # the stream on which everything is captured: each has memory of its own
+        self.recording = False  # a capture is in progress: work is recorded, not executed
+        self._side: Any = None  # the stream of all captures: each stream has its own workspace memory
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._capture_policy = CapturePolicy()
-        self._settled: set[Key] = set()  # what ran without a graph: compiled, and all it needs is loaded
-        self._pool: Any = None  # of the first graph; the others join it
+        self._settled: set[Key] = set()  # ran eagerly before: compiled and loaded
+        self._pool: Any = None  # memory pool of the first graph, shared by the others
         self._seconds: dict[Key, float] = {}
         self._memory = self._replays = self._eager = self._first = 0
         self.capture_s = 0.0
@@ -102,23 +104,25 @@ class GraphPool(Generic[T]):
         return key in self._graphs
 
     def serve(self, key: Key, waste: Waste | None) -> Key | None:
-        """Which graph serves a run of this role and size: perhaps a larger one, if it may be (`waste`). One that is not
-        there is worth capturing now; None: not yet."""
+        """The graph for a run of this role and size; None: it runs eagerly.
+
+        The graph may be larger if `waste` is given. If it does not exist, the caller captures it now.
+        """
         role, size = key
         served = self._capture_policy.serve(role, size, self._usual_capture_s(_kind(role)), waste)
         return (role, served) if served else None
 
     def _usual_capture_s(self, kind: Hashable) -> float:
-        """A policy's graph takes ten times as long as a drafter's."""
+        """Per kind of work: a capture of the policy takes about ten times as long as one of a drafter."""
         return _middle(self._captures_s.get(kind) or [self._dearest_capture_s])
 
     @property
     def _dearest_capture_s(self) -> float:
-        """Of the kind that usually takes longest."""
+        """Median seconds of a capture, of the kind of work with the largest median."""
         return max(map(_middle, self._captures_s.values()), default=_CAPTURE_S)
 
     def run_first(self, key: Key, function: Callable[[], T]) -> T:
-        """Without a graph. Its time is the launching of it, and compiling: far more than a replay takes."""
+        """Runs the function eagerly. The recorded time is host time: launches and compilation."""
         started = time.perf_counter()
         result = function()
         self._settled.add(key)
@@ -133,9 +137,11 @@ class GraphPool(Generic[T]):
             self._stalls.append((key, seconds))
 
     def capture(self, key: Key, function: Callable[[], T], *, settled: bool = False) -> None:
-        """Records the function, which must have no effect while captured; one that never ran is run once before, to
-        compile and settle it, unless the caller has done so (`settled`)."""
-        torch.cuda.synchronize(self._device)  # what was launched before is not the capture's
+        """Captures the function, which must have no side effect now.
+
+        A function that never ran is run once before, which compiles its kernels. `settled`: the caller has run it.
+        """
+        torch.cuda.synchronize(self._device)  # earlier launches do not count as capture time
         started = time.perf_counter()
         settled = settled or (key in self._settled and self._side is not None)
         self._side = self._side or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -145,7 +151,7 @@ class GraphPool(Generic[T]):
                 function()
             torch.cuda.synchronize(self._device)
             if torch.cuda.mem_get_info(self._device)[0] < _ROOM:
-                torch.cuda.empty_cache()  # while it captures, the allocator hands nothing back, however much it keeps
+                torch.cuda.empty_cache()  # during a capture the allocator cannot release cached memory
             before = torch.cuda.memory_reserved(self._device)
             graph, result = self._recorded(function)
         torch.cuda.synchronize(self._device)
@@ -157,8 +163,10 @@ class GraphPool(Generic[T]):
         self._spent(key, took)
 
     def _recorded(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """`torch.cuda.graph` would collect garbage and hand all cached memory back first, each time: a tenth of a
-        second and more. Only what is collected meanwhile could disturb, so nothing is."""
+        """Captures without `torch.cuda.graph`, which collects garbage and empties the cache each time: 0.1 s and more.
+
+        Garbage collection is disabled instead: objects that it frees during a capture could disturb it.
+        """
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
         try:
@@ -175,8 +183,10 @@ class GraphPool(Generic[T]):
         return graph, result
 
     def seconds(self, key: Key) -> float:
-        """What a run takes: timed when first asked for, and then it must have no effect either. Most are never asked
-        for, and their requests are waiting."""
+        """Seconds of a replay. Timed on the first call, when a replay must have no side effect.
+
+        Most graphs are never timed: timing would delay their requests.
+        """
         if key not in self._seconds:
             started = time.perf_counter()
             self._seconds[key] = self._timed(key)
@@ -184,7 +194,7 @@ class GraphPool(Generic[T]):
         return self._seconds[key]
 
     def _timed(self, key: Key) -> float:
-        """The fastest of a few runs."""
+        """Seconds of the fastest of `_TIMED_RUNS` replays."""
         runs, graph = [], self._graphs[key][0]
         for _ in range(_TIMED_RUNS):
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -197,7 +207,7 @@ class GraphPool(Generic[T]):
         return min(runs)
 
     def replay(self, key: Key) -> T:
-        """What the captured function returned: fixed tensors that the next replay overwrites."""
+        """Replays the graph. Returns the captured function's result: fixed tensors that the next replay overwrites."""
         graph, result = self._graphs[key]
         self._on_replay(key)
         graph.replay()
@@ -215,17 +225,17 @@ class GraphPool(Generic[T]):
 
 
 def _middle(seconds: list[float]) -> float:
-    """Of those that did not wait for a compiler, or for the device; if all did, of all."""
+    """Median without stalls; if all are stalls, the median of all."""
     return median([one for one in seconds if one <= _STALL_S] or seconds)
 
 
 def _kind(role: Hashable) -> Hashable:
-    """Of work: what a role begins with, sizes and settings left out."""
+    """The kind of work: the first element of a role, without sizes and settings."""
     return role[0] if isinstance(role, tuple) else role
 
 
 def buckets(largest: int) -> tuple[int, ...]:
-    """Padded sizes: every power of two up to 32, then steps of a quarter to an eighth, so that little is padded."""
+    """Padded batch sizes up to `largest`. Beyond 32 each step is between an eighth and a half of the size."""
     sizes = [1, 2, 4, 8, 16, 24, 32]
     while sizes[-1] < largest:
         step = max(16, 1 << (sizes[-1].bit_length() - 3))
@@ -240,6 +250,6 @@ def bucket(size: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def padding(rows: int) -> Callable[[int], int]:
-    """The padded size of so many requests; asked for several times a tick."""
+    """A cached function: number of requests → padded batch size. It is called several times per tick."""
     sizes = buckets(rows)
     return cache(lambda requests: bucket(requests, sizes) or sizes[-1])

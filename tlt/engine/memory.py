@@ -1,4 +1,4 @@
-"""How many pages the key-value cache gets."""
+"""The memory plan: the number of pages of the KV cache. Knows no requests."""
 
 import torch
 
@@ -10,23 +10,22 @@ from tlt.model.transformer import Transformer
 
 GIB = 1024**3
 CPU_GIB = 1.0
-RESERVE_SHARE = 0.05  # of the whole GPU, kept for graphs and the allocator
+RESERVE_SHARE = 0.05  # fraction of the GPU's total memory reserved for graphs and the allocator
 LOGIT_BYTES = 4  # logits are float32
-RESERVE_GIB = 1.0  # and this on top
-SHARE_OF_FREE = 0.4  # for the cache of a second engine, beside one whose run has all it needs
-LEAST_GIB = 0.5  # of it, however little is free
+RESERVE_GIB = 1.0  # reserved in addition to RESERVE_SHARE
+SHARE_OF_FREE = 0.4  # fraction of the free memory for a second engine's KV cache, beside a complete run
+LEAST_GIB = 0.5  # minimum of a second engine's KV cache
 
 
 def gib_of_what_is_free(free: int) -> float:
-    """The key-value cache of a second engine. `free`: bytes that nobody has now."""
+    """GiB of a second engine's KV cache. `free`: unallocated bytes of the GPU."""
     return max(LEAST_GIB, SHARE_OF_FREE * free / GIB)
 
 
 def cache_pages(model: Transformer, settings: EngineSettings, beyond: int, nodes: int = 1) -> int:
-    """Pages within the memory asked for, or within what is free on every rank; never more than all rows could fill.
+    """Pages that fit in `engine.kv_gib`, or in the free memory of every rank; at most the pages that all rows can fill.
 
-    `beyond` is how many places a draft tree may take behind a context that is full, `nodes` how many of each row are
-    computed in one tick at most.
+    `beyond`: positions that a draft tree may use behind a full context. `nodes`: most tokens per row in one tick.
     """
     page = KVCache.page_bytes(model.local, settings.page_size, model.embed.dtype)
     budget = settings.kv_gib * GIB if settings.kv_gib else _free_bytes(model, settings, nodes)
@@ -52,7 +51,7 @@ def _free_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> flo
 
 
 def _forward_bytes(model: Transformer, settings: EngineSettings, nodes: int) -> int:
-    """What the largest prefill piece and the logits of all rows' nodes need beside the weights."""
+    """Bytes of activations and logits of the largest forward: a full prefill chunk, or all rows with all nodes."""
     config, size = model.local, model.embed.element_size()
     widest = 2 * config.mlp + config.mlp + config.qkv_width + 4 * config.hidden
     tokens = max(settings.prefill_tokens, settings.rows * nodes)

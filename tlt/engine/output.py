@@ -1,5 +1,6 @@
-"""How what a tick drew comes to the host: tokens and their log-probabilities, one copy per tick, waited for only when
-asked for.
+"""Transfer of a tick's output to the host: tokens and log-probabilities, one asynchronous copy per tick.
+
+Always holds: only `PendingOutput.drawn` waits for the device. Knows no requests.
 """
 
 from dataclasses import dataclass
@@ -11,25 +12,25 @@ from tlt.engine.scheduler import Plan
 from tlt.engine.timer import TickMarks
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 
-_PLACES = 3  # two ticks may be under way, a third place keeps them apart
+_PLACES = 3  # host buffers in rotation: two ticks may be in flight, and a third buffer keeps them apart
 
 
 @dataclass(frozen=True, slots=True)
 class TickOutput:
-    """What a tick drew, row by row: a list of tokens each, one in plain decoding."""
+    """The output of a tick: a list of tokens per row, of length 1 in plain decoding."""
 
-    tokens: list[list[int]]  # −1 where the logits were no distribution
+    tokens: list[list[int]]  # −1 where the logits are NaN or infinite
     logprobs: list[list[float]]
     policy_logprobs: list[list[float]]
 
 
 class PendingOutput:
-    """A launched tick. `drawn()` waits for the device, once."""
+    """The output of a launched tick. `drawn()` waits for the device."""
 
     def __init__(self, packed: Tensor, ready: torch.cuda.Event | None) -> None:
-        """int32 [R, 3·S]: token, bits of logprob and policy logprob of each step; then, of a walk, its steps."""
+        """`packed`: int32 [R, 3·S], token, bits of logprob and policy logprob of each step. A walk adds its length."""
         self._packed = packed
-        self.ready = ready  # None on a CPU: it is ready already
+        self.ready = ready  # None on a CPU, where the output is complete
 
     def drawn(self) -> TickOutput:
         if self.ready is not None:
@@ -39,7 +40,7 @@ class PendingOutput:
         drawn = TickOutput(
             tokens.tolist(), logprobs.view(torch.float32).tolist(), policy_logprobs.view(torch.float32).tolist()
         )
-        if self._packed.shape[1] % 3:  # a walk: each row has its own number of steps
+        if self._packed.shape[1] % 3:  # a walk: the last column is each row's number of steps
             for row, count in enumerate(self._packed[:, -1].tolist()):
                 del drawn.tokens[row][count:]
         return drawn
@@ -47,17 +48,17 @@ class PendingOutput:
 
 @dataclass(frozen=True, slots=True)
 class InFlightTick:
-    """A tick that was launched and not read."""
+    """A launched tick whose output is not read yet."""
 
     plan: Plan
     pending: PendingOutput
     marks: TickMarks
     shape: Shape = OFF
-    steps: int = 1  # tokens of each request that may come out of it, at most
+    steps: int = 1  # most tokens that it may emit per request
 
 
 class OutputBuffer:
-    """Host memory that ticks of so many rows land in; on a CPU they are there already."""
+    """Pinned host buffers for the outputs of ticks with up to `rows` rows. Unused on a CPU."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,8 @@
-"""Page book. free + used + cached == total. Knows pages and reference counts; knows nothing of tensors or requests.
+"""Page allocator and prefix cache of the KV cache. Always holds: free + used + cached == total.
 
-A page is free, or has as many references as holders. The prefix shelf keeps the pages of prompts, so that the requests
-of a group compute their prompt once; a page that only the shelf holds is cached and may be taken back at any time.
+A page is free, or has one reference per holder. The prefix cache holds the pages of prompts, so the requests of a group
+compute their prompt once. A page that only the prefix cache holds counts as cached and may be reclaimed at any time.
+Knows pages and reference counts; knows nothing of tensors or requests.
 """
 
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 class PageStats:
     free: int
     used: int  # held by at least one request
-    cached: int  # held by the prefix shelf alone
+    cached: int  # held by the prefix cache alone
 
 
 class PageAllocator:
@@ -27,7 +28,7 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages nobody holds, now held once."""
+        """Allocates `count` free pages, with one reference each."""
         if count > len(self._free):
             raise ValueError(f"{count} pages asked for, {len(self._free)} free: the scheduler must make room first")
         pages = [self._free.pop() for _ in range(count)]
@@ -55,13 +56,13 @@ class PageAllocator:
 
 @dataclass(slots=True)
 class Prefix:
-    """The tokens of a prompt but the last, their pages, and how far they are computed."""
+    """A prompt without its last token, the pages of its KV cache, and the prefill progress."""
 
     tokens: tuple[int, ...]
     pages: list[int] = field(default_factory=list)
-    done: int = 0  # tokens whose keys and values are (or will be, in stream order) in the pages
-    private: bool = False  # the resumption of one request: of no use to others
-    starts: tuple[int, ...] = ()  # hashes of its starts, page by page, under which others may find them
+    done: int = 0  # tokens whose keys and values are in the pages, or will be in stream order
+    private: bool = False  # belongs to one resumed request; useless to others
+    starts: tuple[int, ...] = ()  # hash of its first 1, 2, … full pages, by which others find them
 
     @property
     def complete(self) -> bool:
@@ -69,13 +70,13 @@ class Prefix:
 
 
 class PrefixCache:
-    """Prefixes by their tokens, least recently used first."""
+    """Prefixes by their tokens, in LRU order."""
 
     def __init__(self, book: PageAllocator, page_size: int) -> None:
         self._book = book
         self._page_size = page_size
         self._prefix_cache: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
-        self._starts: dict[int, Prefix] = {}  # hash of a number of full pages → the newest prefix that starts with them
+        self._starts: dict[int, Prefix] = {}  # hash of the first full pages → the newest prefix that starts with them
 
     def find(self, tokens: tuple[int, ...]) -> Prefix | None:
         prefix = self._prefix_cache.get(tokens)
@@ -84,14 +85,14 @@ class PrefixCache:
         return prefix
 
     def put(self, prefix: Prefix, *, shared: bool = False) -> None:
-        """`shared`: texts that only start alike may begin with its full pages."""
+        """`shared`: its full pages also serve other texts that start with the same tokens."""
         self._prefix_cache[prefix.tokens] = prefix
         if shared:
             prefix.starts = tuple(self._hashes(prefix.tokens))
             self._starts.update(dict.fromkeys(prefix.starts, prefix))
 
     def longest_start(self, tokens: tuple[int, ...]) -> list[int]:
-        """Pages of the longest start of these tokens that a shared prefix has computed, in full pages."""
+        """Full pages of the longest computed start that these tokens have in common with a shared prefix."""
         hashes = list(self._hashes(tokens))
         for count in range(len(hashes), 0, -1):
             prefix, length = self._starts.get(hashes[count - 1]), count * self._page_size
@@ -121,7 +122,7 @@ class PrefixCache:
         return list(self._prefix_cache.values())
 
     def page_stats(self) -> PageStats:
-        """Counts every page once; a page held by more than the shelf is used."""
+        """Counts every page once. A page with a holder besides the prefix cache is used."""
         shelved: dict[int, int] = {}
         for prefix in self._prefix_cache.values():
             for page in prefix.pages:

@@ -1,4 +1,4 @@
-"""A request: what a caller asks of the engine. Checked here, before it can disturb anything that runs."""
+"""Requests, their state in the engine, and their checks. A request is checked before it affects running ones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from tlt.types import Key, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to be made. Requests with equal prompts share the prompt's keys and values."""
+    """One completion to generate. Requests with equal prompts share the KV cache of the prompt."""
 
     key: Key
     prompt: tuple[int, ...]  # token ids
     params: SamplingParams
-    prompt_id: str = ""  # what lengths are remembered under; the requests of a group have the same
-    noise: Key | None = None  # the key it draws with, where that is not its own: several in flight may share one
-    keep: bool = False  # keep its full pages when it ends: a request whose prompt goes on from it starts there
-    draft_tokens: tuple[int, ...] = ()  # a guess at the completion, such as one written ahead: changes its speed alone
+    prompt_id: str = ""  # identifies the prompt in length statistics; equal for all requests of a group
+    noise: Key | None = None  # the sampling key, if it differs from `key`; requests in flight may share one
+    keep: bool = False  # cache its full pages when it ends, for prompts that continue this completion
+    draft_tokens: tuple[int, ...] = ()  # a guess at the completion, e.g. written ahead; changes only the speed
 
     @property
     def noise_key(self) -> Key:
@@ -26,21 +26,21 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request and what has been answered so far; survives preemption."""
+    """A request and its output so far. Survives preemption."""
 
     request: Request
-    order: int  # of submission
-    submitted_s: float
+    order: int  # number of the submission
+    submitted_s: float  # reading of `time.perf_counter`
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_logprobs: list[float] = field(default_factory=list)
-    drafted: bytearray = field(default_factory=bytearray)  # of each token, 1 if it was an accepted draft
-    first_token_s: float = 0.0
+    drafted: bytearray = field(default_factory=bytearray)  # per token: 1 accepted draft, 2 written ahead, 0 neither
+    first_token_s: float = 0.0  # reading of `time.perf_counter`
     preemptions: int = 0
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What must be computed before the next token: prompt and answer so far, but the last token."""
+        """Tokens to prefill before the next one: prompt and completion so far, without the last token."""
         return (self.request.prompt + tuple(self.tokens))[:-1]
 
     @property
@@ -50,7 +50,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class PartialOutput:
-    """Part of an answer in the making."""
+    """A part of an unfinished completion."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -59,15 +59,15 @@ class PartialOutput:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this engine and its policy can hold."""
+    """Limits of this engine and its policy."""
 
     vocab: int
-    context: int  # positions the policy knows
-    cache_tokens: int  # tokens the whole page pool holds
+    context: int  # positions that the policy supports
+    cache_tokens: int  # tokens that the whole KV cache holds
 
 
 def check(request: Request, limits: Limits) -> None:
-    """Raises RequestError, saying what to change, where the request could never be answered."""
+    """Raises RequestError if the request can never be answered. The message says what to change."""
     name = f"request {request.key.request}"
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"{name}: params is a {type(request.params).__name__}; expected SamplingParams")
@@ -88,7 +88,7 @@ def check(request: Request, limits: Limits) -> None:
 
 
 def check_text(text: Sequence[int], limits: Limits) -> None:
-    """Raises RequestError where the text could never be scored."""
+    """Raises RequestError if the text cannot be scored."""
     _check_tokens("the text", tuple(text), limits)
     if len(text) > limits.context:
         raise RequestError(f"the text has {len(text)} tokens, more than the policy's context of {limits.context}")
@@ -110,7 +110,7 @@ def _glimpse(prompt: object, shown: int = 40) -> str:
 
 
 def check_keys(requests: Iterable[Request], in_flight: Iterable[Key]) -> None:
-    """Two completions with one key would be one completion: keys in flight must differ."""
+    """Raises RequestError if a key is in flight already: equal keys draw equal completions."""
     seen = set(in_flight)
     for request in requests:
         if request.key in seen:

@@ -1,8 +1,8 @@
-"""What the device knows of each row of the batch: its next token, position, key, settings and pages.
+"""The device state of each row of the batch: next token, position, key, sampling settings and page table.
 
-The host sends only what changes (entries, moves, grown pages); a tick reads and advances the rest where it lies, so
-that the next tick can start before the host has seen this one's tokens. Rows at or beyond `count` are idle: they write
-nothing. Where several ranks form an engine, the leader's rows are the engine's: the others take its inputs.
+The host sends only changes (entries, moves, new pages). A tick reads and advances the state on the device, so the next
+tick can start before the host has read this one's tokens. Always holds: rows at or beyond `count` are idle and write
+nothing. In a tensor-parallel engine only the leader has rows; the other ranks receive its inputs.
 """
 # R rows, P pages of a row, E changed rows, Q nodes of a tree, T nodes of all trees, S steps of a walk, W mask words
 
@@ -27,25 +27,25 @@ from tlt.spec.tree import Trees, Walk
 
 @dataclass(frozen=True, slots=True)
 class TickInputs:
-    """The first rows as a forward and a sampler want them."""
+    """Inputs of forward and sampler for the first rows, in plain decoding."""
 
     token_R: Tensor
     position_R: Tensor
-    slot_R: Tensor  # int32, where the token's key and value go; −1 in idle rows
-    context_R: Tensor  # int32, tokens in the cache once it is written; 0 in idle rows
+    slot_R: Tensor  # int32, slot of the token's key and value in the KV cache; −1 in idle rows
+    context_R: Tensor  # int32, context length, the token included; 0 in idle rows
     pages_RP: Tensor
     sampling: SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
 class TreeInputs:
-    """The first rows' draft trees as a forward and a sampler want them, one row's behind the other's."""
+    """Inputs of forward and sampler for the draft trees of the first rows, packed row by row."""
 
-    start_R1: Tensor  # int32, of each row's nodes
+    start_R1: Tensor  # int32, index of each row's first node; last: the number of nodes
     token_T: Tensor
-    position_T: Tensor  # a node stands as far behind the root as it is deep
-    slot_T: Tensor  # int32: nodes lie one behind the other from the root's place on; −1 in idle rows
-    mask_TW: Tensor  # int32 bits: which nodes of its tree a node sees
+    position_T: Tensor  # position of the root plus the node's depth
+    slot_T: Tensor  # int32: consecutive places of the KV cache, from the root's on; −1 in idle rows
+    mask_TW: Tensor  # int32 bits: the nodes of its tree that a node attends to
     context_R: Tensor  # int32, 0 in idle rows
     pages_RP: Tensor
     sampling: SamplingRows  # T rows
@@ -59,14 +59,14 @@ class Rows:
         self._ints = torch.zeros((rows, 5), dtype=torch.int64, device=device)  # token, position, seed, request, top-k
         self._floats = torch.tensor([[1.0, 1.0, -inf]], device=device).repeat(rows, 1)  # temperature, top-p, ln min-p
         self._pages = torch.zeros((rows, pages), dtype=torch.int32, device=device)
-        self._ends = torch.zeros(rows, dtype=torch.int64, device=device)  # position of the last token it may have
-        self._remaining_bias = torch.zeros((), dtype=torch.float32, device=device)  # of those that are far from it
+        self._ends = torch.zeros(rows, dtype=torch.int64, device=device)  # position of the request's last allowed token
+        self._remaining_bias = torch.zeros((), dtype=torch.float32, device=device)  # see `RowView`
         self._known_remaining_bias = 0.0
         self._count = torch.zeros((), dtype=torch.int32, device=device)  # graphs hold this pointer: fill_, never rebind
         self._known_count = 0
 
     def view(self) -> RowView:
-        """The rows as a drafter sees them, whatever they hold when it looks."""
+        """Views of the live tensors, for drafters."""
         ints, temperature = self._ints, self._floats[:, 0]
         return RowView(ints[:, 1], ints[:, 2], ints[:, 3], temperature, self._ends, self._remaining_bias, self._count)
 
@@ -83,20 +83,20 @@ class Rows:
         self._set_remaining_bias(0.0 if plan.has_waiting else FAVOUR)
 
     def set_count(self, count: int) -> int:
-        """Rows from here on are idle; returns how many were not before."""
+        """Sets the number of live rows. Returns the previous number."""
         before, self._known_count = self._known_count, count
         if count != before:
             self._count.fill_(count)
         return before
 
     def _set_remaining_bias(self, remaining_bias: float) -> None:
-        """While others wait for a row, all that counts is how many tokens come out; then, that the last ones do."""
+        """The bias is 0 while requests wait for a row, when only throughput counts. See `RowView`."""
         if remaining_bias != self._known_remaining_bias:
             self._known_remaining_bias = remaining_bias
             self._remaining_bias.fill_(remaining_bias)
 
     def inputs(self, rows: int, filtered: bool) -> TickInputs:
-        """The first `rows` rows; captured in a graph, this reads whatever the rows hold at replay."""
+        """Inputs of the first `rows` rows. In a captured graph this reads the state at replay."""
         int64s, int32s, float32s = dispatch(batch_state.prepare_decode, self._ints.is_cuda)(
             *self._state(), rows, self._page_size
         )
@@ -106,17 +106,19 @@ class Rows:
         return TickInputs(token, position, int32s[0], int32s[1], self._pages[:rows], sampling)
 
     def finish(self, rows: int, drawn: Sampled) -> Tensor:
-        """The drawn tokens become the next inputs. Returns them with their log-probabilities' bits, int32 [R, 3].
+        """Makes the drawn tokens the next inputs. Returns tokens and bits of both log-probabilities, int32 [R, 3].
 
-        A row without a distribution drew −1 and goes on with token 0 until it is taken out.
+        A row whose logits are NaN or infinite has drawn −1. It continues with token 0 until its request is removed.
         """
         ints, _, _, count = self._state()
         drawn_parts = (drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)
         return dispatch(batch_state.finish_decode, ints.is_cuda)(ints, count, *drawn_parts, rows)
 
     def tree_inputs(self, trees: Trees, tokens: int, filtered: bool) -> TreeInputs:
-        """Puts each row's newest token at the root of its tree. The trees' nodes are laid into so many tokens: padding
-        and all if these are enough for it, else without."""
+        """Puts each row's newest token at the root of its tree, and packs the nodes of all trees into `tokens` tokens.
+
+        Padding nodes are kept if `tokens` = rows × nodes, and left out otherwise.
+        """
         (rows, nodes), state, on_gpu = trees.token_RQ.shape, self._state(), self._ints.is_cuda
         if tokens == rows * nodes:
             start_R1 = torch.arange(0, tokens + 1, nodes, dtype=torch.int32, device=self._device)
@@ -133,7 +135,7 @@ class Rows:
         return TreeInputs(start_R1, token_T, position_T, slot_T, mask_TW, context_R, pages_RP, sampling)
 
     def finish_trees(self, trees: Trees, inputs: TreeInputs, drawn: Sampled, steps: int) -> Walk:
-        """Walks the trees; the last token of each walk becomes the next root."""
+        """Walks the trees. The last token of each walk becomes the next root."""
         ints, _, _, count = self._state()
         tree = (trees.parent_RQ, trees.token_RQ)
         drawn_parts = (inputs.slot_T, drawn.token_R, drawn.logprob_R, drawn.policy_logprob_R)

@@ -1,9 +1,10 @@
-"""The runner: carries out plans. Owns the cache, the rows and the graphs; decides nothing.
+"""The runner: executes plans on the device. Owns the KV cache, the rows and the CUDA graphs; decides nothing.
 
-Where several ranks form an engine, the leader's runner announces each run of the policy, and those of the other ranks
-(`tlt.engine.follower`) run the same: they have weights and a cache of their own, and take all inputs from the leader.
-One tick = prefill chunks (their keys and values only), page copies, row changes, then all rows at once: a forward of
-each row's newest token, or of its draft tree; sample; advance. The only thing read back is what was drawn.
+One tick runs the prefill chunks (KV cache only, no sampling), the page copies and the row changes. Then it runs all
+rows at once: a forward over each row's newest token or draft tree, sampling, and the advance of the row state. Always
+holds: the host reads back nothing but the drawn tokens and their log-probabilities.
+In a tensor-parallel engine the leader's runner announces each run of the policy. The runners of the other ranks
+(`tlt.engine.follower`) run the same with their own weights and KV cache, and receive all inputs from the leader.
 """
 # R rows, T tokens, D hidden, S steps of a walk
 
@@ -39,19 +40,20 @@ from tlt.spec.drafter import Entered, HiddenStateSink, NoSink, Piece, RowView, S
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
-Role = tuple[Any, ...]  # of a run of the policy: what it does, and what else its shapes depend on
-RUN, RECORD, REPLAY, READ, COPY = "run", "record", "replay", "read", "copy"  # what followers are told …
+Role = tuple[Any, ...]  # of a run of the policy: its kind, and the settings that its tensor shapes depend on
+# commands that the leader announces to the follower ranks
+RUN, RECORD, REPLAY, READ, COPY = "run", "record", "replay", "read", "copy"
 COMPILE, REST = "compile", "rest"
-_TIMED_RUNS = 5  # of each captured size
-_DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of a forward that is still timed beforehand …
-_TOKEN_S = 1e-5  # of a forward, where none was timed
-_LITTLE_S = 5e-5  # that a drafter's work wastes in a graph up to twice as large
-_DEAR_S = 0.1  # … unless half as many take so long: then a large policy is on a CPU
+_TIMED_RUNS = 5  # runs per timing; the fastest counts
+_DEAREST = {"cpu": 256, "cuda": 2048}  # tokens of the largest forward that `time_trees` times
+_DEAR_S = 0.1  # seconds of a forward beyond which `time_trees` stops: a large policy on a CPU
+_TOKEN_S = 1e-5  # seconds per token of a forward, until one was timed
+_LITTLE_S = 5e-5  # seconds that a drafter's run wastes in a graph of at most twice its size
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    packed: Tensor  # int32 [R, 3·S + 1]: token, bits of logprob and policy logprob of each step; then the steps
+    packed: Tensor  # int32 [R, 3·S + 1]: token, bits of logprob and of policy logprob of each step; number of steps
     taps: tuple[Tensor, ...]
     hidden: Tensor
     steps: Tensor | None = None
@@ -59,11 +61,11 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """Pieces of prompts, one behind the other, on the device."""
+    """Packed prefill chunks on the device. `tlt.engine.chunks.Packed` explains the fields."""
 
     token_T: Tensor  # int64
     position_T: Tensor  # int64
-    slot_T: Tensor  # int32, as the others
+    slot_T: Tensor  # int32, as the following ones
     start_R1: Tensor
     context_R: Tensor
     pages_RP: Tensor
@@ -97,7 +99,7 @@ class Runner:
         exact: bool = False,
     ) -> None:
         self._model = model
-        self._exact = exact  # bits of a row do not depend on other rows
+        self._exact = exact  # a row's bits do not depend on other rows
         self._cache = cache
         self._page_size = cache.k.shape[2]
         self._device = model.embed.device
@@ -116,11 +118,11 @@ class Runner:
         self._pool: GraphPool[Any] | None = GraphPool(self._device, self._announce_replay) if captures else None
         self._output_buffer = OutputBuffer(rows, self._device)
         self.timer = TickTimer(self._device, lambda: self.capture_s)
-        self._costs = CostTable()  # of forwards, as they were timed beforehand
+        self._costs = CostTable()  # seconds of forwards, timed at startup
 
     @torch.no_grad()
     def prepare(self, plan: Plan) -> None:
-        """Brings cache and rows to where the plan's decode starts."""
+        """Executes the plan up to its decode: prefill, page copies, row changes."""
         if plan.chunks:
             self._prefill(plan.chunks)
         if plan.copies:
@@ -134,10 +136,10 @@ class Runner:
     def launch(
         self, plan: Plan, drafts: Sequence[Draft] | None = None, shape: Shape = OFF, steps: int = 1
     ) -> PendingOutput:
-        """Starts the tick that was prepared; returns before the device has done it.
+        """Launches the prepared tick. Returns before the device has finished it.
 
-        Where the plan has trees, they are of this shape; `drafts` holds one per stay (None: they lie in `trees`
-        already), and there is room for walks of `steps` tokens.
+        `shape`: the shape of the plan's draft trees. `drafts`: one per row; None: they lie in `trees`. `steps`: most
+        tokens of a walk.
         """
         count = len(plan.reqs)
         if not count:
@@ -154,7 +156,7 @@ class Runner:
         self._hand_out(plan, result)
         return self._output_buffer.fetch(result.packed[:count])
 
-    # ---- a drafter's stage
+    # ---- the GraphRunner of drafters
 
     @property
     def model(self) -> Transformer:
@@ -173,8 +175,8 @@ class Runner:
 
     def run_segments(self, parts: Sequence[Segment]) -> None:
         served: dict[Hashable, Key | None] = {}
-        for part in parts if self._pool is not None else ():  # captures first: one may run the work, and leaves its
-            if part.role not in served:  # traces to the next part
+        for part in parts if self._pool is not None else ():
+            if part.role not in served:  # capture before the first run: a capture may run the work, with side effects
                 waste = None if part.exactly else partial(_little, part.rows)
                 served[part.role] = self._served((part.role, part.rows), part.work, waste)
         for timed_as, alike in groupby(parts, lambda part: part.timed_as):
@@ -195,7 +197,7 @@ class Runner:
             seconds = self._pool.seconds((part.role, part.rows))
         else:
             work()
-            seconds = min(_seconds_of(work) for _ in range(_TIMED_RUNS))  # a busy machine says too much
+            seconds = min(_seconds_of(work) for _ in range(_TIMED_RUNS))  # a busy machine slows some of the runs
         self._rows.set_count(live)
         return seconds
 
@@ -204,7 +206,7 @@ class Runner:
             self._captured((part.role, part.rows), partial(part.work, part.rows))
 
     def _served(self, key: Key, function: Callable[[int], Any], waste: Waste | None) -> Key | None:
-        """The graph that a run of this role and size gets, captured if it is worth it; None: it has to do without."""
+        """The graph for a run of this role and size, captured now if that pays; None: it runs eagerly."""
         assert self._pool is not None
         graph = self._pool.serve(key, waste)
         if graph is not None:
@@ -216,7 +218,7 @@ class Runner:
         return self._pool.replay(graph) if graph else self._pool.run_first(key, partial(function, key[1]))
 
     def _captured(self, key: Key, work: Callable[[], Any]) -> None:
-        """Has the graph captured if it was not: all rows idle, so that the trial runs change nothing."""
+        """Captures the graph if it does not exist. All rows are idle meanwhile, so trial runs change nothing."""
         assert self._pool is not None
         if not self._pool.has(key):
             live = self._rows.set_count(0)
@@ -228,28 +230,30 @@ class Runner:
 
     @property
     def capture_s(self) -> float:
-        """Spent capturing graphs so far."""
+        """Seconds spent on graph captures so far."""
         return self._pool.capture_s if self._pool else 0.0
 
     def measured_sizes(self) -> list[int]:
-        """Batches from which the costs of all others can be told: few where a run is dear."""
+        """Batch sizes to time; the cost model interpolates between them. Few on a CPU, where a run is expensive."""
         steps = (1, 4, 16, 64) if self._device.type == "cpu" else (1, 8, 32, 64, 128, 256, 512)
         return [size for size in steps if size <= self._max_rows] or [self._max_rows]
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Captures the graphs of these batch sizes now rather than when they are first met.
+        """Captures the decode graphs of these batch sizes.
 
-        Returns the seconds that a run of each takes, over an empty cache: the fastest of a few, all sizes in turn, so
-        that a machine that is busy for a moment slows down none of them alone.
+        Returns the seconds of a run of each size over an empty KV cache: the fastest of `_TIMED_RUNS`. Each round times
+        all sizes, so a short load on the machine does not slow down one size alone.
         """
         rounds = [[self._timed_decode(size) for size in sizes] for _ in range(_TIMED_RUNS)]
         return self._noted(dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True)))
 
     @torch.no_grad()
     def time_trees(self, widest: int, steps: int) -> list[tuple[int, float]]:
-        """(tokens, seconds) of verifying trees of 2, 4, … nodes in all rows: what decoding so many would take. Beyond
-        `_DEAREST` tokens, or `_DEAR_S`, nobody will want to know: there every token costs the same."""
+        """(tokens, seconds) of forwards that verify trees of 2, 4, … nodes in all rows.
+
+        Stops beyond `_DEAREST` tokens or `_DEAR_S` seconds: there every further token costs the same.
+        """
         found, nodes = list[tuple[int, float]](), 2
         while nodes <= widest and self._max_rows * nodes <= _DEAREST[self._device.type]:
             if found and found[-1][1] > _DEAR_S:
@@ -262,8 +266,10 @@ class Runner:
 
     @torch.no_grad()
     def compile(self, widest: int, steps: int, *, filtered: bool = False) -> None:
-        """What reads prompts, decodes, and verifies trees of many sizes, many and few: or rollouts would wait for a
-        compiler, a second and more, whenever a size first comes up. All ranks of an engine compile at once."""
+        """Compiles the kernels of prefill, decode and verify for many sizes, on all ranks at once.
+
+        Otherwise the first tick of each size would wait a second and more for the compiler.
+        """
         self._parallel.announce((COMPILE, widest, steps, filtered))
         live = self._rows.set_count(0)
         try:
@@ -284,7 +290,7 @@ class Runner:
         for shape, halved in product(trees + sharing, range(self._max_rows.bit_length())):
             rows = self.padded(self._max_rows >> halved)
             if shape.tokens(rows) > _DEAREST[self._device.type]:
-                shape = replace(shape, share=1.5)  # so many requests only share
+                shape = replace(shape, share=1.5)  # batches this large only verify with a shared budget
             self.run(_verify(shape, min(steps, shape.verify), filtered), rows)
 
     @torch.no_grad()
@@ -303,7 +309,7 @@ class Runner:
         return seconds
 
     def _timed_decode(self, size: int) -> float:
-        """No row is live, so that nothing changes."""
+        """Seconds of a decode run with all rows idle, which changes nothing."""
         self._rows.set_count(0)
         captured, started = self.capture_s, time.perf_counter()
         role, decode = self._decoding(False)
@@ -317,9 +323,11 @@ class Runner:
     def _run(
         self, role: Hashable, count: int, function: Callable[[int], _Result], tokens: Callable[[int], int] | None = None
     ) -> _Result:
-        """The function over `count` rows: its graph for the bucket they fit, captured if it was not; else eagerly.
+        """Runs the function over `count` rows, by the graph of their padded size or eagerly.
 
-        `tokens` of so many rows: then it is captured only if that is worth it."""
+        Without `tokens` a missing graph is always captured. `tokens`: rows → tokens of the forward; with it a missing
+        graph is captured only if that pays.
+        """
         size = bucket(count, self._sizes)
         if self._pool is None:
             return function(count)
@@ -337,19 +345,19 @@ class Runner:
         return result
 
     def _policy_s(self, tokens: int) -> float:
-        """Seconds of a forward over so many, by those that were timed."""
+        """Estimated seconds of a forward over this many tokens."""
         return self._costs.estimate(POLICY, tokens) or tokens * _TOKEN_S
 
     def _hand_out(self, plan: Plan, result: _Result) -> None:
         if self._on_features:
-            rows, lag = len(plan.reqs), 1 if plan.nodes == 1 else 0  # plain plans have advanced already
+            rows, lag = len(plan.reqs), 1 if plan.nodes == 1 else 0  # plain plans have advanced the positions already
             first = tuple(req.position - lag for req in plan.reqs)
             taps = tuple(tap[:rows] for tap in result.taps)
             steps = None if result.steps is None else result.steps[:rows]
             self._on_features(Features(plan.reqs, first, taps, result.hidden[:rows], steps))
 
     def _forward(self, rows: int, filtered: bool) -> _Result:
-        """One token for each of the first `rows` rows."""
+        """Decodes one token for each of the first `rows` rows."""
         inputs = self._rows.inputs(rows, filtered)
         layout = PagedLayout(
             cache=self._cache,
@@ -380,7 +388,7 @@ class Runner:
     # ---- verify
 
     def _split(self, taps: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The keeper's, and those handed out."""
+        """Splits the taps into those of the hidden-state sink and those of `on_features`."""
         own = len(self._state_sink.taps)
         return taps[:own], taps[own:]
 
@@ -390,7 +398,7 @@ class Runner:
         return role, partial(self._announced, role)
 
     def _forward_trees(self, trees: Trees, tokens: int, steps: int, filtered: bool) -> _Result:
-        """The policy's token at every node of every tree, and how far they lead."""
+        """Verifies the trees: draws the policy's token at every node, and walks each tree."""
         nodes = trees.token_RQ.shape[1]
         inputs = self._rows.tree_inputs(trees, tokens, filtered)
         layout = PagedLayout(
@@ -408,7 +416,7 @@ class Runner:
         out = self._model(inputs.token_T, layout, self._all_taps)
         sampled = self._sample(out.hidden_TD, inputs.sampling)
         walked = self._rows.finish_trees(head_chain(trees) if self._exact else trees, inputs, sampled, steps)
-        if steps > 1:  # to where plain decoding would have put the accepted
+        if steps > 1:  # moves accepted keys and values to where plain decoding puts them
             dispatch(attention_kernels.copy_kv, self._cache.k.is_cuda)(
                 self._cache.k, self._cache.v, walked.moves_RS, walked.places_RS
             )
@@ -429,7 +437,7 @@ class Runner:
         return role, partial(self._announced, role)
 
     def _announced(self, role: Role, rows: int) -> _Result:
-        """Runs the policy, on all ranks. While a graph records it, the other ranks record it too."""
+        """Runs the policy on all ranks. During a capture the other ranks capture too."""
         recorded = self._pool is not None and self._pool.recording
         self._parallel.announce((RECORD if recorded else RUN, role, rows))
         return self.run(role, rows)
@@ -440,7 +448,7 @@ class Runner:
             self._parallel.announce((REPLAY, role, rows))
 
     def run(self, role: Role, rows: int) -> _Result:
-        """A run of the policy in this role, over so many rows."""
+        """Runs the policy in this role over `rows` rows."""
         match role:
             case ("decode", filtered):
                 return self._forward(rows, filtered)
@@ -465,16 +473,16 @@ class Runner:
     # ---- prefill and copies
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Keys and values of the chunks' tokens; nothing is sampled from them."""
+        """Computes the KV cache of the chunks' tokens, without sampling."""
         if self._pool is not None:
-            self._pool.count_eager()  # sizes hardly repeat: a graph of each would be used once
+            self._pool.count_eager()  # sizes rarely repeat, so a graph would be used once
         taps, starts = self._read(chunks)
         if taps:
             pieces = zip(chunks, pairwise(starts), strict=True)
             self._state_sink.prefilled([Piece(chunk.prefix, chunk.start, *span) for chunk, span in pieces], taps)
 
     def _read(self, chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], list[int]]:
-        """The states that the keeper wants, and where each chunk's begin."""
+        """The hidden states for the sink, and the index of each chunk's first state."""
         packed = Packed.of(chunks, self._page_size)
         most = max(len(chunk.tokens) for chunk in chunks)
         self._parallel.announce((READ, len(packed.tokens), len(chunks), len(packed.pages[0]), most))
@@ -488,7 +496,7 @@ class Runner:
         return PrefillInputs(token_T, position_T, slot_T, start_R1, context_R, pages_RP)
 
     def read(self, inputs: PrefillInputs, most: int) -> tuple[Tensor, ...]:
-        """Keys and values of prompts' tokens, of each `most` at most; the states that the sink wants."""
+        """Computes the KV cache of packed chunks of at most `most` tokens. Returns the hidden states for the sink."""
         self._parallel.share(*inputs.parts)
         layout = PagedLayout(
             cache=self._cache,
@@ -510,7 +518,7 @@ class Runner:
         self.copy(source, target)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Keys and values from slots to slots, int32."""
+        """Copies keys and values between slots. Both tensors are int32; −1 is skipped."""
         self._parallel.share(source, target)
         dispatch(attention_kernels.copy_kv, self._cache.k.is_cuda)(self._cache.k, self._cache.v, source, target)
 

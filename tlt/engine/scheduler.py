@@ -1,14 +1,14 @@
-"""The scheduler: who computes what in the next tick. Pure bookkeeping, no tensors.
+"""The scheduler: plans each tick of continuous batching. Pure bookkeeping; knows no tensors.
 
-What always holds:
-- Rows 0 … n−1 of the batch are occupied, with no holes: a row that is vacated is filled by the last one.
-- A request is waiting, staying in a row, or over; it is answered exactly once.
-- Every request samples in decode ticks only: a prompt's last token is its first decode input, so that what is
-  prefilled is the prompt without that token, shared by all requests with that prompt.
-- Plain ticks are planned before the tokens of the tick in flight are known: a stay that turns out to be over computes
-  one token more, which is dropped. Work is executed in plan order, so that a page may change hands between two plans.
-- A tick that verifies draft trees emits as many tokens as the policy accepts. `advance` tells how many, before the next
-  plan is made or, where that plan is told how many they may be at most (`unread`), after it.
+Always holds:
+- Rows 0 … n−1 of the batch are occupied, without holes: the last row moves into a vacated one.
+- A request waits, occupies a row (`RunningRequest`), or is over. It is answered exactly once.
+- Requests sample in decode ticks only. The last token of a prompt is the first decode input; the prefill covers the
+  tokens before it and is shared by all requests with that prompt.
+- A plain tick is planned before the tokens of the tick in flight are read. A request that turns out to be over has
+  computed one more token, which is dropped. Plans execute in order, so a freed page may be reused by the next plan.
+- A verification emits as many tokens as the policy accepts. `advance` sets their number before the next plan, or after
+  it if `plan` gets their upper bound (`unread`).
 """
 
 from collections import Counter
@@ -23,35 +23,35 @@ from tlt.engine.request import Request, RequestState
 from tlt.engine.waiting import Waiting
 from tlt.types import Key
 
-_TOGETHER = 16  # rows per request that is waited for, so that they enter together …
-_PATIENCE = 32  # … for so many ticks
+_TOGETHER = 16  # admission waits for max_rows / 16 free rows, so that requests share a prefill run
+_PATIENCE = 32  # most ticks that it waits
 
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One stay of a request in a row of the batch, from admission to its end or preemption."""
+    """A request that occupies a row of the batch, from its admission to its end or preemption."""
 
     state: RequestState
-    row: int
-    pages: list[int]
+    row: int  # −1: vacated
+    pages: list[int]  # page table
     position: int  # of the next token to compute
-    left: int  # tokens that may still be launched; below 0 where a verified tree ran past the limit
-    over: bool = False  # tokens that come later belong to nobody
+    left: int  # tokens that may still be launched; below 0 if a verified tree exceeded the limit
+    over: bool = False  # later tokens of it are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute keys and values of these tokens of a prefix, from position `start`."""
+    """A prefill chunk: tokens of a prefix whose KV cache is computed, from position `start`."""
 
     tokens: tuple[int, ...]
     start: int
     pages: tuple[int, ...]
-    prefix: tuple[int, ...]  # all of it
+    prefix: tuple[int, ...]  # all tokens of the prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy the first `count` slots of a page."""
+    """A copy of the first `count` slots of a page."""
 
     source: int
     target: int
@@ -60,30 +60,30 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request enters a row: all the runner must know of it."""
+    """A request that enters a row, with everything that the runner needs."""
 
     row: int
     request: Request
-    token: int
-    position: int
-    pages: tuple[int, ...]
-    prefix: tuple[int, ...]  # what was computed before the token
-    left: int  # tokens that it may write
+    token: int  # first decode input
+    position: int  # of that token
+    pages: tuple[int, ...]  # page table
+    prefix: tuple[int, ...]  # the tokens before `token`, prefilled
+    left: int  # tokens that it may still generate
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One tick, in the order it is executed: chunks, copies, moves, entries, grown pages, then decode rows 0 … n−1."""
+    """One tick, in order of execution: chunks, copies, moves, entries, new pages, then the decode of rows 0 … n−1."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...]
     moves: tuple[tuple[int, int], ...]  # (from row, to row); no row is in two of them
     entries: tuple[Entry, ...]
     new_pages: tuple[tuple[int, int, int], ...]  # (row, index in its page table, page)
-    reqs: tuple[RunningRequest, ...]  # row → whose token will come out
+    reqs: tuple[RunningRequest, ...]  # by row
     filtered: bool  # some request uses top-k, top-p or min-p
-    nodes: int = 1  # of each request's tree; 1 = plain decoding
-    has_waiting: bool = False  # others will enter when these leave
+    nodes: int = 1  # size of each request's draft tree; 1: plain decoding
+    has_waiting: bool = False  # requests wait for a row
 
     @property
     def empty(self) -> bool:
@@ -100,19 +100,21 @@ class Scheduler:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._admission = admission
-        self._awaited_prefixes: Counter[tuple[int, ...]] = Counter()  # prefixes that waiting requests will start from
-        self._nodes = 1  # tokens each request computes in the tick being planned
-        self._unread = 0  # tokens of each that a tick in flight may have written, at most
-        self._blocked = False  # nothing was freed since a request found no room
+        self._awaited_prefixes: Counter[tuple[int, ...]] = (
+            Counter()
+        )  # prefix → waiting requests that will start from it
+        self._nodes = 1  # tokens per request in the tick being planned
+        self._unread = 0  # most tokens per request that the tick in flight may emit
+        self._blocked = False  # admission failed for lack of pages, and none were freed since
         self._waiting = Waiting(admission.rank)
-        self._ticks_held = 0  # ticks for which free rows were left free
-        self._preempted: list[RequestState] = []  # preempted: they go before anyone new
+        self._ticks_held = 0  # ticks for which free rows were held back
+        self._preempted: list[RequestState] = []  # in order of submission; they enter before new requests
         self._reqs: list[RunningRequest] = []
-        self._retired: dict[RunningRequest, list[int]] = {}  # last token in flight → pages to keep
+        self._retired: dict[RunningRequest, list[int]] = {}  # requests whose last token is in flight → pages to keep
         self._moves: list[tuple[int, int]] = []
-        self._filtered = 0  # stays with top-k, top-p or min-p
+        self._filtered = 0  # running requests with top-k, top-p or min-p
 
-    # ---- what callers ask
+    # ---- state
 
     @property
     def running(self) -> int:
@@ -120,14 +122,14 @@ class Scheduler:
 
     @property
     def to_come(self) -> float:
-        """Plain ticks after which all are answered at the latest; infinite while anybody waits."""
+        """Upper bound of the plain ticks until all requests are answered; infinite while requests wait for a row."""
         if self._waiting or self._preempted:
             return inf
         return max((req.left for req in self._reqs if not req.over), default=0)
 
     @property
     def written(self) -> list[tuple[Key, list[int]]]:
-        """Of every request that runs, all that was read of its answer."""
+        """Key and tokens so far of every running request."""
         return [(req.state.request.key, req.state.tokens) for req in self._reqs]
 
     @property
@@ -135,19 +137,19 @@ class Scheduler:
         return self._prefix_cache.page_stats()
 
     def check_integrity(self) -> None:
-        """When nothing runs, every page is free or cached: anything else has leaked."""
+        """Raises AssertionError if no request runs and a page is neither free nor cached: it has leaked."""
         page_stats = self.page_stats
         if not self._reqs and (page_stats.used or page_stats.free + page_stats.cached != self._allocator.total):
             raise AssertionError(f"pages leaked: {page_stats} of {self._allocator.total} with no request running")
 
-    # ---- what callers tell
+    # ---- events
 
     def submit(self, state: RequestState) -> None:
         self._waiting.add(state)
         self._awaited_prefixes[state.prefix] += 1
 
     def finish(self, req: RunningRequest, *, keep: bool = True) -> None:
-        """The answer is complete: the row and the pages are free at once, or kept if the request asks for it."""
+        """Ends a complete request. Frees its row and pages; `request.keep` moves its full pages to the prefix cache."""
         self._admission.finished(req.state.request, len(req.state.tokens))
         self._waiting.rank_changed(req.state.request.prompt_id)
         if keep and req.state.request.keep:
@@ -155,7 +157,7 @@ class Scheduler:
         self._leave(req)
 
     def abort(self, state: RequestState) -> None:
-        """The request is over wherever it stands, and holds nothing any more."""
+        """Ends a request in any state. Frees its row and pages."""
         req = next((req for req in chain(self._reqs, self._retired) if req.state is state), None)
         if req is not None:
             self._leave(req)
@@ -168,7 +170,7 @@ class Scheduler:
         self._blocked = False
 
     def forget_cache(self) -> None:
-        """The policy changed: no key or value computed before may be used again."""
+        """Drops the whole KV cache, because the policy changed. Running requests are preempted."""
         for req in list(self._reqs):
             self._preempt(req)
         for req, pages in self._retired.items():
@@ -177,20 +179,20 @@ class Scheduler:
         self.drop_prefixes()
 
     def drop_prefixes(self) -> None:
-        """Nobody who enters from now on starts from what is computed already."""
+        """Empties the prefix cache: later admissions prefill their prompts again."""
         self._prefix_cache.clear()
         self._blocked = False
 
     def advance(self, reqs: Iterable[RunningRequest], steps: Iterable[int]) -> None:
-        """Each stay's verified tree emitted so many tokens."""
+        """Advances each request by the tokens that its verified tree emitted."""
         for req, count in zip(reqs, steps, strict=False):
             req.position += count
             req.left -= count
 
     def plan(self, nodes: int = 1, unread: int = 0) -> Plan:
-        """Decides the next tick, in which each request computes that many tokens.
+        """Plans the next tick. `nodes`: tokens per request in it.
 
-        Each may stand up to `unread` tokens further than is known: so many may come out of the tick before.
+        `unread`: most tokens per request that the unread tick in flight may emit.
         """
         self._nodes, self._unread = nodes, unread
         self._retire()
@@ -207,7 +209,7 @@ class Scheduler:
     # ---- leaving
 
     def _retire(self) -> None:
-        """Stays whose last token is in flight need no row any more."""
+        """Vacates the rows of requests whose last token is in flight."""
         for req in [req for req in self._reqs if req.left <= 0]:
             self._retired[req] = list(req.pages) if req.state.request.keep else []
             self._allocator.share(self._retired[req])
@@ -222,16 +224,16 @@ class Scheduler:
             self._blocked = False
 
     def _keep(self, state: RequestState, pages: list[int]) -> None:
-        """The full pages of prompt and answer become a prefix. Its last token has no key and no value yet."""
+        """Caches the full pages of prompt and completion as a prefix. The last token is not in the KV cache yet."""
         full = len(state.prefix) // self._page_size
         tokens = state.prefix[: full * self._page_size]
-        of_prompt = (len(state.request.prompt) - 1) // self._page_size  # these are kept already
+        of_prompt = (len(state.request.prompt) - 1) // self._page_size  # full pages of the prompt, cached already
         if of_prompt < full <= len(pages) and self._prefix_cache.find(tokens) is None:
             self._allocator.share(pages[:full])
             self._prefix_cache.put(Prefix(tokens, pages[:full], len(tokens)), shared=True)
 
     def _vacate(self, req: RunningRequest) -> None:
-        """Frees row and pages; the last row moves into the hole."""
+        """Frees row and pages. The last row moves into the hole."""
         self._allocator.release(req.pages)
         self._blocked = False
         last = self._reqs.pop()
@@ -243,17 +245,17 @@ class Scheduler:
         self._filtered -= req.state.request.params.filtered
 
     def _preempt(self, req: RunningRequest) -> None:
-        """Takes pages and row away; the request will compute its prefix again and go on with the same tokens."""
+        """Frees row and pages of a running request. It prefills its tokens again when it re-enters."""
         self._leave(req)
         req.state.preemptions += 1
         self._preempted.append(req.state)
         self._awaited_prefixes[req.state.prefix] += 1
         self._preempted.sort(key=lambda state: state.order)
 
-    # ---- growing
+    # ---- pages of running requests
 
     def _grow(self) -> tuple[tuple[int, int, int], ...]:
-        """Pages for every stay whose next positions have none; the youngest give way when pages run out."""
+        """Allocates pages for the next positions of every running request. Preempts the youngest if pages run out."""
         size, further = self._page_size, self._unread + self._nodes
         needy = [req for req in self._reqs if req.position + further > len(req.pages) * size]
         given: list[tuple[RunningRequest, int]] = []
@@ -270,12 +272,12 @@ class Scheduler:
         return -(-tokens // self._page_size)
 
     def _room(self, pages: int, keep: Prefix | None = None) -> bool:
-        """Makes that many pages free by dropping cached prefixes, if it can: first those nobody waits for."""
+        """Drops cached prefixes until `pages` pages are free: first those that no waiting request needs."""
         if self._allocator.free >= pages:
             return True
         prefixes = [prefix for prefix in self._prefix_cache.oldest_first() if prefix is not keep]
         unwanted = (prefix for prefix in prefixes if prefix.tokens not in self._awaited_prefixes)
-        # while others run, giving up computed prompts is worse than preempting the youngest
+        # while several requests run, dropping an awaited prefix is worse than preempting the youngest request
         awaited = [prefix for prefix in prefixes if len(self._reqs) <= 1 and prefix.tokens in self._awaited_prefixes]
         for prefix in chain(unwanted, awaited):
             self._prefix_cache.drop(prefix)
@@ -283,7 +285,7 @@ class Scheduler:
                 return True
         return False
 
-    # ---- entering
+    # ---- admission
 
     def _admit(self) -> tuple[tuple[Chunk, ...], tuple[Copy, ...], tuple[Entry, ...]]:
         chunks: list[Chunk] = []
@@ -296,16 +298,19 @@ class Scheduler:
                 if budget:
                     budget -= self._advance(prefix, budget, chunks)
                 if not prefix.complete:
-                    self._ticks_held = _PATIENCE  # it is gone on with in the next tick
+                    self._ticks_held = _PATIENCE  # continue this prefill in the next tick
                     break
             if prefix is None or not self._enter(state, prefix, copies, entries):
-                self._blocked = True  # those behind it wait too, so that nobody is overtaken for ever
+                self._blocked = True  # later requests wait too: a large request must not starve
                 break
         return tuple(chunks), tuple(copies), tuple(entries)
 
     def _candidates(self) -> list[RequestState]:
-        """Those that may enter now, preempted ones first. While many run, a few enter together: prefill costs a run of
-        the policy, for however many it is."""
+        """Requests that may enter now, preempted ones first.
+
+        Free rows are held back until several requests can enter together: a prefill costs one run of the policy for any
+        number of them.
+        """
         free = self._max_rows - len(self._reqs)
         if free <= 0 or self._blocked:
             return []
@@ -318,7 +323,7 @@ class Scheduler:
         return resuming + self._waiting.first(free - len(resuming))
 
     def _prefix(self, state: RequestState) -> Prefix | None:
-        """The prefix this request starts from: the shelf's, or a new one with its pages; None without room."""
+        """The prefix that this request starts from: cached, or new with allocated pages; None: too few pages."""
         tokens = state.prefix
         found = self._prefix_cache.find(tokens)
         if found is not None:
@@ -327,7 +332,7 @@ class Scheduler:
         self._allocator.share(shared)  # before making room, which could drop the prefix they come from
         pages = self._pages_for(len(tokens)) - len(shared)
         entry = self._pages_for(len(tokens) % self._page_size + self._nodes)
-        if not self._room(pages + entry + len(self._reqs)):  # for the entry itself, and one for everybody's next
+        if not self._room(pages + entry + len(self._reqs)):  # the entry's own pages, and one more per running request
             self._allocator.release(shared)
             return None
         prefix = Prefix(tokens, shared + self._allocator.take(pages), len(shared) * self._page_size, bool(state.tokens))
@@ -335,7 +340,7 @@ class Scheduler:
         return prefix
 
     def _shared_start(self, state: RequestState) -> list[int]:
-        """Full pages that are computed already: of texts that are kept, or of a resumed request's own prompt."""
+        """Full pages computed already: of kept texts, or of a resumed request's own prompt."""
         if state.request.keep:
             return self._prefix_cache.longest_start(state.prefix)
         prompt = self._prefix_cache.find(state.request.prompt[:-1]) if state.tokens else None
@@ -344,7 +349,7 @@ class Scheduler:
         return prompt.pages[: len(prompt.tokens) // self._page_size]
 
     def _advance(self, prefix: Prefix, budget: int, chunks: list[Chunk]) -> int:
-        """Plans the next chunk of a prefix; says how many tokens it took."""
+        """Plans the next chunk of a prefix. Returns its number of tokens."""
         count = min(budget, len(prefix.tokens) - prefix.done)
         piece = prefix.tokens[prefix.done : prefix.done + count]
         chunks.append(Chunk(piece, prefix.done, tuple(prefix.pages), prefix.tokens))
@@ -352,7 +357,7 @@ class Scheduler:
         return count
 
     def _enter(self, state: RequestState, prefix: Prefix, copies: list[Copy], entries: list[Entry]) -> bool:
-        """Gives the request a row: shares the prefix's full pages, copies the partial one. False without room."""
+        """Gives the request a row: shares the prefix's full pages, copies the partial one. False: too few pages."""
         full, rest = divmod(len(prefix.tokens), self._page_size)
         shared = prefix.pages[:full]
         self._allocator.share(shared)
@@ -363,7 +368,9 @@ class Scheduler:
         own = self._allocator.take(needed)
         if rest:
             copies.append(Copy(prefix.pages[full], own[0], rest))
-            self._allocator.share([prefix.pages[full]])  # until the plan is made: no chunk may write it before the copy
+            self._allocator.share(
+                [prefix.pages[full]]
+            )  # until the plan is complete: no chunk may reuse the source before the copy
         request = state.request
         req = RunningRequest(
             state,
@@ -394,9 +401,11 @@ class Scheduler:
 
 
 def net_moves(moves: Iterable[tuple[int, int]], reqs: int) -> tuple[tuple[int, int], ...]:
-    """Of moves (from, to) one after another, always of the last row, those that bring the first rows what they end up
-    with. A whole batch may end in one tick, and whoever moved to make room has left as well by then: what a drafter
-    remembers of a row is large."""
+    """Composes swap-with-last moves (from, to) into the net moves of the surviving rows.
+
+    Many requests may end in one tick, and a moved request may end too. Only net moves are executed, because the state
+    that a drafter keeps per row is large.
+    """
     origin: dict[int, int] = {}
     for source, target in moves:
         origin[target] = origin.pop(source, source)

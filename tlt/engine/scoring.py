@@ -1,7 +1,7 @@
 """Scores given texts: log-probabilities of their tokens, and the likeliest tokens of every position.
 
-One forward over packed texts, without cache or sampling. Always holds: a score is the policy's own at temperature 1,
-unfiltered, whatever the engine is doing and however its tokens were drafted. Knows no requests.
+One forward over packed texts, without KV cache or sampling. Always holds: scores are log-probabilities of the policy at
+temperature 1 without filters, independent of the engine's state. Knows no requests.
 """
 # N positions of all texts, C positions of a chunk, V vocabulary, K likeliest
 
@@ -18,14 +18,14 @@ from tlt.train.logprobs import most_logits
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the tokens of one text from the second on: nothing precedes the first."""
+    """Scores of one text: of all tokens but the first, which has no context."""
 
     logprobs: tuple[float, ...]
     top: tuple[tuple[tuple[int, float], ...], ...]  # (token, log-probability) of the likeliest, likeliest first
 
 
 def score(model: Transformer, texts: Sequence[Sequence[int]], top: int = 0) -> list[Scores]:
-    """Scores of each text. The caller bounds how many tokens come at once, and turns gradients off."""
+    """Scores of each text. The caller bounds the number of tokens per call and disables gradients."""
     lengths = [len(text) for text in texts]
     if not lengths:
         return []

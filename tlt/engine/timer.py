@@ -1,8 +1,7 @@
-"""Times the parts of a tick, each by itself: by pairs of CUDA events that are read with the tick's output, or on a CPU
-by the clock around them.
+"""Times each part of a tick: by pairs of CUDA events, read with the tick's output; on a CPU by the host's clock.
 
-What always holds: nothing here waits for the device; a part during which a graph was captured, or that ran without its
-graph, has no time. A tick lasts from the end of the tick before, on the device, to its own end.
+Always holds: nothing here waits for the device. A part has no time if a graph was captured during it, or if it ran
+without its graph. A tick's time is from the end of the previous tick on the device to its own end. Knows no shapes.
 """
 
 import time
@@ -20,27 +19,27 @@ Mark = Any  # seconds of the host's clock, or a CUDA event
 
 @dataclass(frozen=True, slots=True)
 class TickMarks:
-    """A launched tick: the marks around its parts, where it ends, and the captures on the way."""
+    """The marks of a launched tick: around its parts and at its end."""
 
     parts: tuple[tuple[str, Mark, Mark], ...] = ()
-    end: Mark = None  # None: nothing ran that anybody waits for
-    one_off_s: float = 0.0
+    end: Mark = None  # None: the tick has no output
+    one_off_s: float = 0.0  # seconds of captures since the launch before
 
 
 class TickTimer:
-    """`time` every part, `launched` behind the last one, `read` when the output is on the host."""
+    """Call `time` for every part, `launched` after the last one, and `read` when the output is on the host."""
 
     def __init__(self, device: torch.device, capture_s: Callable[[], float]) -> None:
-        """`capture_s`: seconds of captures, and of runs without a graph, so far."""
+        """`capture_s` returns the seconds of captures and of runs without a graph so far."""
         self._on_gpu = device.type == "cuda"
         self._capture_s = capture_s
-        self._captured_s = 0.0  # by the last launch
+        self._captured_s = 0.0  # `capture_s()` at the last launch
         self._parts: list[tuple[str, Mark, Mark]] = []  # since the last launch
-        self._spare: list[torch.cuda.Event] = []  # events are made once: in flight are those of two ticks
-        self._ended: Mark = None  # the last tick that was read; None: the next one follows no tick
+        self._spare: list[torch.cuda.Event] = []  # events for reuse
+        self._ended: Mark = None  # end of the last tick read; None: the next tick has no predecessor
 
     def time(self, part: str, work: Callable[[], T]) -> T:
-        """Runs the work; its seconds count towards this part of the tick that is launched next."""
+        """Runs the work. Its seconds count towards this part of the tick that is launched next."""
         captured_s, began = self._capture_s(), self._mark()
         result = work()
         ended = self._mark()
@@ -49,13 +48,13 @@ class TickTimer:
         return result
 
     def launched(self, end: Mark) -> TickMarks:
-        """The parts since the last launch are a tick's. `end`: the event behind its output; on a CPU it has run."""
+        """Makes the parts since the last launch a tick. `end`: the event behind its output; unused on a CPU."""
         parts, self._parts = tuple(self._parts), []
         captured_s, self._captured_s = self._captured_s, self._capture_s()
         return TickMarks(parts, end if self._on_gpu else time.perf_counter(), self._captured_s - captured_s)
 
     def read(self, tick: TickMarks) -> TickTimes:
-        """The tick's output is on the host, and so all of its marks have passed."""
+        """The times of a tick whose output is on the host: all of its events have completed."""
         before, self._ended = self._ended, tick.end
         if tick.end is None:
             return TickTimes(one_off_s=tick.one_off_s)
@@ -68,7 +67,7 @@ class TickTimer:
         return TickTimes(parts, seconds, tick.one_off_s)
 
     def restart(self) -> None:
-        """The next tick does not follow the last one: what lies between them is no tick's time."""
+        """Excludes the time until the next tick: it has no predecessor."""
         self._ended = None
 
     def _mark(self) -> Mark:

@@ -1,7 +1,7 @@
-"""Requests that wait, in the order in which they are to enter; thousands may, and one tick must not look at them all.
+"""The waiting queue: requests in order of admission. Thousands may wait, so a tick must not visit all of them.
 
-Requests of one prompt with one limit rank alike and stand in a line; a heap holds the first of each line. What was
-pushed there before a rank changed is recognised when it comes up. Decides no order: asks for ranks.
+Requests with the same prompt and limit have the same rank and form a line. A heap holds the first request of each line.
+Always holds: heap entries that a changed rank made stale are skipped. Does not know how ranks are computed.
 """
 
 import heapq
@@ -17,11 +17,11 @@ _First = tuple[Rank, int, _Line]  # rank, order of submission
 
 class Waiting:
     def __init__(self, rank: Callable[[Request], Rank]) -> None:
-        """`rank` depends on a request's prompt and limit alone; smaller enters first, equal ranks as submitted."""
+        """`rank` depends only on a request's prompt and limit. Smaller enters first; ties enter as submitted."""
         self._rank = rank
         self._lines: dict[_Line, deque[RequestState]] = {}
         self._of_prompt: dict[str, list[_Line]] = {}
-        self._first: dict[_Line, _First] = {}  # what counts of what lies in the heap
+        self._first: dict[_Line, _First] = {}  # line → its valid heap entry
         self._heap: list[_First] = []
         self._count = 0
 
@@ -58,10 +58,10 @@ class Waiting:
             self._show(line)
 
     def first(self, count: int) -> list[RequestState]:
-        """The next ones; they go on waiting."""
+        """The next `count` requests, which stay in the queue."""
         found: list[RequestState] = []
         shown: list[_First] = []
-        lag: list[tuple[Rank, int, _Line, int]] = []  # who stands behind those found, and where in the line
+        lag: list[tuple[Rank, int, _Line, int]] = []  # successors of the requests found, with their index in the line
         while len(found) < count and (front := self._front(shown, lag)):
             rank, _, line, place = front
             standing = self._lines[line]
@@ -75,9 +75,9 @@ class Waiting:
     def _front(
         self, shown: list[_First], lag: list[tuple[Rank, int, _Line, int]]
     ) -> tuple[Rank, int, _Line, int] | None:
-        """The next of all lines; those taken off the heap are noted in `shown`."""
+        """The next request of all lines. Entries taken off the heap are appended to `shown`."""
         while self._heap and (self._first.get(self._heap[0][2]) != self._heap[0] or self._heap[0] in shown[-1:]):
-            heapq.heappop(self._heap)  # its rank has changed, or it has entered; or its rank has changed and is back
+            heapq.heappop(self._heap)  # stale (rank changed, or entered) or a duplicate (rank changed back)
         if lag and (not self._heap or lag[0][:2] < self._heap[0][:2]):
             return heapq.heappop(lag)
         if not self._heap:
