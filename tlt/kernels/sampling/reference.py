@@ -17,8 +17,8 @@ Exactly:
 - −inf is a token that cannot be drawn. A row with a NaN or +inf logit, or with no finite one, has no distribution: its
   token is −1 and both of its log-probabilities are NaN.
 
-A new filter is a line in `_sample_chunk`, the same in `triton`, a field of `SamplingParams` and a column of
-`tlt.engine.sampler.SamplingRows`.
+A new filter is a line in `_sample_chunk`, the same in `triton`, a field of `SamplingParams`, and a column of the rows'
+state on its way here: docs/life_of_a_tick.md lists the places.
 """
 
 from math import inf
