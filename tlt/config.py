@@ -498,7 +498,7 @@ class GrpoSettings:
 class ClusterSettings:
     """The workers. Their number changes the duration of a run, and nothing else."""
 
-    workers: int = 1  # processes, each with an engine and a part of the training; more than 1 needs Ray
+    workers: int = 1  # processes, each with an engine or a slice of one, and a part of the training; above 1 needs Ray
     tensor_parallel: int = 1  # workers that form one engine, each with a slice of every layer. A divisor of workers,
     # and of the policy's key-value heads
     address: str = ""  # HOST:PORT of a Ray cluster. auto: this machine's; "": a private Ray, if workers is above 1
