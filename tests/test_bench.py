@@ -358,6 +358,7 @@ class FakePool:
     """What a graph pool is asked by a tick, without graphs: a captured function is kept and called again."""
 
     capture_s = 0.0
+    recording = False
 
     def __init__(self) -> None:
         self.functions: dict[Any, Any] = {}

@@ -352,7 +352,8 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
         patch.setattr(compiling, "compile_ahead", lambda work: work())
         patch.setitem(runner._DEAREST, "cpu", 100)  # tokens: beyond it, requests only share
         patch.setattr(engine._runner, "_pool", object())  # then sizes are padded
-        patch.setattr(Runner, "_read", lambda runner, chunks: read.add((len(chunks), len(chunks[0].tokens))))
+        patch.setattr(Runner, "read", lambda runner, sent, longest: read.add((len(sent.starts) - 1, longest)))
+        patch.setattr(Runner, "_sent", lambda runner, packed: packed)
         patch.setattr(Runner, "_forward", lambda runner, rows, filtered: decoded.add((rows, filtered)))
         engine._runner.compile(9, 4, filtered=True)
     assert decoded == {(rows, filtered) for rows in engine._runner._sizes for filtered in (False, True)}
