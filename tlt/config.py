@@ -496,7 +496,7 @@ class GrpoSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The workers. Their number changes the duration of a run, and nothing else."""
+    """The workers. Their number changes the duration of a run, and its numbers by the rounding of sums alone."""
 
     workers: int = 1  # processes, each with an engine or a slice of one, and a part of the training; above 1 needs Ray
     tensor_parallel: int = 1  # workers that form one engine, each with a slice of every layer. A divisor of workers,
