@@ -27,7 +27,7 @@ from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.costs import CAPTURE, DECODE, DRAFT, EXTEND, INGEST, LOOKUP, POLICY, PRUNE, VERIFY, Measured, TickTimes
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.shape_policy import Outcome
-from tlt.spec.speculation import looked_into
+from tlt.spec.speculation import compared_rows
 from tlt.spec.tuner import Tuner
 
 LEARNED = "eagle"
@@ -89,7 +89,7 @@ class ChoosingWorld:
         self.left = {first + number: max(1, min(cap, round(length))) for number, length in enumerate(drawn)}
         self.alone = WINDOW
 
-    def to_come(self) -> float:
+    def remaining_ticks(self) -> float:
         return float(max(self.left.values(), default=0))
 
     def tick(self, shape: Shape) -> Outcome:
@@ -98,14 +98,14 @@ class ChoosingWorld:
         if shape.off:
             self.alone += 1
             self._write([1] * batch)
-            return Outcome(OFF, batch, (), TickTimes({DECODE: seconds}, seconds), to_come=self.to_come)
+            return Outcome(OFF, batch, (), TickTimes({DECODE: seconds}, seconds), remaining_ticks=self.remaining_ticks)
         results = self._walks(shape)
         self.verifies += batch
         self._write([walked.accepted + 1 for walked in results])
         lag = self.alone if LEARNED in shape.drafters and self.alone > 1 else 0
         times = times_of(shape, seconds, 0.4e-3 + 1e-6 * lag * batch if lag else 0.0)
         self.alone = 0 if LEARNED in shape.drafters else self.alone + 1
-        return Outcome(shape, batch, results, times, lag, to_come=self.to_come)
+        return Outcome(shape, batch, results, times, lag, remaining_ticks=self.remaining_ticks)
 
     @property
     def lag(self) -> int:
@@ -113,7 +113,7 @@ class ChoosingWorld:
 
     def _walks(self, shape: Shape) -> list[AcceptResult]:
         """A few with what each drafter named, as `tlt.spec.speculation` picks them."""
-        looked = set(looked_into(len(self.left), self.verifies))
+        looked = set(compared_rows(len(self.left), self.verifies))
         results = []
         for row, request in enumerate(self.left):
             rank_hits = tuple(self._track(drafter, shape) for drafter in shape.drafters)

@@ -41,7 +41,7 @@ from tlt.kernels.compiling_triton import compile_ahead
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.model.widen import SHAPES
-from tlt.spec.backlog import ROOM, TAKEN_IN
+from tlt.spec.backlog import MEAN_SIZES, PASS_SIZES
 from tlt.spec.candidates import MOST_ROWS
 from tlt.spec.drafter import build_drafters
 
@@ -149,8 +149,8 @@ def go_through(engine: Any, learned: Any, config: RunConfig) -> None:
         builder = learned._builder(shape.width)
         for part in (*learned._levels(rows, builder), learned._pruning(rows, builder, shape)):
             part.work(rows)
-    for most, room, rows in product(TAKEN_IN, ROOM, sizes):
-        learned._taking_in(rows, most, room).work(rows)
+    for most, room, rows in product(PASS_SIZES, MEAN_SIZES, sizes):
+        learned._extend_segment(rows, most, room).work(rows)
     roots_Rv, vocab = learned._builder(1).root_logits_Rv, learned.drafter.token_of_draft_v
     learned._beta_probe.run_idle(roots_Rv, learned._draws(MOST_ROWS), learned._memory.ready_R, vocab)
 

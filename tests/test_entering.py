@@ -10,7 +10,7 @@ import torch
 from tlt.kernels.batch_state import reference as batch_state
 from tlt.kernels.batch_state.reference import UNUSED, Memory
 from tlt.spec.drafter import Entered
-from tlt.spec.prompt_states import PromptStates, Recalled
+from tlt.spec.prompt_states import EnteringRows, PromptStates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WINDOW = 8
@@ -53,7 +53,7 @@ def test_what_is_known_of_a_prompt_comes_with_who_enters(enter, width: int, dtyp
     entered, prompts, states = newcomers(width, dtype)
     before = memory(7, width, dtype)
     after = copy.deepcopy(before)
-    enter(after, Recalled.of(entered, prompts).sent(DEVICE))
+    enter(after, EnteringRows.of(entered, prompts).sent(DEVICE))
     for row in (1, 3, 5):
         for was, now in zip(before.rows, after.rows, strict=True):
             assert torch.equal(now[row], was[row]), "who is there already is not touched"
@@ -77,7 +77,7 @@ def test_a_ring_of_any_length_is_forgotten(enter) -> None:  # type: ignore[no-un
     entered, prompts, _ = newcomers(6, torch.float32)
     ring = torch.arange(7 * 1100, device=DEVICE).view(7, 1100)
     after = replace(memory(7, 6, torch.float32), position_RW=ring)
-    enter(after, Recalled.of(entered, prompts).sent(DEVICE))
+    enter(after, EnteringRows.of(entered, prompts).sent(DEVICE))
     forgotten = (ring == UNUSED).all(dim=1).tolist()
     assert forgotten == [row in (0, 2, 4, 6) for row in range(7)]
     assert (ring[[1, 3, 5]] != UNUSED).all()
@@ -85,14 +85,14 @@ def test_a_ring_of_any_length_is_forgotten(enter) -> None:  # type: ignore[no-un
 
 def test_newcomers_are_told_apart_by_their_prefix() -> None:
     entered, prompts, _ = newcomers(6, torch.float32)
-    recalled = Recalled.of(entered, prompts)
-    assert recalled.rows_by_positions == {5: 2, 8: 1, 0: 1}
-    row, first, _, start, last, own, address = recalled.columns_7E
+    entering = EnteringRows.of(entered, prompts)
+    assert entering.rows_by_positions == {5: 2, 8: 1, 0: 1}
+    row, first, _, start, last, own, address = entering.columns_7E
     assert row.tolist() == [4, 6, 2, 0]
     assert first.tolist() == [0, 0, 5, 2]
     assert start.tolist() == [0, 0, 5, 13]
     assert last.tolist() == [71, 74, 72, 73]
     assert own.tolist() == [0, 0, 1, 2]
-    assert address[:3].tolist() == [recalled.states[0].data_ptr()] * 2 + [recalled.states[1].data_ptr()]
-    assert recalled.token_N.dtype == np.int64
-    assert recalled.token_N.tolist() == [11, 12, 13, 14, 0, *range(26, 33), 0]
+    assert address[:3].tolist() == [entering.states[0].data_ptr()] * 2 + [entering.states[1].data_ptr()]
+    assert entering.token_N.dtype == np.int64
+    assert entering.token_N.tolist() == [11, 12, 13, 14, 0, *range(26, 33), 0]

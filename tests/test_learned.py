@@ -308,19 +308,19 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
     their own prompts are to be taken in: less room for it, and the same drafts."""
     hot = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=100.0) for n in (20, 50)]  # then drafts come true
     batch = requests(12, group=3, seed=4, params=hot)
-    found, taking_in = [], LearnedDrafting._taking_in
+    found, extend_segment = [], LearnedDrafting._extend_segment
     for room in (True, False):
         if not room:
-            monkeypatch.setattr(backlog, "ROOM", ())
-            monkeypatch.setattr(backlog, "MUCH_ROOM", ())
+            monkeypatch.setattr(backlog, "MEAN_SIZES", ())
+            monkeypatch.setattr(backlog, "PROMPT_MEAN_SIZES", ())
         sizes: set[float] = set()
 
         def seen(learned: LearnedDrafting, rows: int, most: int, room: float, *rest: str, sizes=sizes) -> Any:  # type: ignore[no-untyped-def]
             sizes.add(room - most)
-            return taking_in(learned, rows, most, room, *rest)
+            return extend_segment(learned, rows, most, room, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(LearnedDrafting, "_taking_in", seen)
+            patch.setattr(LearnedDrafting, "_extend_segment", seen)
             engine = engine_with(drafting(), lambda running: replace(shape_of(4, 2, 8), share=share), ahead, rows=rows)
             engine.submit(batch)
             done = engine.drain()
@@ -371,16 +371,16 @@ def test_idle_trees_of_every_size_are_verified_beforehand(monkeypatch: pytest.Mo
 
 def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of more than a pass takes in, while others draft: so many positions of each row, on average, and once."""
-    take_in, told = LearnedDrafting._take_in, list[tuple[float, bool]]()
+    extend_rows, told = LearnedDrafting._extend_rows, list[tuple[float, bool]]()
 
     def look(learned: LearnedDrafting, count: int) -> None:
-        late = learned.late(count)
-        take_in(learned, count)
+        late = learned.needs_passes(count)
+        extend_rows(learned, count)
         taken = learned.ingested()
         assert learned.ingested() == 0.0
         told.append((taken * count, late))
 
-    monkeypatch.setattr(LearnedDrafting, "_take_in", look)
+    monkeypatch.setattr(LearnedDrafting, "_extend_rows", look)
     engine = engine_with(drafting(window=128), lambda running: shape_of(2, 1, 3), rows=16)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     engine.submit([Request(Key(0, i), (5, 6, 7 + i), params, f"short {i}") for i in range(15)])
@@ -401,22 +401,22 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
 def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts would follow from an older token: they cost what the others share, and never come true."""
     batch = requests(10, group=2, seed=3, params=[SamplingParams(max_tokens=40, ignore_eos=True)])
-    taking_in, grow, left = LearnedDrafting._taking_in, LearnedDrafting._grow, 0
+    extend_segment, build_trees, left = LearnedDrafting._extend_segment, LearnedDrafting._build_trees, 0
 
     def half(learned: LearnedDrafting, rows: int, most: int, room: float, *rest: str) -> Any:
-        return taking_in(learned, rows, most, room / 4, *rest)
+        return extend_segment(learned, rows, most, room / 4, *rest)
 
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal left
-        grown = grow(learned, keys, shape)
+        grown = build_trees(learned, keys, shape)
         lag = learned._memory.taken_R[: len(keys)] < learned._rows.position_R[: len(keys)]
         assert not (learned._memory.ready_R[: len(keys)] & lag).any()
         assert [not grown.draft(key).tokens for key in keys] == (~learned._memory.ready_R[: len(keys)]).tolist()
         left += int(lag.sum())
         return grown
 
-    monkeypatch.setattr(LearnedDrafting, "_taking_in", half)
-    monkeypatch.setattr(LearnedDrafting, "_grow", look)
+    monkeypatch.setattr(LearnedDrafting, "_extend_segment", half)
+    monkeypatch.setattr(LearnedDrafting, "_build_trees", look)
     engine = engine_with(drafting(), lambda running: replace(shape_of(4, 2, 8), share=2.0), rows=10)
     engine.submit(batch)
     assert tokens_of({one.key: one for one in engine.drain()}) == plain(batch)
@@ -426,18 +426,18 @@ def test_a_row_that_there_was_no_room_for_has_no_draft(monkeypatch: pytest.Monke
 def test_idle_rows_take_nothing_of_what_the_others_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with graphs, whose batches are padded: rows that requests have left still look ready."""
     monkeypatch.setattr(Runner, "padded", lambda runner, rows: 16)
-    grow, idle = LearnedDrafting._grow, 0
+    build_trees, idle = LearnedDrafting._build_trees, 0
 
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal idle
-        grown = grow(learned, keys, shape)
+        grown = build_trees(learned, keys, shape)
         sizes = learned._attached_runner().trees(shape.verify).size_R[:16].tolist()
         assert sum(sizes[: len(keys)]) <= shape.tokens(16) - 16
         assert not any(sizes[len(keys) :])
         idle += int(learned._memory.ready_R[len(keys) : 16].sum())
         return grown
 
-    monkeypatch.setattr(LearnedDrafting, "_grow", look)
+    monkeypatch.setattr(LearnedDrafting, "_build_trees", look)
     batch = requests(16, seed=5, params=[SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 17, 40)])
     engine = engine_with(drafting(), lambda running: replace(shape_of(3, 2, 7), share=2.0), rows=16)
     engine.submit(batch)
@@ -660,13 +660,13 @@ def test_who_caught_up_says_how_many_positions(ahead: bool) -> None:
     engine.submit(requests(2, params=[SamplingParams(max_tokens=60, ignore_eos=True)], seed=1))
     for _ in range(6):
         engine.tick()
-    learned._backlog.wrote(30, 30.0)  # as in so many plain ticks
+    learned._backlog.add_written(30, 30.0)  # as in so many plain ticks
     lag = learned.lag(2)
     for _ in range(4):
         engine.tick()
     assert lag > 0
     assert [outcome.lag for outcome in told.outcomes if outcome.lag][-1] == lag
-    assert all(outcome.lag == 0 or outcome.caught_up_s > 0 for outcome in told.outcomes)
+    assert all(outcome.lag == 0 or outcome.draft_extend_s > 0 for outcome in told.outcomes)
 
 
 def test_what_the_last_drafter_reached_is_not_told_of_the_next() -> None:
@@ -742,7 +742,7 @@ def test_a_tuner_is_told_who_came_and_how_much_may_come() -> None:
     left = []
     while not engine.idle:
         engine.tick()
-        left.append(told.outcomes[-1].to_come() if told.outcomes else math.inf)
+        left.append(told.outcomes[-1].remaining_ticks() if told.outcomes else math.inf)
     assert sum(outcome.arrived for outcome in told.outcomes) == sum(len(request.prompt) - 1 for request in batch)
     assert left[0] == math.inf, "half of them wait"
     some = [ticks for ticks in left if ticks < math.inf]
@@ -772,7 +772,7 @@ def test_compiling_leaves_nothing_behind() -> None:
             assert {part[-1] for part in gone_through if part[0] == "extend"} == set(range(1, 17))
             assert ("look", 1) in gone_through
             assert learned._beta_probe.roots is None, "and nothing comes of it"
-            assert learned._beta_probe._coming is None
+            assert learned._beta_probe._pending is None
         engine.submit(batch)
         tokens = tokens_of({one.key: one for one in engine.drain()})
         report = engine.report().speculation

@@ -87,7 +87,7 @@ def test_drafters_on_the_host_are_parts_of_the_tick(slow: Slow) -> None:
     assert speculating.choose_next(1) == CHAIN
     first, second = tuner.outcomes
     assert first.times == TickTimes({VERIFY: 3.0, INDEX: 5.0, LOOKUP: 2.0}, 10.0, 3.0)
-    assert (first.caught_up_s, first.one_off_s) == (5.0, 8.0)
+    assert (first.draft_extend_s, first.one_off_s) == (5.0, 8.0)
     assert second.times.seconds is None
     report = speculating.report()
     assert (report.drafting_s, report.one_off_s) == (4.0, 13.0)
@@ -123,7 +123,7 @@ def test_what_is_ingested_first_is_told_beside_its_part() -> None:
         speculating.propose([Key(0, 0)], [[1]], CHAIN)
         speculating.verified(CHAIN, [[7]], times, 90.0)
     speculating.report()
-    told = [(outcome.lag, outcome.ingested, outcome.caught_up_s) for outcome in tuner.outcomes]
+    told = [(outcome.lag, outcome.ingested, outcome.draft_extend_s) for outcome in tuner.outcomes]
     assert told == [(64, 0.0, 2.0), (0, 6.25, 0.0)]
     assert [outcome.context for outcome in tuner.outcomes] == [90.0, 90.0]
     speculating.prepare([Key(0, 0)], CHAIN)
@@ -249,7 +249,7 @@ def test_what_a_drafter_on_the_host_has_yet_to_index_is_known(monkeypatch: pytes
     finished = sum(map(len, completions[:3]))
     shape, prompts = Shape(("suffix",), 2, 1, 3), 5 + 6
     assert drafting._due(left) == len(completions[3]) + len(completions[4]) + finished + prompts
-    assert drafting.due_s(left) == pytest.approx(4e-6 * drafting._due(left))
+    assert drafting.host_extend_s(left) == pytest.approx(4e-6 * drafting._due(left))
     due = drafting._due(left)
     drafting.extend(*zip(*left, strict=True), shape)
     assert seen["tokens"] == due - prompts, "prompts are indexed too, when they begin"
@@ -268,7 +268,7 @@ def test_no_single_moment_tells_what_indexing_takes() -> None:
     drafting = SuffixDrafting(100_000)
     drafting._token_s.extend([2e-6, 5e-4, 3e-6])  # somebody else had the core once
     drafting.begin(Key(0, 0), "one", [1, 2], SamplingParams())
-    assert drafting.due_s([(Key(0, 0), [3] * 98)]) == pytest.approx(100 * 3.5e-6)
+    assert drafting.host_extend_s([(Key(0, 0), [3] * 98)]) == pytest.approx(100 * 3.5e-6)
 
 
 def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> None:
@@ -277,7 +277,7 @@ def test_the_engine_tells_what_drafters_on_the_host_would_have_to_index() -> Non
 
     class Asking(Told):
         def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
-            due.append((outcome.batch, outcome.due_s()))
+            due.append((outcome.batch, outcome.host_extend_s()))
             return ()
 
     speculation = Speculating([SuffixDrafting(10_000)], Asking(OFF))
@@ -304,7 +304,7 @@ def test_a_verified_tick_tells_what_is_due() -> None:
     assert last.shape == SUFFIX
     written = sum(len(engine.written(Key(0, number))) for number in range(4))
     indexed = sum(speculation._drafters[0]._indexed.values())  # type: ignore[attr-defined]
-    assert last.due_s() == pytest.approx(4e-6 * (written - indexed)) != 0.0
+    assert last.host_extend_s() == pytest.approx(4e-6 * (written - indexed)) != 0.0
 
 
 def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

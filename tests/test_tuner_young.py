@@ -172,7 +172,7 @@ def test_tries_of_a_useless_drafter_pay_for_their_graphs_out_of_what_learning_ma
 
 def test_catching_up_must_pay_before_the_last_answer_is_in() -> None:
     used = {}
-    for to_come in (20.0, 2000.0):
+    for remaining_ticks in (20.0, 2000.0):
         policy = Tuner(SHAPES, costs(False))
         policy.load_costs([Measured(CAPTURE, 1, CAPTURED_S / 2), Measured(CATCH_UP, 16, 0.001)])
         policy.load_prior(LEARNED, record(0.8))
@@ -181,8 +181,8 @@ def test_catching_up_must_pay_before_the_last_answer_is_in() -> None:
             shape = policy.choose(16, lag=256)
             if not shape.off:
                 break
-            policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), to_come=lambda left=to_come: left))  # type: ignore[misc]
-        used[to_come] = not shape.off
+            policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), remaining_ticks=lambda left=remaining_ticks: left))  # type: ignore[misc]
+        used[remaining_ticks] = not shape.off
     assert used == {20.0: False, 2000.0: True}
 
 
@@ -289,7 +289,7 @@ def test_what_is_to_come_is_asked_for_once_a_choice() -> None:
     policy, asked = young(Measured(CATCH_UP, 16, 1.0)), list[int]()
     policy.load_prior(LEARNED, record(0.8))
 
-    def to_come() -> float:
+    def remaining_ticks() -> float:
         asked.append(1)
         return 500.0
 
@@ -297,19 +297,19 @@ def test_what_is_to_come_is_asked_for_once_a_choice() -> None:
         before = len(asked)
         assert policy.choose(16, lag=400).off
         assert len(asked) - before <= 1
-        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), to_come=to_come))
+        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), remaining_ticks=remaining_ticks))
     assert asked
 
 
-@pytest.mark.parametrize("due_s", [0.0, 5.0])
-def test_whoever_has_much_to_index_first_is_not_tried_for_it(due_s: float) -> None:
+@pytest.mark.parametrize("host_extend_s", [0.0, 5.0])
+def test_whoever_has_much_to_index_first_is_not_tried_for_it(host_extend_s: float) -> None:
     """Thousands of tokens that were written meanwhile, while all requests wait: a try would lose far more than it may.
     How much it would be is not asked every tick."""
     policy, asked = tuner(), list[int]()
 
     def due() -> float:
         asked.append(1)
-        return due_s
+        return host_extend_s
 
     tried = 0
     for _ in range(600):
@@ -318,8 +318,8 @@ def test_whoever_has_much_to_index_first_is_not_tried_for_it(due_s: float) -> No
         results = (
             [AcceptResult(0, tuple(RankHits((), shape.width) for _ in shape.drafters))] * 16 if not shape.off else []
         )
-        policy.observe(outcome(shape, 16, results, tick_s(shape, 16), due_s=due))
-    assert (tried > 0) == (due_s == 0.0)
+        policy.observe(outcome(shape, 16, results, tick_s(shape, 16), host_extend_s=due))
+    assert (tried > 0) == (host_extend_s == 0.0)
     assert 0 < len(asked) < 200
 
 
@@ -332,14 +332,14 @@ def test_whoever_has_nothing_to_index_is_tried_all_the_same() -> None:
         kept = here.kept_cached(shape)
         results = [] if shape.off else [here.walk(shape, kept) for _ in range(16)]
         due += 16 * 4e-6
-        told = outcome(shape, 16, results, here.true_s(shape, 16), due_s=lambda due=due: due)  # type: ignore[misc]
+        told = outcome(shape, 16, results, here.true_s(shape, 16), host_extend_s=lambda due=due: due)  # type: ignore[misc]
         policy.observe(told)
     assert policy.report().ticks_by_shape.get((16, OFF), 0) < 750, "the learned one is in use"
 
 
 def test_a_drafter_that_was_left_out_meanwhile_is_weighed_again() -> None:
     """With few requests it was best, and nothing was due. Then many ran without it, and few are left."""
-    for due_s in (0.0, 60.0):
+    for host_extend_s in (0.0, 60.0):
         policy = tuner()
         policy.load_prior("suffix", record(0.9))
         have_graphs(policy, 16, 64)
@@ -353,8 +353,17 @@ def test_a_drafter_that_was_left_out_meanwhile_is_weighed_again() -> None:
             policy.observe(outcome(shape, 16, results, tick_s(shape, 16)))
         assert "suffix" in shape.drafters
         for _ in range(30):
-            policy.observe(outcome(OFF, 64, (), tick_s(OFF, 64), to_come=lambda: 50.0, due_s=lambda due=due_s: due))  # type: ignore[misc]
-        assert ("suffix" in policy.choose(16).drafters) == (due_s == 0.0)
+            policy.observe(
+                outcome(
+                    OFF,
+                    64,
+                    (),
+                    tick_s(OFF, 64),
+                    remaining_ticks=lambda: 50.0,
+                    host_extend_s=lambda due=host_extend_s: due,
+                )
+            )  # type: ignore[misc]
+        assert ("suffix" in policy.choose(16).drafters) == (host_extend_s == 0.0)
 
 
 def test_what_is_due_is_asked_for_once_a_tick() -> None:
@@ -366,12 +375,12 @@ def test_what_is_due_is_asked_for_once_a_tick() -> None:
         asked.append(1)
         return 60.0
 
-    policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), due_s=due))
+    policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), host_extend_s=due))
     for _ in range(100):
         before = len(asked)
         assert "suffix" not in policy.choose(16).drafters
         assert len(asked) - before <= 1
-        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), to_come=lambda: 500.0, due_s=due))
+        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), remaining_ticks=lambda: 500.0, host_extend_s=due))
     assert asked
 
 
@@ -387,7 +396,7 @@ def test_only_whoever_looks_up_is_asked_what_is_due() -> None:
         shape = policy.choose(16, lag=4)
         assert "suffix" not in shape.drafters
         results = [] if shape.off else [AcceptResult(0, (RankHits((), shape.width),))] * 16
-        policy.observe(outcome(shape, 16, results, tick_s(shape, 16), due_s=due))
+        policy.observe(outcome(shape, 16, results, tick_s(shape, 16), host_extend_s=due))
 
 
 def test_what_the_host_indexed_is_not_charged_to_a_learned_drafter() -> None:
@@ -403,18 +412,25 @@ def test_what_the_host_indexed_is_not_charged_to_a_learned_drafter() -> None:
 
 def test_a_shape_that_needs_much_indexed_first_is_taken_if_enough_is_to_come() -> None:
     used = {}
-    for due_s in (0.001, 60.0):
+    for host_extend_s in (0.001, 60.0):
         policy = tuner()
         policy.load_prior("suffix", record(0.9))
         have_graphs(policy, 16)
-        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), due_s=lambda due=due_s: due))  # type: ignore[misc]
+        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16), host_extend_s=lambda due=host_extend_s: due))  # type: ignore[misc]
         for _ in range(300):
             shape = policy.choose(16)
             if "suffix" in shape.drafters:
                 break
-            told = outcome(OFF, 16, (), tick_s(OFF, 16), to_come=lambda: 1000.0, due_s=lambda due=due_s: due)  # type: ignore[misc]
+            told = outcome(
+                OFF,
+                16,
+                (),
+                tick_s(OFF, 16),
+                remaining_ticks=lambda: 1000.0,
+                host_extend_s=lambda due=host_extend_s: due,
+            )  # type: ignore[misc]
             policy.observe(told)
-        used[due_s] = "suffix" in shape.drafters
+        used[host_extend_s] = "suffix" in shape.drafters
     assert used == {0.001: True, 60.0: False}
 
 

@@ -95,6 +95,17 @@ REPLACED = {
     "wish": "requested",
     "buried": "lost",
     "stay": "req",
+    "to_come": "remaining_ticks",
+    "due_s": "host_extend_s",
+    "forever": "infinite_ticks",
+    "SUPPOSED": "ASSUMED_HIT_FACTORS",
+    "TAKEN_IN": "PASS_SIZES",
+    "MUCH_ROOM": "PROMPT_MEAN_SIZES",
+    "grove_of": "builder_of",
+    "taking_in": "extend_segment",
+    "caught_up_s": "draft_extend_s",
+    "looked_into": "compared_rows",
+    "Recalled": "EnteringRows",
 }
 
 # Class names that several modules of the package still define. Remove a name here when it is unique.

@@ -108,7 +108,7 @@ class EngineCore:
             exact=settings.exact,
         )
         self._speculation.state_sink.attach(self._runner)
-        self._speculation.attach(lambda: self._scheduler.to_come, lambda: self._scheduler.written)
+        self._speculation.attach(lambda: self._scheduler.remaining_ticks, lambda: self._scheduler.written)
         self._timer = self._runner.timer
         self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
         self._hands_out = on_features is not None

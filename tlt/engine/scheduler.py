@@ -121,7 +121,7 @@ class Scheduler:
         return len(self._reqs)
 
     @property
-    def to_come(self) -> float:
+    def remaining_ticks(self) -> float:
         """Upper bound of the plain ticks until all requests are answered; infinite while requests wait for a row."""
         if self._waiting or self._preempted:
             return inf
@@ -196,7 +196,7 @@ class Scheduler:
         """
         self._nodes, self._unread = nodes, unread
         self._retire()
-        new_pages = self._grow()
+        new_pages = self._allocate_pages()
         moves, self._moves = net_moves(self._moves, len(self._reqs)), []
         chunks, copies, entries = self._admit()
         self._allocator.release([copy.source for copy in copies])
@@ -254,7 +254,7 @@ class Scheduler:
 
     # ---- pages of running requests
 
-    def _grow(self) -> tuple[tuple[int, int, int], ...]:
+    def _allocate_pages(self) -> tuple[tuple[int, int, int], ...]:
         """Allocates pages for the next positions of every running request. Preempts the youngest if pages run out."""
         size, further = self._page_size, self._unread + self._nodes
         needy = [req for req in self._reqs if req.position + further > len(req.pages) * size]

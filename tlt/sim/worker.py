@@ -142,30 +142,30 @@ class SimWorker:
             )
             if chunk is not None:
                 return chunk
-        return self._shape_policy.choose(running, self._backlog.before(running))
+        return self._shape_policy.choose(running, self._backlog.lag(running))
 
     def _enter(self, plan: Plan) -> None:
         if self._world.book.window:
             for entry in plan.entries:
-                self._backlog.came(1, min(self._world.book.window, len(entry.prefix)))
+                self._backlog.add_prompts(1, min(self._world.book.window, len(entry.prefix)))
 
     def _plain(self, plan: Plan) -> list[SimCompletion]:
         times = self._times(plan, OFF)
         self.now += times.seconds or 0.0
-        self._backlog.wrote(1, 1.0)
+        self._backlog.add_written(1, 1.0)
         self._observe(Outcome(OFF, len(plan.reqs), times=self._told(plan, times)), plan)
         return self._written(plan.reqs, [1] * len(plan.reqs))
 
     def _verify(self, plan: Plan, shape: Shape) -> list[SimCompletion]:
         count = len(plan.reqs)
-        lag = self._backlog.before(count)
-        newly = self._backlog.newly(count) if not lag else 0.0
-        caught_up_s = self._world.catch_up_s(shape, count, lag) if lag else 0.0
-        ingest_s = caught_up_s + self._world.entering_s(shape, count, newly)
+        lag = self._backlog.lag(count)
+        newly = self._backlog.prompt_positions(count) if not lag else 0.0
+        draft_extend_s = self._world.catch_up_s(shape, count, lag) if lag else 0.0
+        ingest_s = draft_extend_s + self._world.entering_s(shape, count, newly)
         times = self._times(plan, shape, ingest_s)
         self.now += times.seconds or 0.0
         self._backlog.clear()
-        self._backlog.wrote(shape.depth + 1, shape.most_tokens)
+        self._backlog.add_written(shape.depth + 1, shape.most_tokens)
         results = self._world.results(shape, (req.state.request.key.request for req in plan.reqs))
         emitted = self._cut(plan.reqs, results)
         self._scheduler.advance(plan.reqs, emitted)
@@ -191,7 +191,7 @@ class SimWorker:
     def _verify_chunk(self, plan: Plan, shape: Shape) -> list[SimCompletion]:
         times = self._times(plan, shape)
         self.now += times.seconds or 0.0
-        self._backlog.wrote(shape.depth + 1, shape.most_tokens)
+        self._backlog.add_written(shape.depth + 1, shape.most_tokens)
         results = [AcceptResult(self._agreed(req.state, shape), ()) for req in plan.reqs]
         emitted = self._cut(plan.reqs, results)
         self._scheduler.advance(plan.reqs, emitted)
@@ -220,7 +220,7 @@ class SimWorker:
         if self._shape_policy is not None:
             context = sum(req.position for req in plan.reqs) / len(plan.reqs)
             known = replace(outcome, arrived=self._newly_arrived(), context=context)
-            self._shape_policy.observe(replace(known, to_come=lambda: self._scheduler.to_come))
+            self._shape_policy.observe(replace(known, remaining_ticks=lambda: self._scheduler.remaining_ticks))
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._backlog.arrived

@@ -152,7 +152,7 @@ class BetaProbe:
         self.beta_calibrator = BetaCalibrator()
         self.roots: Roots | None = None
         self._drafts = 0
-        self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def forget(self) -> None:
         """Drops the recorded roots, after rows have moved."""
@@ -160,7 +160,7 @@ class BetaProbe:
 
     def wants_roots(self) -> bool:
         self._drafts += 1
-        return self._drafts % _EVERY == 1 and self._coming is None
+        return self._drafts % _EVERY == 1 and self._pending is None
 
     def root(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, tick: int) -> None:
         """Records the roots. `draws`: keys of the tokens before those that the roots propose."""
@@ -169,7 +169,7 @@ class BetaProbe:
         self.roots = Roots(logits_Rv[:rows].clone(), DrawKeys(*parts), ready_R[:rows].clone(), tick)  # rows change
 
     def look(self, token_N: Tensor, token_of_draft_v: Tensor | None) -> None:
-        self._coming = fetch(self._counted(token_N, token_of_draft_v))
+        self._pending = fetch(self._counted(token_N, token_of_draft_v))
 
     def run_idle(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, token_of_draft_v: Tensor | None) -> None:
         """Launches the kernels once without effect, so that they are compiled."""
@@ -185,10 +185,10 @@ class BetaProbe:
         return torch.cat((hits_B, roots.ready_N.sum()[None]))
 
     def read(self) -> None:
-        if self._coming is not None and _there(self._coming[1]):
-            *hits, nodes = self._coming[0].tolist()
+        if self._pending is not None and _there(self._pending[1]):
+            *hits, nodes = self._pending[0].tolist()
             self.beta_calibrator.observe(hits, nodes)
-            self._coming = None
+            self._pending = None
 
 
 def _there(arrived: torch.cuda.Event | None) -> bool:

@@ -178,7 +178,7 @@ class Drafter:
         """A draft of at most `shape.verify − 1` nodes per request; `completions` holds the tokens written so far."""
         return [EMPTY] * len(keys)
 
-    def due_s(self, running: Running) -> float:
+    def host_extend_s(self, running: Running) -> float:
         """Seconds that `extend` would need on the host for these requests."""
         return 0.0
 

@@ -53,7 +53,7 @@ class PromptStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
+class EnteringRows:
     """Entering requests, grouped by prefix, and the kept states of each prefix. Only the states are on the device."""
 
     columns_7E: np.ndarray
@@ -61,7 +61,7 @@ class Recalled:
     states: list[Tensor]
 
     @classmethod
-    def of(cls, entered: Sequence[Entered], prompts: PromptStates) -> "Recalled":
+    def of(cls, entered: Sequence[Entered], prompts: PromptStates) -> "EnteringRows":
         together: dict[tuple[int, ...], list[Entered]] = {}
         for entry in entered:
             together.setdefault(entry.prefix, []).append(entry)

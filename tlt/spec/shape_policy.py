@@ -1,7 +1,8 @@
-"""Shape policies: what the engine asks them, what it tells them of a tick, and which shapes they choose from.
+"""The shape policy protocol, the record of a tick that it observes, and the shapes that it chooses from.
 
-`candidates` lists the sensible shapes of a configuration. `precapture_plan` names those whose graphs are captured
-before the first request. Pure numbers: whether a shape pays is measured.
+`candidates` lists the useful shapes of a configuration. `precapture_plan` selects shapes whose graphs are captured
+before the first request. Always holds: shapes are excluded here by structure only; measured costs decide which pays.
+Knows numbers only.
 """
 
 from collections import Counter
@@ -18,39 +19,43 @@ from tlt.spec.costs import INDEX, INGEST, UNTIMED, Measured, TickTimes
 from tlt.spec.shape import OFF, Shape
 
 
-def forever() -> float:
+def infinite_ticks() -> float:
     return inf
 
 
-def nothing() -> float:
+def zero_seconds() -> float:
     return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One tick as it went."""
+    """The measured result of one tick."""
 
     shape: Shape
     batch: int  # requests that decoded
     results: Sequence[AcceptResult] = ()  # one per request; none when off
     times: TickTimes = UNTIMED
-    lag: float = 0.0  # positions per row that a learned drafter ingested first, because it had been left out
-    ingested: float = 0.0  # positions per row that it ingested first because new requests brought them
-    arrived: int = 0  # positions that requests which have just come bring a learned drafter
-    context: float = 0.0  # positions that a row looks back on, on average
-    to_come: Callable[[], float] = forever  # plain ticks until all are answered, at most, whenever it is asked …
-    due_s: Callable[[], float] = nothing  # … and seconds that drafters on the host need before they can be asked
+    lag: float = 0.0  # positions per row that the draft-extend processed first, after ticks without the drafter
+    ingested: float = 0.0  # prompt positions per row that it processed first, for new requests alone
+    arrived: int = 0  # prompt positions of requests that are new since the last outcome
+    context: float = 0.0  # mean context length of a row, in positions
+    remaining_ticks: Callable[[], float] = (
+        infinite_ticks  # upper bound of the plain ticks until all requests are answered
+    )
+    host_extend_s: Callable[[], float] = (
+        zero_seconds  # seconds of indexing that drafters on the host must do before they can draft
+    )
 
     @property
-    def caught_up_s(self) -> float:
-        """What comes again whenever a drafter was left out for a while."""
+    def draft_extend_s(self) -> float:
+        """Seconds of draft-extends after ticks without the drafter, on host and device."""
         parts = self.times.parts
         return parts.get(INDEX, 0.0) + (parts.get(INGEST, 0.0) if self.lag else 0.0)
 
     @property
     def one_off_s(self) -> float:
-        """One-off work because of the shape: a drafter that catches up, a capture."""
-        return self.times.one_off_s + self.caught_up_s
+        """Seconds of one-off work for the shape: draft-extends and captures."""
+        return self.times.one_off_s + self.draft_extend_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +64,17 @@ class TunerReport:
     verifies: int
     accepted: int
     accept_length: float  # pooled: 1 + accepted / verifies
-    by_depth: Mapping[str, tuple[float, ...]]  # drafter → share accepted at depth 1, 2, … of what got there
+    by_depth: Mapping[str, tuple[float, ...]]  # drafter → at depth 1, 2, …: accepted / reached
     ticks_by_shape: Mapping[tuple[int, Shape], int]  # (padded batch, shape) → ticks
     seconds: float
-    saved_s: float  # against plain ticks for the same tokens, by the measured costs; what learning lost is taken off
+    saved_s: float  # against plain ticks for the same tokens, by measured costs; `explored_s` is subtracted
     explored_ticks: int
-    explored_s: float  # lost by learning, as it went
-    switches: int  # changes of mind at one batch size
+    explored_s: float  # seconds lost by exploration
+    switches: int  # changes of the shape at one batch size
     alarms: int
 
     def since(self, before: "TunerReport") -> "TunerReport":
-        """What came after an earlier report of the same tuner."""
+        """The part after an earlier report of the same tuner."""
         verifies, accepted = self.verifies - before.verifies, self.accepted - before.accepted
         return TunerReport(
             ticks=self.ticks - before.ticks,
@@ -88,38 +93,38 @@ class TunerReport:
 
 
 class ShapePolicy(Protocol):
-    """What the engine asks. Calls need not alternate: a tick may be chosen before the last one is observed."""
+    """Chooses the shape of each tick. Calls need not alternate: a tick may be chosen before the last is observed."""
 
     def choose(self, batch: int, lag: int = 0) -> Shape:
-        """`lag`: positions of a request that a learned drafter would have to take in first, on average."""
+        """The next shape. `lag`: mean positions per row that a learned drafter would have to process first."""
 
     def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
-        """What runs cost, measured beforehand."""
+        """Adds costs of runs, measured at startup."""
 
     def set_max_len(self, ticks: int) -> None:
-        """A request has come that may run for so many ticks."""
+        """A request was submitted that may run for `ticks` plain ticks."""
 
     def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        """What was measured of this drafter when it was trained: by depth, how often each of its guesses is right."""
+        """Adds the hit rates that this drafter had when it was trained: by depth, by rank."""
 
     def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        """What it may use for so many requests, as far as it can tell: their graphs will be captured beforehand."""
+        """Shapes and batch sizes that it expects to use. Their graphs are captured at startup."""
 
     def drafter_changed(self, drafter: str) -> None:
-        """Another version of this drafter is in place from the next tick on."""
+        """Another version of this drafter's weights is used from the next tick on."""
 
     def prices(self, batch: int) -> Prices | None:
-        """What a chunk of written-ahead text is compared with; None if it knows no costs."""
+        """Prices for the decision to verify written-ahead text; None: costs are unknown."""
 
     def report(self) -> TunerReport | None:
-        """Its books; None if it keeps none."""
+        """Its counts; None if it keeps none."""
 
 
-_FILLED = 1.25  # a tree may have a little more room than nodes come to be
-_SHARED_WIDTH = 2
-_LEAST_SHARE, _MOST_SHARE = 0.25, 0.75  # of the nodes that a tree may have
+_FILLED = 1.25  # largest ratio of verify size to nodes that the drafter can build
+_SHARED_WIDTH = 2  # largest width with a shared verify budget
+_LEAST_SHARE, _MOST_SHARE = 0.25, 0.75  # bounds of the shared budget per request, as a fraction of the buildable nodes
 
 
 def candidates(
@@ -129,11 +134,12 @@ def candidates(
     verifies: Iterable[int],
     shares: Sequence[float] = (),
 ) -> tuple[Shape, ...]:
-    """Off, and every sensible shape: a tree can hold one branch of full depth, and has no room it could never fill.
+    """Off, and every useful shape. The verify size holds one branch of full depth, and exceeds the nodes only slightly.
 
-    Where the requests of one drafter share what is verified, a tree can hold all that is grown, and on average holds
-    clearly less, but no small part; and the third guess of a token is none of the likeliest. Such trees have room for a
-    power of two, which costs nothing: what verifies them then serves all that share as much.
+    `shares`: shared verify budgets, in mean nodes per request; for shapes of one drafter. Then a tree can hold all
+    nodes that the drafter builds, the budget is a medium fraction of them, and the width is at most 2: a third
+    candidate is not among the likeliest nodes. The verify size is rounded up to a power of two, which costs nothing and
+    lets shapes with the same budget use the same graph.
     """
     found, most = {OFF}, max(verifies := tuple(verifies), default=1)
     sets = {tuple(sorted(names)) for names in drafters}
@@ -149,8 +155,8 @@ def candidates(
     return tuple(sorted(found))
 
 
-SUPPOSED = (0.88, 0.76)  # times as many guesses that are right
-_NEAR = 0.03  # that what is named already may lose
+ASSUMED_HIT_FACTORS = (0.88, 0.76)  # of the known hit rates: lower rates that the precapture plan also covers
+_NEAR = 0.03  # relative loss of rate below which a shape planned already replaces the best one
 
 
 def precapture_plan(
@@ -159,8 +165,11 @@ def precapture_plan(
     seconds: Mapping[int, Sequence[float]],
     lengths: Sequence[Sequence[float]],
 ) -> list[tuple[Shape, int]]:
-    """Shapes and batch sizes, what is likeliest first. `known`: places of those something is known about; `seconds` of
-    a tick of each shape, by size; `lengths`: its accept lengths as they are known, then as they are supposed."""
+    """Shapes and batch sizes whose graphs to capture, the likeliest first.
+
+    `known`: indices of shapes with known hit rates. `seconds`: batch size → seconds of a tick, by shape. `lengths`:
+    accept lengths by shape: first the known ones, then assumed ones.
+    """
     named: dict[int, list[int]] = {size: [] for size in seconds}
     found = []
     for supposed in lengths:

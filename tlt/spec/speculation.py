@@ -19,11 +19,11 @@ from tlt.spec.alarm import Alarm
 from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
 from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, Running, StartedTrees
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
-from tlt.spec.shape_policy import Outcome, ShapePolicy, TunerReport, forever
+from tlt.spec.shape_policy import Outcome, ShapePolicy, TunerReport, infinite_ticks
 from tlt.types import Key, SamplingParams
 from tlt.watch.trace import MOST_SPANS
 
-_LOOKED_INTO = 8  # rows per tick whose drafts are compared with the emitted tokens, drafter by drafter
+_COMPARED_ROWS = 8  # rows per tick whose drafts are compared with the emitted tokens, drafter by drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _timed_since(
 
 
 class Speculation:
-    """What the engine calls. The defaults are plain decoding."""
+    """The interface that the engine calls. The defaults are plain decoding."""
 
     state_sink: HiddenStateSink = NoSink()  # receives the policy's hidden states
     deepest = 0  # largest depth of any shape that will be chosen
@@ -100,17 +100,17 @@ class Speculation:
 
     @property
     def turn_rate(self) -> float:
-        """Share of written-ahead tokens that the policy writes differently, given that all before them agree."""
+        """Fraction of written-ahead tokens that differ from the policy's, among those whose predecessors all agree."""
         return 1.0
 
-    def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
-        """Called once, by the engine. `to_come` bounds the plain ticks left; `running` lists what decodes."""
+    def attach(self, remaining_ticks: Callable[[], float], running: Callable[[], Running]) -> None:
+        """Called once, by the engine. `remaining_ticks` bounds the plain ticks left; `running` lists what decodes."""
 
     def compile(self, shapes: Sequence[Shape]) -> None:
         """Compiles the drafters' kernels for these shapes."""
 
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
-        """What the drafters' runs on the device cost for these numbers of rows."""
+        """Measures the drafters' runs on the device for these numbers of rows."""
         return []
 
     def ready(self, shape: Shape, rows: int) -> None:
@@ -158,7 +158,7 @@ class Speculation:
     def verified(self, shape: Shape, emitted: Sequence[Sequence[int]], times: TickTimes, context: float = 0.0) -> None:
         """The oldest unverified tick emitted these tokens, row by row; none: the row's request was over.
 
-        `context`: positions that a row looks back on, on average.
+        `context`: mean context length of a row, in positions.
         """
 
     def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
@@ -169,15 +169,15 @@ class Speculation:
         return None
 
 
-def looked_into(rows: int, verifies: int) -> range:
+def compared_rows(rows: int, verifies: int) -> range:
     """The rows of a tick to compare with their drafts. They rotate: comparing all takes the host too long."""
-    stride = -(-rows // _LOOKED_INTO)
+    stride = -(-rows // _COMPARED_ROWS)
     return range(verifies % stride, rows, stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The drafts of a tick, row by row, one per drafter, and what they took."""
+    """The drafts of a tick, row by row, one per drafter, and their cost."""
 
     keys: Sequence[Key]
     drafting_s: float  # host seconds of all drafters
@@ -205,19 +205,19 @@ class TickFeedback:
 
     def results(self) -> list[AcceptResult]:
         """One per row that had a request."""
-        results = [_UNSEEN[len(tokens)] for tokens in self.emitted]
+        results = [_NOT_COMPARED[len(tokens)] for tokens in self.emitted]
         for row in self.completions:
-            results[row] = self._looked_into(row)
+            results[row] = self._compared(row)
         return [result for result in results if result.accepted >= 0]
 
-    def _looked_into(self, row: int) -> AcceptResult:
+    def _compared(self, row: int) -> AcceptResult:
         tokens = self.emitted[row]
         rank_hits = tuple(rank_hits_of(draft, tokens, self.shape) for draft in self.proposed.of(row))
         return AcceptResult(len(tokens) - 1, rank_hits, self.completions[row])
 
 
 # results of rows that are not compared, by emitted tokens: there are hundreds in a tick; no tokens: no request
-_UNSEEN = tuple(AcceptResult(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
+_NOT_COMPARED = tuple(AcceptResult(tokens - 1, ()) for tokens in range(MOST_NODES + 1))
 
 
 class Speculating(Speculation):
@@ -246,10 +246,10 @@ class Speculating(Speculation):
         self.deepest, self.widest = deepest, widest
         self._proposed: deque[Proposed] = deque()  # of the ticks in flight, oldest first
         self._lifecycle = LifecycleQueue(drafters, shape_policy.set_max_len)
-        self._feedback: TickFeedback | None = None  # of the newest verified tick, until it is looked into
-        self._to_come: Callable[[], float] = forever
+        self._feedback: TickFeedback | None = None  # of the newest verified tick, until it is compared
+        self._remaining_ticks: Callable[[], float] = infinite_ticks
         self._running: Callable[[], Running] = tuple
-        self._arrived = 0  # prompt positions of new requests that the shape policy was told of
+        self._arrived = 0  # prompt positions of new requests that the shape policy has observed
         self._last: Shape | None = None  # of the tick before, if requests ran in it
         self._plain: Counter[int] = Counter()  # running requests → plain ticks
         self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
@@ -269,8 +269,8 @@ class Speculating(Speculation):
         self._learn()
         return self._alarms
 
-    def attach(self, to_come: Callable[[], float], running: Callable[[], Running]) -> None:
-        self._to_come, self._running = to_come, running
+    def attach(self, remaining_ticks: Callable[[], float], running: Callable[[], Running]) -> None:
+        self._remaining_ticks, self._running = remaining_ticks, running
 
     def compile(self, shapes: Sequence[Shape]) -> None:
         for drafter in self._drafters:
@@ -301,7 +301,7 @@ class Speculating(Speculation):
     def begin(
         self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams, written: Sequence[int] = ()
     ) -> None:
-        if written:  # beyond its first difference it still is an earlier completion of the prompt
+        if written:  # after its first difference it still serves as an earlier completion of the prompt
             self._ahead.give(key, written, params.max_tokens)
             self._lifecycle.begin(key, prompt_id, prompt, params)
             self._lifecycle.end(key, written)
@@ -378,7 +378,7 @@ class Speculating(Speculation):
     def _extend(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> tuple[int, Mapping[str, float]]:
-        """Positions ingested on the device, and the part that drafters on the host took."""
+        """Positions per row processed on the device, and the host seconds of indexing."""
         lag, indexed_s = sum(drafter.lag(len(keys)) for drafter in drafters), 0.0
         for drafter in drafters:
             started = time.perf_counter()
@@ -389,7 +389,7 @@ class Speculating(Speculation):
     def _ask_all(
         self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> tuple[list[Sequence[Draft]], Mapping[str, float]]:
-        """Every drafter's drafts, and the part that drafters on the host took. They work while the device does."""
+        """Every drafter's drafts, and the host seconds of lookups. Host and device draft at the same time."""
         drafts, lookup = dict[str, Sequence[Draft]](), dict[str, float]()
         for drafter in drafters:
             drafter.start_trees(keys, shape)
@@ -413,15 +413,17 @@ class Speculating(Speculation):
         self._learn()
         self._lifecycle.flush()
         proposed = self._proposed.popleft()
-        rows = looked_into(len(emitted), self._verifies) if shape.drafters != (AHEAD,) else range(0)
-        completions = {row: self._lifecycle.number(proposed.keys[row]) for row in rows}  # later they may have ended
+        rows = compared_rows(len(emitted), self._verifies) if shape.drafters != (AHEAD,) else range(0)
+        completions = {
+            row: self._lifecycle.number(proposed.keys[row]) for row in rows
+        }  # their requests may have ended when they are compared
         times = replace(times, parts={**times.parts, **proposed.host_parts})
         self._feedback = TickFeedback(shape, proposed, emitted, completions, times, context)
 
     def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
         self._learn()
         self._time(running, OFF, times.seconds)
-        known = self._newly_arrived(), context, self._to_come, self._due_s
+        known = self._newly_arrived(), context, self._remaining_ticks, self._host_extend_s
         self._shape_policy.observe(Outcome(OFF, running, (), times, 0.0, 0.0, *known))
 
     def _learn(self) -> None:
@@ -436,14 +438,16 @@ class Speculating(Speculation):
         outcome = Outcome(
             feedback.shape,
             len(feedback.emitted),
-            results if proposed.versions == self._versions else [],  # other weights say nothing about these
+            results
+            if proposed.versions == self._versions
+            else [],  # drafts of other weights say nothing about the present ones
             feedback.times,
             proposed.lag,
             proposed.ingested,
             self._newly_arrived(),
             feedback.context,
-            self._to_come,
-            self._due_s,
+            self._remaining_ticks,
+            self._host_extend_s,
         )
         self._one_off_s += outcome.one_off_s
         self._alarms += self._shape_policy.observe(outcome)
@@ -458,9 +462,9 @@ class Speculating(Speculation):
         before, self._arrived = self._arrived, sum(drafter.arrived for drafter in self._drafters)
         return self._arrived - before
 
-    def _due_s(self) -> float:
+    def _host_extend_s(self) -> float:
         running = self._running()
-        return sum(drafter.due_s(running) for drafter in self._drafters)
+        return sum(drafter.host_extend_s(running) for drafter in self._drafters)
 
     def report(self) -> SpeculationReport:
         self._learn()
@@ -488,5 +492,5 @@ class Speculating(Speculation):
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:
-    """One tree of all drafters' branches; of a single drafter, mostly its own."""
+    """Merges all drafters' branches into one tree of at most `budget` nodes."""
     return parts[0] if len(parts) == 1 and len(parts[0]) <= budget else merge(parts, budget)

@@ -214,12 +214,12 @@ class _Proposal:
 
     def follow(self, tokens: Sequence[int], rates: _HitRates) -> bool:
         """Moves on by an emitted token; False if the tree has no such node."""
-        foretold, parents = self.draft.tokens, self.draft.parents
+        drafted, parents = self.draft.tokens, self.draft.parents
         for token in tokens:
             here = node = self.reached
             for _ in range(parents.count(here)):
                 node = parents.index(here, node + 1)
-                hit = foretold[node] == token
+                hit = drafted[node] == token
                 rates.observe(self.kinds[node], hit)
                 if hit:
                     self.reached = node
@@ -308,7 +308,7 @@ class SuffixDrafter:
         lines = request.archive.lines(request.tokens, self.min_match, min(depth, _DEEPEST)) if asked else []
         if not lines:
             return EMPTY
-        request.proposal = self._grow(lines, width, budget)
+        request.proposal = self._build_tree(lines, width, budget)
         return request.proposal.draft
 
     def holds(self, prompt_id: str) -> bool:
@@ -321,7 +321,7 @@ class SuffixDrafter:
 
     # ---- drafting
 
-    def _grow(self, lines: list[_Line], width: int, budget: int) -> _Proposal:
+    def _build_tree(self, lines: list[_Line], width: int, budget: int) -> _Proposal:
         """Adds the likeliest candidate node until the budget is spent. The first node continues a longest match."""
         base, shares, rates = self._rates.base, self._rates.shares, self._rates.rates
         waiting = self._steps(lines, -1, 0, -1.0, len(lines))
@@ -389,8 +389,8 @@ class SuffixDrafter:
         """Adds a text after its context; returns its number."""
         number = self._numbers
         self._numbers += 1
-        nothing = [-1 - number] * (self.max_match - len(context))  # padding that matches no other text
-        archive.texts[number] = text = [*nothing, *context, *tokens]
+        padding = [-1 - number] * (self.max_match - len(context))  # matches no other text
+        archive.texts[number] = text = [*padding, *context, *tokens]
         for end in range(self.max_match, len(text)):
             archive.insert(number, text, end)
         self.tokens += len(text)

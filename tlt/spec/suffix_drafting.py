@@ -49,7 +49,7 @@ class SuffixDrafting(Drafter):
         self._kept_tokens = 0  # of `_finished`
         self._token_s: deque[float] = deque([_TOKEN_S], maxlen=_TIMES)
 
-    def due_s(self, running: Running) -> float:
+    def host_extend_s(self, running: Running) -> float:
         return median(self._token_s) * self._due(running)
 
     def _due(self, running: Running) -> int:

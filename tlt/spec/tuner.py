@@ -16,7 +16,14 @@ from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.budget import PAYBACK, Budget, CostKind
 from tlt.spec.costs import DECODE, INDEX, INGEST, KEEP, CostModel, Measured
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import SUPPOSED, Outcome, TunerReport, forever, nothing, precapture_plan
+from tlt.spec.shape_policy import (
+    ASSUMED_HIT_FACTORS,
+    Outcome,
+    TunerReport,
+    infinite_ticks,
+    precapture_plan,
+    zero_seconds,
+)
 
 MARGIN = 0.01  # hysteresis: another shape must be expected to be faster by this fraction
 DOUBT = 0.3  # standard error of an accept length, relative, after one verify
@@ -100,8 +107,8 @@ class Tuner:
         self.budget = Budget()
         self._trying: Try | None = None
         self._tally = Tally()
-        self._left: Callable[[], float] = forever  # plain ticks to come, at most
-        self._index_s: Callable[[], float] = nothing  # looks at every request: asked once a tick at most
+        self._left: Callable[[], float] = infinite_ticks  # plain ticks to come, at most
+        self._index_s: Callable[[], float] = zero_seconds  # looks at every request: asked once a tick at most
         self._indexing_s: float | None = None  # its answer
         self._last = OFF  # shape of the last observed tick
         self._ticks = 0
@@ -135,15 +142,15 @@ class Tuner:
         shape, size, times = outcome.shape, self._costs.pad(outcome.batch), outcome.times
         self._costs.observe(shape, outcome.batch, times, outcome.context, outcome.ingested)
         if outcome.lag:
-            self._costs.caught_up(size, outcome.lag, outcome.caught_up_s - times.parts.get(INDEX, 0.0))
+            self._costs.caught_up(size, outcome.lag, outcome.draft_extend_s - times.parts.get(INDEX, 0.0))
         self._ticks += 1
-        self._left, self._index_s, self._indexing_s = outcome.to_come, outcome.due_s, None
+        self._left, self._index_s, self._indexing_s = outcome.remaining_ticks, outcome.host_extend_s, None
         self._last = shape if shape in self._index else OFF
         seconds = times.seconds
         if seconds is None:
             ingested_s = times.parts.get(INGEST, 0.0) + times.parts.get(INDEX, 0.0)
             seconds = (self._costs.seconds(shape, outcome.batch) or 0.0) + ingested_s
-        self._book(outcome, size, max(0.0, seconds - outcome.caught_up_s))
+        self._book(outcome, size, max(0.0, seconds - outcome.draft_extend_s))
         if shape.off or shape not in self._index:
             return ()
         self._drafted += 1
@@ -165,7 +172,7 @@ class Tuner:
     def precapture(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
         self._acceptance.refresh()
         seconds = {size: self._expected(size)[0] for size in sizes if self._costs.seconds(OFF, size)}
-        supposed = [self._acceptance.supposing(factor).lengths() for factor in SUPPOSED]
+        supposed = [self._acceptance.supposing(factor).lengths() for factor in ASSUMED_HIT_FACTORS]
         found = precapture_plan(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
         for shape, size in found:
             self._costs.captures.captured(shape, self._costs.pad(size))
@@ -268,12 +275,12 @@ class Tuner:
                 break
             if gain <= MARGIN + self._doubt(used, best, size):
                 continue
-            caught_up_s = self._catching_up(best, used, size, lag)
+            draft_extend_s = self._catching_up(best, used, size, lag)
             captured_s = self._costs.captures.expected_s(best, size)
             left_s = self._left() * self.budget.tick_s if left_s is None else left_s
             # catching up pays in this rollout, a graph in later ones too if there often are so many requests
-            pays = caught_up_s <= gain * left_s and PAYBACK * captured_s <= gain * near_s
-            if pays and self._affords(caught_up_s + captured_s, gain):
+            pays = draft_extend_s <= gain * left_s and PAYBACK * captured_s <= gain * near_s
+            if pays and self._affords(draft_extend_s + captured_s, gain):
                 return best
         return used
 
@@ -371,7 +378,7 @@ class Tuner:
         captured_s = self._costs.captures.see(outcome.shape, size, times.one_off_s)
         budget.charge(CostKind.STATES, keep_s)
         budget.charge(CostKind.CAPTURES, captured_s)
-        budget.charge(CostKind.CATCHING_UP, outcome.caught_up_s)
+        budget.charge(CostKind.CATCHING_UP, outcome.draft_extend_s)
         if outcome.shape.off:
             others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees drafted in vain
             budget.ran(seconds - keep_s, max(0.0, seconds - keep_s - others_s))
@@ -384,7 +391,7 @@ class Tuner:
         tally.saved_s += plain_s - seconds
         if tried := self._tried(outcome.shape):
             tally.explored += 1
-            lost_s = seconds + outcome.caught_up_s + captured_s - per_request / tried.rate
+            lost_s = seconds + outcome.draft_extend_s + captured_s - per_request / tried.rate
             budget.tried(lost_s)
             self._retries[outcome.shape.drafters].lost_s = max(0.0, lost_s)
         tally.ticks[(size, shown(outcome.shape))] += 1

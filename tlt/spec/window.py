@@ -1,9 +1,9 @@
-"""Attention of the drafter: back over at most `window` positions of one's own sequence, then along one's own draft.
+"""Sliding-window attention of the drafter: over at most `window` earlier positions of a sequence, then over its draft.
 
-Two forms of the same attention, equal by test. `Band` serves packed training: queries in blocks, each block with the
-keys just before it, so that memory is tokens × (window + block) and never tokens². `attend_ring` serves rollout: the
-last positions of every row lie in a ring, the nodes of its draft tree beside it. Both are tensor operations of static
-shape. Knows heads and positions; knows nothing of weights or tokens.
+Owns two forms of the same attention. `Band` serves packed training: each block of queries attends to the keys just
+before it, so memory is tokens × (window + block), not tokens². `attend_ring` serves rollouts: the last positions of
+every row lie in a ring buffer, and the nodes of its draft tree in a second one. Always holds: both give equal results,
+by test, and have static shapes. Knows heads and positions; knows nothing of weights or tokens.
 """
 # T packed positions, n blocks of B queries, L keys a block sees, s keys of a draft chain
 # R rows, Q queries of a row, W ring slots, N further keys of a row
@@ -24,25 +24,25 @@ from tlt.kernels.dispatch import dispatch
 from tlt.model.device import upload
 from tlt.model.linear import in_gpu_rollout
 
-BLOCK = 64  # queries that share their keys
-_LEAST_BEFORE = 32  # keys before a block come in powers of two from here on
-_MOST_SPANS = {"cpu": 6, "cuda": 2}  # more would be many small launches: neighbours then see as far back as each other
-_CHEAP = 256  # keys, summed over blocks, that cost no more than another span does
+BLOCK = 64  # queries per block; they share their keys
+_LEAST_BEFORE = 32  # fewest keys before a block; larger numbers are rounded up to powers of two
+_MOST_SPANS = {"cpu": 6, "cuda": 2}  # more spans would mean many small launches
+_CHEAP = 256  # keys, summed over blocks, whose cost equals that of another span
 _HIDDEN = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Who sees whom among packed positions: spans of blocks that look back equally far.
+    """The attention mask of packed positions, as spans of blocks with equally many earlier keys.
 
-    Rows packed longest first have few spans, and short sequences are not charged for long ones beside them.
+    Rows packed longest first have few spans. Short sequences do not pay for the long ones in the same row.
     """
 
     spans: tuple["Span", ...]
 
     @classmethod
     def of(cls, index_T: Tensor, window: int, device: torch.device) -> "Band":
-        """`index_T`, on the host: place of each position within its own sequence."""
+        """`index_T`, on the host: index of each position within its own sequence."""
         padded_nB = functional.pad(index_T, (0, -len(index_T) % BLOCK)).view(-1, BLOCK)
         need_n = (padded_nB.clamp(max=window - 1) - torch.arange(BLOCK)).amax(1)
         before = [_LEAST_BEFORE << max(0, (need - 1) // _LEAST_BEFORE).bit_length() for need in need_n.tolist()]
@@ -55,7 +55,7 @@ class Band:
         )
 
     def windows(self, x_TKd: Tensor) -> list[Tensor]:
-        """The keys (or values) that each block of each span sees."""
+        """The keys (or values) that each block of each span attends to."""
         return [span.windows(x_TKd) for span in self.spans]
 
     def attend(
@@ -66,7 +66,7 @@ class Band:
         step: int,
         chain: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """[T, H, d]: over the `windows` of keys and values, then over the query's own chain, [T, K, d] each."""
+        """[T, H, d]: attention over the `windows` of keys and values and over the query's own chain, [T, K, d] each."""
         outs = [
             span.attend(q_THd[span.cut], k[at], v[at], step, [(key[span.cut], value[span.cut]) for key, value in chain])
             for at, span in enumerate(self.spans)
@@ -75,7 +75,7 @@ class Band:
 
 
 def _spans(before: Sequence[int], most: int) -> list[tuple[int, int, int]]:
-    """Cuts blocks into at most `most` runs (first, last + 1, how far back), each time where it saves the most keys."""
+    """Cuts blocks into at most `most` runs (first, last + 1, keys before a block). Each cut saves the most keys."""
     runs = [(0, len(before))]
     while len(runs) < most:
         gain, at, run = max((*_best_cut(before[first:last]), run) for run, (first, last) in enumerate(runs))
@@ -87,7 +87,7 @@ def _spans(before: Sequence[int], most: int) -> list[tuple[int, int, int]]:
 
 
 def _best_cut(before: Sequence[int]) -> tuple[int, int]:
-    """How many keys the best cut of one run into two saves, and after how many blocks it is."""
+    """The best cut of a run into two: the number of keys that it saves, and the number of blocks before it."""
     left = list(accumulate(before, max))
     right = list(accumulate(reversed(before), max))[::-1]
     far, blocks = left[-1], len(before)
@@ -97,9 +97,9 @@ def _best_cut(before: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    index_nB: Tensor  # int64: place of each query within its own sequence; padding is 0
-    window: int
-    before: int  # keys each block sees before its own
+    index_nB: Tensor  # int64: index of each query within its own sequence; padding is 0
+    window: int  # positions
+    before: int  # keys before each block's own
     start: int  # packed positions, without padding
     stop: int
 
@@ -108,7 +108,7 @@ class Span:
         return slice(self.start, self.stop)
 
     def windows(self, x_TKd: Tensor) -> Tensor:
-        """[n·K, d, L]: for every block its own keys and those before it; before the first position are zeros."""
+        """[n·K, d, L]: the keys of every block and those before it, padded with zeros before the first position."""
         missing = max(0, self.before - self.start)
         seen = x_TKd[self.start - self.before + missing : self.stop]
         rest = self.index_nB.numel() - (self.stop - self.start)
@@ -131,7 +131,7 @@ class Span:
         return out_TKGd.reshape(T, H, d)
 
     def _bias_nBL(self, step: int, dtype: torch.dtype) -> Tensor:
-        """−∞ where a query of draft step `step` sees nothing. It stands `step` positions on, and its window with it."""
+        """−∞ where a query of draft step `step` does not attend. Its position and window are shifted by `step`."""
         device = self.index_nB.device
         query_B, key_L = torch.arange(BLOCK, device=device), torch.arange(self.before + BLOCK, device=device)
         back_BL = query_B[:, None] - (key_L[None, :] - self.before)
@@ -151,10 +151,10 @@ class Span:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Softmax attention of each block over its window and, by their scores alone, over a few further keys.
+    """Softmax attention of each block over its window and over a few further keys, given by their scores.
 
-    Returns what the window gives and the weights of the further keys. By hand, because the scores are what takes memory
-    and time: they are written over where torch would copy them, and only the weights are kept for the way back.
+    Returns the window's part of the output and the weights of the further keys. A custom function, because the scores
+    dominate memory and time: they are updated in place, and only the weights are saved for the backward pass.
     """
 
     # x blocks × key heads, q queries of a block (all heads that share a key head), L window keys, s further keys
@@ -170,7 +170,7 @@ class _BlockAttention(torch.autograd.Function):
         out_xqd = torch.bmm(weights_xqL, v_xdL.transpose(1, 2))
         if own_xqs.shape[2]:
             wide = torch.promote_types(q_xqd.dtype, torch.float32)
-            # the window's log-sum of exponentials, from its largest score and that one's weight
+            # log-sum-exp of the window, from its largest score and the weight of that score
             window_xq1 = scores_xqL.amax(-1, keepdim=True).to(wide) - weights_xqL.amax(-1, keepdim=True).to(wide).log()
             shares = torch.cat((window_xq1, own_xqs.to(wide)), dim=-1).softmax(-1).to(q_xqd.dtype)
         else:
@@ -266,20 +266,20 @@ def attend_ring(
 
 
 class Flash(Protocol):
-    """Attention over the keys before each query, and its way back."""
+    """Attention over the keys before each query: forward and backward."""
 
     def forth(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """What is attended to, [T, H, d]; the log of the sum of exponentials, [H, T]; and what the way back needs."""
+        """Output [T, H, d], log-sum-exp [H, T], and tensors for the backward pass."""
 
     def back(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum_HT: Tensor, rest: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by q, k and v of the part of `out` that came from these keys, weighed by exp(score − logsum)."""
+        """Gradients of q, k and v for the part of `out` from these keys, whose weights are exp(score − logsum)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashBand:
-    """As `window.Band`: who sees whom among packed positions."""
+    """The attention mask of packed positions, as in `Band`, for flash attention."""
 
     starts_C1: Tensor  # int32
     longest: int
@@ -294,7 +294,7 @@ class FlashBand:
         return x_TKd
 
     def attend(self, q_THd: Tensor, k: Tensor, v: Tensor, step: int, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """[T, H, d]: over the window, which stands `step` positions on, then over the query's own chain."""
+        """[T, H, d]: attention over the window, shifted by `step`, and over the query's own chain."""
         back = self.window - 1 - step
         return chained_attention(q_THd, k, v, chain, _VendorFlash(self.starts_C1, self.longest, back))
 
@@ -303,7 +303,7 @@ class FlashBand:
 class _VendorFlash:
     starts_C1: Tensor
     longest: int
-    reach: int  # positions a query looks back, not counting its own
+    reach: int  # earlier positions that a query attends to
 
     @property
     def _shape(self) -> tuple[Any, ...]:
@@ -327,7 +327,7 @@ class _VendorFlash:
 def chained_attention(
     q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, chain: Sequence[tuple[Tensor, Tensor]], flash: Flash
 ) -> Tensor:
-    """[T, H, d]: over what `flash` sees and the keys of each query's own chain, [T, K, d] each."""
+    """[T, H, d]: attention over the keys of `flash` and over each query's own chain, [T, K, d] each."""
     own = (torch.stack(kind, dim=2) for kind in zip(*chain, strict=True)) if chain else (None, None)
     attended: Tensor = _Chained.apply(q_THd, k_TKd, v_TKd, *own, flash)  # type: ignore[no-untyped-call]
     return attended
@@ -371,7 +371,7 @@ class _Chained(torch.autograd.Function):
 def _merge(
     out_THd: Tensor, logsum_HT: Tensor, q_THd: Tensor, k_TKsd: Tensor, v_TKsd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and log of the sum over window and chain, and the weights of the chain's keys."""
+    """Output and log-sum-exp over window and chain, and the weights of the chain's keys."""
     T, K = k_TKsd.shape[:2]
     dtype, wide, scale = q_THd.dtype, logsum_HT.dtype, q_THd.shape[2] ** -0.5
     q_TKGd = q_THd.reshape(T, K, -1, q_THd.shape[2])
