@@ -1,7 +1,7 @@
 """The errors a user can meet. Each message says what was found, what was expected and what to change.
 
-Everything tlt raises on purpose is a TltError; the command line prints it as one line and exits with its code.
-Terminated is none: it is what SIGTERM becomes.
+Always holds: every error that tlt raises on purpose is a TltError. The command line prints it as one line and exits
+with its code. `Terminated` is no TltError: it is raised on SIGTERM.
 """
 
 import os
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class TltError(Exception):
-    """Something the user can put right. `exit_code` is what the command line ends with."""
+    """An error that the user can correct. `exit_code`: exit code of the command line."""
 
     exit_code = 1
 
 
 class ConfigError(TltError):
-    """A recipe, a flag or a value in one is wrong."""
+    """A recipe or a flag is wrong, or a value in one."""
 
     exit_code = 2
 
@@ -27,9 +27,9 @@ class ModelError(TltError):
 
 
 class RequestError(TltError):
-    """A request the engine cannot take or answer. Other requests are unaffected.
+    """The engine cannot accept or complete a request. Other requests are not affected.
 
-    `completions` holds what the others were answered, where the error came at the end of a batch.
+    `completions`: completions of the other requests, if the error is raised at the end of a batch.
     """
 
     def __init__(self, message: str, completions: Sequence[Any] = ()) -> None:
@@ -38,7 +38,7 @@ class RequestError(TltError):
 
 
 class TaskError(TltError):
-    """Prompts or rewards are not what a task must give."""
+    """A task returned invalid prompts or rewards."""
 
 
 class CheckpointError(TltError):
@@ -46,38 +46,38 @@ class CheckpointError(TltError):
 
 
 class ReaderError(TltError):
-    """Somebody who shows a run (console, TensorBoard, W&B) cannot go on. The run can."""
+    """A reader of a run's events (console, TensorBoard, W&B) failed. The run continues."""
 
 
 class ClusterError(TltError):
-    """Workers cannot be had, or too many of them were lost."""
+    """Workers cannot be started, or too many of them were lost."""
 
 
 class RankLost(ClusterError):
-    """Another rank of an engine is gone, and with it a slice of the policy: the engine cannot go on."""
+    """Another rank of an engine was lost, with its slice of the policy: the engine cannot continue."""
 
 
 class StateLost(ClusterError):
-    """Nobody is left who knows how far the policy had learned: the run goes on from its last checkpoint."""
+    """No worker with the policy's training state is left: the run continues from its last checkpoint."""
 
 
 def shown(value: object, most: int = 120) -> str:
-    """A value in an error's message: on one line, and not longer than can be read."""
+    """A value for an error's message: one line of at most `most` characters."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested, or an integer of more digits, than Python prints
+    except (RecursionError, ValueError):  # nested too deeply, or an integer with too many digits
         text = f"a value of type {type(value).__name__}, too large to show"
     return text if len(text) <= most else text[:most] + "…"
 
 
 def shown_names(names: Iterable[str], most: int = 400) -> str:
-    """Names that a file brings, in an error's message."""
+    """Names from a file, for an error's message."""
     text = ", ".join(name if name.isprintable() else repr(name) for name in names) or "none"
     return text if len(text) <= most else text[:most] + "…"
 
 
 def check_reachable(path: Path | str, error: type[TltError]) -> None:
-    """Raises `error` where the system does not say whether the file is there: a directory on the way may be closed."""
+    """Raises `error` if the system cannot tell whether the file exists, e.g. for lack of permission on a directory."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -89,8 +89,7 @@ def check_reachable(path: Path | str, error: type[TltError]) -> None:
 
 
 class Terminated(SystemExit):
-    """SIGTERM: somebody else ends the process. Uncaught it exits with 143, as a shell shows a process that SIGTERM
-    ended."""
+    """The process received SIGTERM. Uncaught, it exits with 143, a shell's code for a process that SIGTERM ended."""
 
     def __init__(self) -> None:
         super().__init__(143)

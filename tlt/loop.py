@@ -1,7 +1,7 @@
-"""One step of reinforcement learning on one page: ask, answer, judge, update, publish; and the fleet it needs.
+"""One step of reinforcement learning: sample prompts, roll out, judge, update, publish; and the `Fleet` protocol.
 
-What always holds: the step is a function of the policy, the seed and the step's number alone. Answers may come in any
-order, from any worker, with any speculation: groups, advantages and the update see them in the order they were asked.
+Always holds: a step is a function of the policy, the seed and the step number. Completions may arrive in any order,
+from any worker, with any speculation: groups, advantages and the update process them in the order of their requests.
 Knows nothing of engines, processes or devices: a fleet is any object with these methods.
 """
 
@@ -31,70 +31,76 @@ from tlt.watch.step_files import sampled_groups
 from tlt.watch.trace import WorkerTrace
 
 Emit = Callable[[Event], None]
-ByDepth = tuple[tuple[str, tuple[float, ...]], ...]  # drafter; share accepted at depth 1, 2, … of what got there
-_PROGRESS_S = 1.0  # between two words about a rollout under way
+ByDepth = tuple[tuple[str, tuple[float, ...]], ...]  # drafter; at depth 1, 2, …: accepted / reached
+_PROGRESS_S = 1.0  # seconds between two progress events of a rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """How the last rollout went, over all workers."""
+    """Speculation in the rollouts of the last step, over all workers."""
 
     verifies: int = 0  # of single requests
     accepted: int = 0  # draft tokens
-    saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs; one_off_s is taken off
-    chosen: TicksByBatch = ()  # in which shapes
-    by_depth: ByDepth = ()  # as the tuners knew it afterwards, of those that were asked
+    saved_s: float = 0.0  # against plain ticks for the same tokens, by measured costs; `one_off_s` is subtracted
+    chosen: TicksByBatch = ()  # ticks by shape and batch size
+    by_depth: ByDepth = ()  # the tuners' estimates after the rollout, of the drafters that were used
     switches: int = 0  # ticks in another shape than the tick before
-    one_off_s: float = 0.0  # work done once because of speculation: drafters that caught up, captures
-    ahead_tokens: int = 0  # of the next step's completions, written ahead
+    one_off_s: float = 0.0  # one-off work for speculation: draft-extends and captures
+    ahead_tokens: int = 0  # tokens of the next step's completions, written ahead
     traces: tuple[WorkerTrace, ...] = ()  # one per worker
 
     @property
     def accept_length(self) -> float:
-        """Tokens per verify, pooled; 1 where nothing was drafted."""
+        """Tokens per verify, pooled; 1 if nothing was drafted."""
         return 1.0 + self.accepted / max(1, self.verifies)
 
 
 class Fleet(Protocol):
-    """All workers, each with an engine, a share of the policy's trainer, and the drafter's."""
+    """All workers. Each has an engine, a part of the policy's trainer, and a drafter's trainer."""
 
     def rollout(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
-        """Every request's answer, once, as it ends. Workers that run dry may train the drafter until the last is in.
-        An answer that gets `replies` ends with its last turn.
+        """Yields the completion of every request once, when it ends. With `replies` it ends with its last turn.
 
-        Preparations end before this returns; the rollout runs while its answers are taken.
+        Workers without requests may train the drafter until the last completion. Preparations end before this returns;
+        the rollout runs while its completions are read.
         """
 
     def write_ahead(self, step: int, upcoming: Callable[[], Sequence[Request]]) -> None:
-        """During this step, rows and workers that nothing else needs may write these requests of the next one. What
-        they wrote are guesses at its completions."""
+        """Offers requests of the next step, for rows and workers that are free during this one.
+
+        The tokens written for them are guesses at the next step's completions.
+        """
 
     def report(self) -> RolloutReport:
-        """Of the last step's rollouts: with dynamic sampling there may be several."""
+        """The report on the last step's rollouts. With dynamic sampling there may be several."""
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
-        """The rollout is over: trains the drafter until `until` is true, and longer only if that is worth the wait."""
+        """Trains the drafter after a rollout until `until` is true; longer only if training pays."""
 
     def update(self, experiences: Sequence[Experience]) -> UpdateResult:
-        """One step of the policy, on all workers."""
+        """One optimizer step of the policy, on all workers."""
 
     def publish(self, step: int, version: int) -> None:
-        """From now on every engine writes with the updated policy, and drafts with the newest drafter."""
+        """Gives every engine the updated policy and the newest drafter."""
 
     def replay(self, requests: Sequence[Request], replies: Replies | None = None) -> tuple[list[Completion], float]:
-        """The same requests once more without speculation, and the seconds of the rollout alone: they do not include
-        building, compiling and measuring the engines that write it."""
+        """Runs the same requests again without speculation. Returns the completions and the seconds of the rollout.
+
+        The seconds do not include building, compiling and measuring the engines of the replay.
+        """
 
     def evaluate(self, step: int, requests: Sequence[Request], replies: Replies | None = None) -> Iterator[Completion]:
-        """Every request's answer, once, as it ends, by the engines of the rollout. No drafter learns from them."""
+        """Yields the completion of every request once, when it ends. No drafter learns from them."""
 
     def leave_out(self, seconds: float) -> None:
-        """The run did something else for so long, between two steps: that is no part of a step."""
+        """Excludes `seconds` of other work between two steps from the time of a step."""
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Everything `restore` needs to go on bit by bit, as it is now; it is copied while the run goes on. What comes
-        back writes it into an empty directory, whenever it is called, from any thread, but before the next snapshot is
-        taken."""
+        """Begins a copy of the state that `restore` needs for a bit-exact continuation. The run goes on meanwhile.
+
+        The returned function writes the copy into an empty directory. It may be called from any thread, before the next
+        snapshot is taken.
+        """
 
     def restore(self, directory: Path, version: int) -> None: ...
 
@@ -103,29 +109,29 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt of a step and the requests for its answers."""
+    """A prompt of a step and the requests of its group."""
 
     prompt: Prompt
     requests: tuple[Request, ...]
-    place: int = 0  # among the prompts of a step
+    place: int = 0  # index among the prompts of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a step by what it waited for; they do not overlap."""
+    """Seconds of a step by phase. Phases do not overlap."""
 
     rollout: float
-    reward: float  # after the last answer
+    reward: float  # after the last completion
     drafting: float  # after the last reward
-    update: float  # and handing the policy to the engines
-    replay: float  # of no use to the step: it is compared with
+    update: float  # includes publishing the policy
+    replay: float  # plain decoding of the same requests, for comparison only
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one step."""
+    """The result of one step."""
 
-    number: int  # from 1, as in every event
+    number: int  # from 1
     judged: tuple[Judged, ...]
     report: RolloutReport
     update: UpdateResult
@@ -134,13 +140,13 @@ class Step:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """In the order they were asked."""
+        """All rollouts, in the order of their requests."""
         return [rollout for one in self.judged for rollout in one.group.rollouts]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Everything a step needs, given once."""
+    """Runs steps, with everything that they need."""
 
     config: RunConfig
     task: Task
@@ -150,7 +156,7 @@ class Loop:
     emit: Emit
 
     def step(self, taken: int) -> Step:
-        """The step after `taken` others, which brings the policy from that version to the next."""
+        """Runs the step after `taken` others: policy version `taken` becomes `taken + 1`."""
         number = taken + 1
         rolled = self._sample(taken)
         self._replay(number, rolled)
@@ -170,7 +176,7 @@ class Loop:
         return Step(number, judged, rolled.report, update, times, learned)
 
     def _sample(self, taken: int) -> "_Rolled":
-        """Turns of rollout and judging, until every place has a group with a signal or may ask no more."""
+        """Turns of rollout and judging, until every place has a group with a signal or no turn is left."""
         rolled = _Rolled(Places(self.config.grpo.dynamic_sampling), time.perf_counter())
         if self.config.spec.ahead != "off" and taken + 1 < self.config.run.steps:
             self.fleet.write_ahead(taken + 1, partial(self._upcoming, taken + 1))
@@ -184,7 +190,7 @@ class Loop:
         return rolled
 
     def _upcoming(self, taken: int) -> list[Request]:
-        """Of the first turn of another step; none where the task has no prompts for it, which that step will tell."""
+        """Requests of the first turn of the step after `taken` others; none if the task has no prompts for it."""
         try:
             asked = ask(taken, self.config, self.task, self.tokenizer)
         except TaskError:
@@ -202,7 +208,7 @@ class Loop:
             judged = judging.judged()
         rolled.ended = time.perf_counter()
         late = judging.last_verdict_s
-        waited = max(0.0, min(late, drafted) - answered)  # for rewards; drafting beside it costs nothing
+        waited = max(0.0, min(late, drafted) - answered)  # for rewards; drafting at the same time costs nothing
         rolled.rollout_s += answered - started
         rolled.reward_s += waited + rolled.ended - drafted
         rolled.drafting_s -= waited
@@ -211,7 +217,7 @@ class Loop:
         rolled.places.see([one.place for one in asked], rewards)
 
     def _draft(self, number: int, rolled: "_Rolled", until: Callable[[], bool]) -> float:
-        """After the last rollout of the step; the seconds it took."""
+        """The drafting phase, after the last rollout of the step. Returns its seconds."""
         started = time.perf_counter()
         rolled.report, rolled.drafted = self.fleet.report(), True
         self.emit(PhaseStarted(number, "drafting"))
@@ -221,7 +227,7 @@ class Loop:
         return rolled.ended - started
 
     def _roll_out(self, number: int, asked: Sequence[Asked], judging: Judging) -> float:
-        """Seconds from the first request to the last answer."""
+        """Runs a rollout. Returns the seconds from its first request to its last completion."""
         requests = [request for one in asked for request in one.requests]
         self.emit(PhaseStarted(number, "rollout"))
         completions = self.fleet.rollout(number, requests, self._replies(asked))
@@ -236,7 +242,7 @@ class Loop:
         return time.perf_counter() - started
 
     def _replay(self, number: int, rolled: "_Rolled") -> None:
-        """The answers of the first turn written plainly, by the same policy: to compare."""
+        """Compares the first turn with plain decoding by the same policy, in steps that are replayed."""
         if not is_replayed(number - 1, self.config.run.replay_every):
             return
         self.emit(PhaseStarted(number, "replay"))
@@ -253,15 +259,15 @@ class Loop:
 
 @dataclass(slots=True)
 class _Rolled:
-    """What the turns of a step add up to."""
+    """Totals over the turns of a step."""
 
     places: Places
-    ended: float  # what has happened so far; at first, when the step began
+    ended: float  # when the last phase ended; at first, when the step began
     turns: list[tuple[Sequence[Asked], Sequence[Judged], float]] = field(
         default_factory=list
-    )  # seconds: of the rollout
+    )  # the last: seconds of the rollout
     report: RolloutReport = field(default_factory=RolloutReport)
-    drafted: bool = False  # whether drafting had its turn
+    drafted: bool = False  # the drafting phase has run
     rollout_s: float = 0.0
     reward_s: float = 0.0
     drafting_s: float = 0.0
@@ -272,7 +278,7 @@ class _Rolled:
 
 
 def is_replayed(taken: int, every: int) -> bool:
-    """The middle one of every so many steps: it speaks for those around it, and a cold start only for itself.
+    """Whether a step is replayed: the middle one of every `every` steps, which represents them better than the first.
 
     `taken`: steps before this one.
     """
@@ -287,9 +293,9 @@ def ask(
     turn: int = 0,
     places: Sequence[int] | None = None,
 ) -> list[Asked]:
-    """The prompts of the step after `taken` others, with `task.group` requests each. No key is used twice in a run.
+    """The prompts of the step after `taken` others, with `task.group` requests each. Keys are unique in a run.
 
-    With dynamic sampling a step has several turns, each with prompts of its own; `places`: those that ask in this one.
+    With dynamic sampling a step has several turns with different prompts. `places`: places that ask in this turn.
     """
     turns, count, group = config.grpo.dynamic_sampling + 1, config.task.prompts, config.task.group
     number = taken * turns + turn
@@ -299,7 +305,7 @@ def ask(
             f"{type(task).__module__}.{type(task).__qualname__}.sample({number}, {count}) returned no prompts; "
             f"expected {count}, one at least: begin again with the first where they end, or lower run.steps to {taken}"
         )
-    asked, several = [], isinstance(task, MultiTurnTask)  # the pages of a turn are kept for the next one
+    asked, several = [], isinstance(task, MultiTurnTask)  # the KV cache of a turn is kept for the next turn
     for place, prompt in enumerate(prompts):
         if places is None or place in places:
             tokens = tuple(tokenizer.encode_prompt(prompt.content))
@@ -311,7 +317,7 @@ def ask(
 
 
 def sampled_of(number: int, judged: Sequence[Judged], wanted: int) -> frozenset[int]:
-    """Indices of the groups that the step's file holds token by token."""
+    """Indices of the groups whose tokens the step file holds."""
     longest = [max(len(rollout.completion.tokens) for rollout in one.group.rollouts) for one in judged]
     return sampled_groups(number, longest, wanted)
 
@@ -322,8 +328,10 @@ def experiences(
     sampled: Collection[int] = (),
     learned: Collection[int] | None = None,
 ) -> list[Experience]:
-    """Every rollout with its advantage over its group, in the order they were asked. `sampled`, `learned`: indices of
-    groups; None: all."""
+    """Every rollout with its advantage in its group, in the order of the requests.
+
+    `sampled`, `learned`: indices of groups; None: all.
+    """
     found = []
     for index, one in enumerate(judged):
         if learned is None or index in learned:

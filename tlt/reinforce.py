@@ -1,10 +1,11 @@
-"""`tlt train`: a policy learns from its rewards, step after step, and goes on from where it was stopped.
+"""`tlt train`: trains a policy from rewards, step by step, and resumes a stopped run from its checkpoint.
 
-Owns the run: its directory, its checkpoints and the order of things around a step. What always holds: a checkpoint is
-there only when the events of all its steps are, so that a run stopped at any moment and resumed tells each step, and
-tells what the undisturbed run would have told. Nothing random is left to save: prompts are a function of the step,
-tokens of policy, seed and request. What a resumed run has lost is speed for a while: costs of ticks, acceptance, the
-answers the suffix drafter remembers and, unless `checkpoint.buffer` keeps them, those the drafter learns from.
+Owns the run: its directory, its checkpoints and the order of work around a step. Always holds: a checkpoint exists only
+if the events of all its steps are on disk. So a run that is stopped at any moment and resumed has the events of every
+step, equal to those of an uninterrupted run. There is no random state to save: prompts are a function of the step, and
+tokens of policy, seed and request. A resumed run is slower for a while, because it has lost tick costs, acceptance
+rates, the texts of the suffix drafter and, unless `checkpoint.buffer` is set, the drafter's training data. Does not
+know how a step is computed.
 """
 
 import time
@@ -80,11 +81,11 @@ def train(
     resume_from: str = "",
     open_fleet: OpenFleet = LocalFleet,
 ) -> Run:
-    """Trains `config.model` on `task` (the configured one, if none is given) and returns what the run has told.
+    """Trains `config.model` on `task` (default: the configured one) and returns the run's events.
 
-    `eval_task` has the held-out prompts where `eval.paths` names none.
-    `resume` goes on from the run's newest checkpoint that is whole, or begins where there is none yet. `resume_from`
-    names the checkpoint to go on from, as in "step_20"; later ones are then removed by the next one that is written.
+    `eval_task`: has the held-out prompts if `eval.paths` is empty. `resume`: continues from the run's newest complete
+    checkpoint, or starts anew if there is none. `resume_from`: name of the checkpoint to continue from, as in
+    "step_20". The next checkpoint written then removes later ones.
     """
     _check(config, open_fleet)
     resume = resume or bool(resume_from)
@@ -115,14 +116,14 @@ def train(
 
 
 def _nothing_left(config: RunConfig, start: ResumePoint, directory: Path) -> bool:
-    """Whether all steps were taken, and the last one was evaluated if the recipe asks for that."""
+    """Whether all steps are done, and the last one is evaluated if the recipe demands it."""
     if start.step < config.run.steps:
         return False
     return not config.eval.every or any(told.step == start.step for told in events_of(read_run(directory), Evaluated))
 
 
 class _Run:
-    """One process's share of a run: from the start or a checkpoint to the last step."""
+    """The part of a run in one process: from the start or a checkpoint to the last step."""
 
     def __init__(self, config: RunConfig, checkpoints: Checkpoints, log: EventLog) -> None:
         self._config, self._log = config, log
@@ -147,7 +148,7 @@ class _Run:
         raise_if_terminated()
         fleet = open_fleet(self._config, self._log.emit)
         try:
-            with sigterm_raises():  # again: so that another SIGTERM does not interrupt what follows
+            with sigterm_raises():  # again: a second SIGTERM must not interrupt the cleanup below
                 restored = self._restore(fleet, start)
                 self._log.emit(StartupFinished(seconds=time.perf_counter() - self._started))
                 loop = Loop(self._config, task, tokenizer, judge, fleet, self._log.emit)
@@ -197,7 +198,7 @@ class _Run:
             self._log.emit(failed)
 
     def _fit(self, task: Task, tokenizer: Tokenizer, context: int) -> Tokenizer:
-        """Prompts that are too long are refused, left out of the task, or cut by the tokenizer that comes back."""
+        """Applies `task.long_prompts`: long prompts are refused, left out, or cut by the returned tokenizer."""
         before = len(task.prompts) if isinstance(task, FileTask) else 0
         fitted = fit_task(task, tokenizer, self._config, context)
         if fitted.long:
@@ -212,7 +213,7 @@ class _Run:
     # ---- evaluations
 
     def _evaluate(self, evaluation: Evaluation, fleet: Fleet, step: int) -> None:
-        """If there is one at this step. The best policy so far gets a checkpoint, and keeps it."""
+        """Runs the evaluation that is due at this step, if any. The checkpoint of the best policy is kept."""
         started = time.perf_counter()
         if evaluation.due(step):
             evaluation.run(step, fleet.evaluate)
@@ -223,7 +224,7 @@ class _Run:
         fleet.leave_out(time.perf_counter() - started)
 
     def _evaluated(self, start: ResumePoint | None) -> tuple[Evaluated, ...]:
-        """What the run that is resumed has told."""
+        """Evaluations of the run that is resumed."""
         return events_of(read_run(directory_of(self._config, TRAIN)), Evaluated) if start else ()
 
     # ---- checkpoints
@@ -231,7 +232,7 @@ class _Run:
     def _copy(self, fleet: Fleet, step: int) -> Callable[[Path], None]:
         """Copies the state after the step. The returned function writes it."""
         self._log.emit(PhaseStarted(step, "checkpoint"))
-        self._saver.wait()  # the last copy's memory is used again
+        self._saver.wait()  # the copy reuses the memory of the last one
         write_fleet = fleet.snapshot()
 
         def fill(directory: Path) -> None:
@@ -241,7 +242,7 @@ class _Run:
         return fill
 
     def _restore(self, fleet: Fleet, start: ResumePoint | None) -> int:
-        """How many steps have been taken."""
+        """Restores the checkpoint. Returns the number of steps taken."""
         if start is None:
             return 0
         self._log.emit(StartupPhase(f"reading {start.path}"))
@@ -267,7 +268,7 @@ class _Run:
 
 
 class StepKeeper:
-    """Writes the step files, if any are wanted. Where they cannot be written, the run goes on without them."""
+    """Writes the step files, if configured. After a write error the run continues without them."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, after: int) -> None:
         self._watch = config.watch
@@ -290,13 +291,13 @@ class StepKeeper:
 
 
 class _Saver:
-    """Writes checkpoints while the run goes on, one at a time. A failure raises at the next call."""
+    """Writes checkpoints in a thread, one at a time. A failure raises at the next call."""
 
     def __init__(self, checkpoints: Checkpoints, log: EventLog) -> None:
         self._checkpoints, self._log = checkpoints, log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[CheckpointSaved] | None = None
-        self.newest = 0  # step of the newest checkpoint, which may be under way; 0: none
+        self.newest = 0  # step of the newest checkpoint, written or in progress; 0: none
 
     def save(self, step: int, fill: Callable[[Path], None]) -> None:
         self.wait()
@@ -305,12 +306,12 @@ class _Saver:
 
     def _write(self, step: int, fill: Callable[[Path], None]) -> CheckpointSaved:
         started = time.perf_counter()
-        self._log.sync()  # first: no power cut leaves a checkpoint without the events of its steps
+        self._log.sync()  # first: after a power cut, no checkpoint may lack the events of its steps
         path = self._checkpoints.write(step, fill)
         return CheckpointSaved(step, str(path), time.perf_counter() - started)
 
     def tell(self) -> None:
-        """Of the last one, if it is done by now."""
+        """Emits the event of the last checkpoint if it is complete."""
         if self._pending and self._pending.done():
             self.wait()
 
@@ -320,14 +321,14 @@ class _Saver:
             self._log.emit(pending.result())
 
     def close(self) -> None:
-        """What is being written is written to its end, and told even if the run was stopped by something else."""
+        """Completes the checkpoint in progress and emits its event, also if the run was stopped by an error."""
         self._thread.shutdown()
         if self._pending and not self._pending.exception():
             self.wait()
 
 
 def _check(config: RunConfig, open_fleet: OpenFleet) -> None:
-    """What can be known to be wrong before anything is loaded or written."""
+    """Checks that need no files: raises ConfigError before anything is loaded or written."""
     if config.task.group < 2:
         raise ConfigError(
             f"task.group is {config.task.group}: an answer is learned from by comparing it with others to the same "

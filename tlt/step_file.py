@@ -1,8 +1,8 @@
-"""What a step's file holds: its groups' rewards, a few completions token by token, requests, shapes and costs in time.
+"""The content of a step file: rewards of all groups, some completions token by token, requests, shapes and tick costs.
 
-JSON with times in seconds since the rollout began. What always holds: the file is no larger than the limit. Of a
-completion that is too long the middle is left out, of too many completions or requests some, and the file says so.
-Knows nothing of disks.
+JSON with times in seconds since the rollout began. Always holds: the file is not larger than its limit. A completion
+that is too long loses its middle; too many completions or requests are thinned out, and the file contains their total
+number. Knows nothing of disks.
 """
 
 import json
@@ -17,28 +17,28 @@ from tlt.types import Key, Prompt, Rollout
 from tlt.watch.trace import RequestSpan, ShapeSpan, WorkerTrace
 
 FORMAT = 1
-_TEXT_SHARE, _GROUP_SHARE, _REQUEST_SHARE, _SHAPE_SHARE = 0.6, 0.15, 0.15, 0.1  # of a file, at most about
-_TOKEN_BYTES, _ROLLOUT_BYTES, _REQUEST_BYTES, _SHAPE_BYTES = 30, 24, 40, 36  # of one of them, about
-_COMPLETION_BYTES = 600  # less is not worth keeping one
+_TEXT_SHARE, _GROUP_SHARE, _REQUEST_SHARE, _SHAPE_SHARE = 0.6, 0.15, 0.15, 0.1  # fractions of a file, approximately
+_TOKEN_BYTES, _ROLLOUT_BYTES, _REQUEST_BYTES, _SHAPE_BYTES = 30, 24, 40, 36  # bytes of one item, approximately
+_COMPLETION_BYTES = 600  # fewest bytes for a completion that is kept
 _MOST_QUESTION = 2000  # characters of either end of a prompt
 _MOST_ID = 80  # characters of a prompt's id
-_LAST = 64  # requests that ended last are all kept
+_LAST = 64  # number of last requests that are always kept
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """How much of everything there is room for."""
+    """Limits of one file."""
 
-    completions: int  # kept token by token
-    tokens: int  # of each of them
+    completions: int  # that are kept token by token
+    tokens: int  # of each of these completions
     rollouts: int  # whose reward and length are kept
     requests: int
-    shapes: int  # of each worker
+    shapes: int  # per worker
 
 
 def encode_step(step: Step, sampled: Collection[int], texts: TokenTexts, limit: int) -> bytes:
-    """The file of a step. `sampled`: indices of the groups whose completions are kept; `limit`: bytes."""
+    """Encodes the file of a step. `sampled`: indices of the groups whose completions are kept. `limit`: bytes."""
     lengths = [len(one.completion.tokens) for index in sorted(sampled) for one in step.judged[index].group.rollouts]
     room = float(limit)
     while True:
@@ -61,7 +61,7 @@ def _room(limit: float, lengths: Sequence[int], workers: int) -> _Room:
 
 
 def _most_of_each(lengths: Sequence[int], tokens: int) -> int:
-    """The largest limit of each, so that together they have at most so many: short ones leave room for long ones."""
+    """The largest limit per completion for which all together have at most `tokens` tokens."""
     for place, length in enumerate(sorted(lengths)):
         each = tokens // (len(lengths) - place)
         if length > each:
@@ -132,7 +132,7 @@ def _completion(
         "finish": completion.finish_reason,
         "tokens": count,
         "version": completion.policy_version,
-        "head": head,  # tokens before those left out; all of them, if none is
+        "head": head,  # number of tokens before the gap; all tokens if there is no gap
         "texts": [text for part in kept for text in texts.of(completion.tokens[part])],
         "logprobs": [_short(value, 3) for part in kept for value in completion.policy_logprobs[part]],
         "drafted": "".join(str(mark) for part in kept for mark in completion.drafted[part]),  # as in Completion
@@ -156,7 +156,7 @@ def _shortened(text: str) -> str:
 
 
 def _requests(judged: Sequence[Judged], traces: Sequence[WorkerTrace], began: float, most: int) -> list[list[float]]:
-    """Group, place, worker, submitted, first token, finished; in the order they ended."""
+    """Group, place, worker, submitted, first token, finished; in the order of their ends."""
     place_of = {
         rollout.completion.key.request: (index, place)
         for index, one in enumerate(judged)
@@ -176,12 +176,12 @@ def _requests(judged: Sequence[Judged], traces: Sequence[WorkerTrace], began: fl
 
 
 def _shapes(spans: Sequence[ShapeSpan], began: float, most: int) -> list[list[Any]]:
-    """From when on, requests that ran, shape. Of too many changes every n-th is kept."""
+    """Start, running requests, shape. Of more than `most` changes every n-th is kept."""
     kept = spans[:: -(-len(spans) // max(1, most))] if spans else ()
     return [[_short(span.start - began, 4), span.running, span.shape] for span in kept]
 
 
 def _short(value: float, decimals: int) -> float:
-    """Without digits that nobody looks at: an integer where it is one."""
+    """Rounds a value to save bytes. Whole numbers become integers."""
     rounded = round(value, decimals)
     return int(rounded) if rounded == int(rounded) else rounded
