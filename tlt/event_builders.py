@@ -1,6 +1,6 @@
-"""What a step tells: the events made from its rollouts, verdicts and alarms, and how workers' reports become one.
+"""Builds the events of a step from its rollouts, verdicts and alarms, and merges the workers' reports.
 
-Numbers in, records out.
+Pure: numbers in, records out. Knows no readers and no files.
 """
 
 from collections import Counter
@@ -40,12 +40,12 @@ from tlt.watch.events import (
 )
 from tlt.watch.trace import RequestSpan, ShapeSpan, TickCost, WorkerTrace, host_bytes, wall_time_of
 
-_SHOWN = 600  # characters of either end of a text that is shown
+_SHOWN = 600  # characters shown of each end of a long text
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of answers, in tokens."""
+    """Statistics of completion lengths, in tokens."""
 
     mean: float
     p50: int
@@ -74,7 +74,7 @@ def mean_reward(rollouts: Sequence[Rollout]) -> float:
 
 def rollout_finished(step: int, rollouts: Sequence[Rollout], seconds: float) -> RolloutFinished:
     lengths = Lengths.of(lengths_of(rollouts))
-    shown = rollouts[:: -(-len(rollouts) // MOST_LENGTHS)]  # evenly chosen
+    shown = rollouts[:: -(-len(rollouts) // MOST_LENGTHS)]  # evenly spaced
     return RolloutFinished(
         step=step,
         n=len(rollouts),
@@ -105,7 +105,7 @@ def _shortened(text: str) -> str:
 
 
 def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFinished:
-    """`checkpoint_s`: after the update; the wait for an earlier checkpoint's copy is added."""
+    """`checkpoint_s`: seconds after the update. The update's wait for an earlier checkpoint's copy is added."""
     rollouts = step.rollouts
     marks = b"".join(rollout.completion.drafted for rollout in rollouts)
     lengths, rewards, update = Lengths.of(lengths_of(rollouts)), [rollout.reward for rollout in rollouts], step.update
@@ -150,11 +150,11 @@ def step_finished(step: Step, *, checkpoint_s: float, step_s: float) -> StepFini
     )
 
 
-# ---- how a rollout speculated
+# ---- speculation
 
 
 def rollout_report(spent: SpeculationReport | None) -> RolloutReport:
-    """One worker's; None: it does not speculate."""
+    """The report of one worker. `spent`: None if it does not speculate."""
     if spent is None:
         return RolloutReport()
     known = spent.tuner.by_depth if spent.tuner and spent.verifies else {}
@@ -177,7 +177,7 @@ def worker_trace(
     *,
     device_bytes: int,
 ) -> WorkerTrace:
-    """One worker's part of a rollout. `expected`: accept length and seconds of a tick, as its tuner estimates them."""
+    """The trace of one worker's rollout. `expected`: its tuner's estimate of accept length and seconds of a tick."""
     spans = spent.spans if spent else ()
     return WorkerTrace(
         requests=tuple(requests),
@@ -191,7 +191,7 @@ def worker_trace(
 def _tick_costs(
     spent: SpeculationReport, expected: Callable[[Shape, int], tuple[float, float | None]] | None
 ) -> tuple[TickCost, ...]:
-    """Means over the ticks of one shape, and of batch sizes up to the same power of two."""
+    """Means over the ticks of one shape, with batch sizes rounded up to a power of two."""
     found: dict[tuple[int, str], list[float]] = {}
     for (running, shape), (ticks, seconds) in spent.timed.items():
         tick_s = expected(shape, running)[1] if expected else None
@@ -215,7 +215,7 @@ def account_updated(step: int, account: Budget) -> AccountUpdated:
 
 
 def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
-    """All workers'. What each of them saved cannot be added up, for they wait for each other."""
+    """Merges the reports of all workers. `saved_s` is given: workers wait for each other, so it is not a sum."""
     return RolloutReport(
         verifies=sum(report.verifies for report in reports),
         accepted=sum(report.accepted for report in reports),
@@ -230,7 +230,7 @@ def together(reports: Sequence[RolloutReport], saved_s: float) -> RolloutReport:
 
 
 def _mean_by_depth(reports: Sequence[RolloutReport]) -> ByDepth:
-    """A worker counts as much as it has verified, at every depth that it knows of."""
+    """Means per depth, weighted by each worker's verifies."""
     told: dict[str, list[tuple[int, tuple[float, ...]]]] = {}
     for report in reports:
         for drafter, shares in report.by_depth:
@@ -251,11 +251,11 @@ def shapes_chosen(step: int, report: RolloutReport) -> ShapesChosen:
     )
 
 
-# ---- what went wrong, and what was learned
+# ---- rewards, alarms and training
 
 
 def rewards_failed(step: int, verdicts: Iterable[Verdict]) -> list[RewardsFailed]:
-    """An event for each way in which rewards failed, with the first that did."""
+    """One event per kind of failure, with its first occurrence."""
     failures = [verdict.failure for verdict in verdicts if verdict.failure]
     counts = Counter(failure.kind for failure in failures)
     first = {failure.kind: failure for failure in reversed(failures)}
@@ -267,7 +267,7 @@ def rewards_failed(step: int, verdicts: Iterable[Verdict]) -> list[RewardsFailed
 
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
-    """Means over answers, of each of several rewards and of each metric that rewards told."""
+    """Means over completions: of each of several rewards, and of each metric that rewards return."""
 
     parts: dict[str, float]
     metrics: dict[str, float]
@@ -278,7 +278,7 @@ class RewardMetrics:
 
 
 def _means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """By name, over those that have it."""
+    """Name → mean over the verdicts that have it."""
     values: dict[str, list[float]] = {}
     for one in told:
         for name, value in one.items():
@@ -287,7 +287,7 @@ def _means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rewards_judged(step: int, verdicts: Sequence[Verdict]) -> RewardsJudged | None:
-    """None where a reward is one number that tells nothing else."""
+    """None if the reward is a single number without metrics."""
     found = RewardMetrics.of(verdicts)
     return RewardsJudged(step, found.parts, found.metrics) if found.parts or found.metrics else None
 
@@ -340,7 +340,7 @@ def engine_slept(step: int, reports: Sequence[SleepReport]) -> EngineSlept:
 
 
 def learning_rate_planned(train: TrainSettings, weights: int) -> LearningRatePlanned:
-    """`weights`: how many the policy has."""
+    """`weights`: number of the policy's weights."""
     usual = usual_rate(weights, train.lora_rank)
     return LearningRatePlanned(
         train.learning_rate or usual.rate, usual.kind, usual.rate, given=bool(train.learning_rate)

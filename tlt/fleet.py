@@ -1,8 +1,8 @@
 """Worker: what one processor owns. LocalFleet: one worker, called directly.
 
-What always holds: engine and trainer hold the very same policy tensors, so that an update reaches the engine by its
-version alone and nothing is copied; drafter weights reach the engine between ticks. A worker is a plain object that is
-told what to do: whoever drives it, in this process or another, gets the same answers.
+Always holds: engine and trainer share the policy's tensors, so an update copies nothing and publishes only a version
+number. Drafter weights reach the engine between ticks. A worker is a plain object and decides nothing: it returns the
+same results in this process and in an actor. Does not know Ray.
 """
 
 import time
@@ -62,21 +62,23 @@ from tlt.watch.trace import RequestSpan, request_spans
 from tlt.writing_ahead import AheadWriter, WrittenTexts, longest_first
 
 T = TypeVar("T")
-_MOMENT_S = 0.05
+_MOMENT_S = 0.05  # seconds that a last verdict may arrive after its completion
 ADAPTER, DRAFTER = "adapter", "drafter"  # directories in a checkpoint
 ACCOUNT = "account"  # name of a file in it
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The other workers, as the trainers of one see them."""
+    """The other workers, as one worker's trainers use them."""
 
-    rank: int = 0  # of this one: each draws other answers to learn drafting from
-    add_up: SumOverWorkers | None = None
-    average: Averaging | None = None  # over those who train the drafter together
-    make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # of policy and reference
-    open_policy: Callable[[ModelSettings], Policy] | None = None  # without values, which the trainer brings
-    parallel: Alone = ONE_RANK  # those that form one engine with this worker
+    rank: int = 0  # of this worker; part of the seed of its drafter's training data
+    add_up: SumOverWorkers | None = None  # sums tensors over all workers
+    average: Averaging | None = None  # averages over the workers that train the drafter together
+    make_trainer: Callable[[Transformer, Transformer | None], PolicyTrainer] | None = None  # from policy and reference
+    open_policy: Callable[[ModelSettings], Policy] | None = (
+        None  # opens the policy without values, which the trainer fills in
+    )
+    parallel: Alone = ONE_RANK  # the ranks that form one engine with this worker
     files: PolicyFiles = field(default_factory=WholePolicyFiles)
 
 
@@ -84,7 +86,7 @@ ALONE = Peers()
 
 
 class Worker:
-    """Policy, engine, policy trainer, and whoever keeps the drafter sharp."""
+    """Policy, engine, policy trainer and drafter trainer of one worker."""
 
     def __init__(self, config: RunConfig, peers: Peers = ALONE, emit: Emit = lambda event: None) -> None:
         self.config = config
@@ -103,8 +105,8 @@ class Worker:
         self._files = peers.files
         self._host = HostCopy()
         self._drafter_copied = self._policy_copied = self._host.begin({})  # of the last snapshot
-        self._waited_s = 0.0  # of the last update, for a snapshot
-        self._part = slice_of(self.policy.model, peers.parallel)  # that the engine computes with
+        self._waited_s = 0.0  # seconds that the last update waited for a snapshot
+        self._part = slice_of(self.policy.model, peers.parallel)  # the engine's slice of the policy
         self._open_engine(peers, emit)
 
     def _open_engine(self, peers: Peers, emit: Emit) -> None:
@@ -124,23 +126,25 @@ class Worker:
         self.drafter = self._online_drafter(trained, keeper, peers) if trained else None
         self.engine.rest()
         self._plain: EngineCore | None = None  # writes instead of `engine` during a replay
-        self._states_wanted: bool | None = None  # whether states are kept after an evaluation; None: there is none
+        self._states_wanted: bool | None = (
+            None  # whether to keep hidden states after the evaluation; None: no evaluation
+        )
         self._step = -1  # of the last rollout
-        self._before: SpeculationReport | None = None  # of the engine, when the first rollout of that step began
+        self._before: SpeculationReport | None = None  # the engine's report when the first rollout of that step began
         forget = keeper.collect if keeper else lambda completion: None
         self.ahead = AheadWriter(self.engine, buckets(config.engine.rows), self.tuner, forget)
-        self._written_before = 0  # tokens written ahead, when the first rollout of that step began
-        self._prompt_ids: dict[Key, str] = {}  # of requests under way
-        self._spans: list[RequestSpan] = []  # of the completions of a rollout
+        self._written_before = 0  # tokens written ahead when the first rollout of that step began
+        self._prompt_ids: dict[Key, str] = {}  # of requests in flight
+        self._spans: list[RequestSpan] = []  # of the step's completions
 
     def _trainer(self, peers: Peers, model: Transformer, reference: Transformer | None) -> PolicyTrainer:
         train, grpo, sampling = self.config.train, self.config.grpo, self.config.sampling
         return PolicyTrainer(model, train, grpo, reference=reference, sampling=sampling, sum_over_workers=peers.add_up)
 
     def _with_room(self, taken: bool = False) -> RunConfig:
-        """The engine takes what is free on a GPU unless `engine.kv_gib` is set: the trainers need some of it, too.
+        """The configuration with `engine.kv_gib` set, on a GPU: the free memory without the trainers' share.
 
-        `taken`: the trainers have what they need, and what torch only keeps for later is as good as free.
+        `taken`: the trainers have allocated their memory already; memory that torch only caches counts as free.
         """
         model, config = self.policy.model, replace(self.config, engine=self._engine_settings)
         if config.engine.kv_gib or not model.embed.is_cuda:
@@ -161,17 +165,17 @@ class Worker:
             before_change=lambda: self._drafter_copied.result(),
         )
         if self.policy.model.embed.is_cuda and self.config.cluster.workers > 1:
-            drafter.warm_up()  # in idle time of a rollout, others would wait until this worker has compiled
+            drafter.warm_up()  # now: in a session the other workers would wait for this one to compile
         return drafter
 
     def keep_states(self, wanted: bool) -> None:
-        """Whether states of the policy are kept for the drafter from now on, where they are not computed again."""
+        """Whether the engine keeps hidden states for drafter training from now on. No effect if they are recomputed."""
         if self._keeper:
             self._keeper.wanted = wanted
 
     @property
     def account(self) -> Budget | None:
-        """Seconds that this worker's rollouts speculated for, and what came of it; None: nothing counts them."""
+        """The account of the seconds that speculation cost and saved on this worker; None: there is no tuner."""
         return self.tuner.budget if self.tuner else None
 
     @property
@@ -181,7 +185,7 @@ class Worker:
 
     @property
     def drafts_with(self) -> Eagle | None:
-        """The learned drafter at work, if there is one. Another version is copied into its tensors."""
+        """The engine's learned drafter, if there is one. New versions are copied into its tensors."""
         return self._learned.model
 
     # ---- rollout
@@ -198,11 +202,11 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way that is waited for."""
+        """Whether no request of this step is in flight."""
         return self._writer.in_flight == self.ahead.running
 
     def tick(self) -> list[Completion]:
-        """The answers that ended in one tick. The drafter learns from them, but not in a replay or an evaluation."""
+        """Runs a tick. Returns the completions that ended: training data, except in replays and evaluations."""
         completions = self._writer.tick() if self._plain else self.ahead.tick()
         ids = [self._prompt_ids.pop(completion.key) for completion in completions]
         if completions and self._plain is None and self._states_wanted is None:
@@ -219,13 +223,13 @@ class Worker:
         return self.engine.report().speculation
 
     def begin_rollout(self, step: int) -> None:
-        """What `report` tells begins with the first rollout of a step."""
+        """Called before each rollout. `report` covers the rollouts from the first one of a step on."""
         if step != self._step:
             self._step, self._before, self._spans = step, self.speculation(), []
             self._written_before = self.ahead.written
 
     def report(self) -> RolloutReport:
-        """Of the rollouts of the last step."""
+        """The report on the rollouts of the last step."""
         after, before = self.speculation(), self._before
         spent = after.since(before) if after and before else after
         expected = self.tuner.expected if self.tuner else None
@@ -235,37 +239,39 @@ class Worker:
         return replace(rollout_report(spent), ahead_tokens=ahead_tokens, traces=(trace,))
 
     def begin_replay(self) -> None:
-        """Until `end_replay`, requests are written by an engine without speculation that shares only the policy."""
+        """Until `end_replay` an engine without speculation decodes the requests. It shares only the policy."""
         self._plain = self.plain_engine()
 
     def end_replay(self) -> None:
         self._plain = None
 
     def begin_evaluation(self) -> None:
-        """Until `end_evaluation`, nobody learns from what is written, and no states are kept for it."""
+        """Until `end_evaluation` completions are no training data, and no hidden states are kept."""
         self._states_wanted = self._keeper is not None and self._keeper.wanted
         self.keep_states(False)
 
     def end_evaluation(self) -> None:
-        """Also of a worker that came while the others evaluated."""
+        """Also valid for a worker that joined during the evaluation."""
         if self._states_wanted is not None:
             self.keep_states(self._states_wanted)
         self._states_wanted = None
 
     def plain_engine(self) -> EngineCore:
-        """Another engine for the same policy, that does not speculate."""
+        """A second engine for the same policy, without speculation."""
         settings = replace(self._with_room(taken=True).engine, sleep="never")
         plain = EngineCore(self._part, self.policy.tokenizer, settings, version=self.engine.version)
         plain.compile(filtered=self.config.sampling.filtered)
-        plain.measure()  # as the engine was when it was built: what runs first takes longer
+        plain.measure()  # first runs take longer; the other engine was measured too when it was built
         plain.rest()
         return plain
 
     # ---- learning
 
     def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
-        """The engine sleeps from here to `publish`, if it is configured to. Weights change when the last snapshot is
-        copied."""
+        """Updates the policy, after the copies of the last snapshot are complete.
+
+        The engine sleeps until `publish` if `engine.sleep` is set.
+        """
         self._sleep()
         self._waited_s = 0.0
         update = self.trainer.update(experiences, observer, before_change=self.wait_for_copies)
@@ -275,7 +281,7 @@ class Worker:
         self.engine.sleep()
 
     def publish(self, version: int) -> None:
-        """The tensors already hold this version of the policy: whoever has derived something from them is told."""
+        """Publishes this version, which the policy's tensors hold already, to the engine's slice and state."""
         refresh(self._part, self.policy.model.named_parameters())
         self._load_policy(version)
 
@@ -284,35 +290,37 @@ class Worker:
 
     @property
     def version(self) -> int:
-        """Of the policy that the engine computes with."""
+        """Version of the engine's policy."""
         return self.engine.version
 
     @property
     def slept(self) -> SleepReport | None:
-        """How the engine slept during the last update, if it did."""
+        """The engine's sleep during the last update; None: it did not sleep."""
         return self.engine.slept
 
     def rest(self) -> None:
-        """Lets the workers go that form one engine with this one. Until it is called they follow this one."""
+        """Releases the follower ranks of this worker's engine."""
         self._writer.rest()
 
     def swap_drafter(self) -> int | None:
-        """Hands the newest drafter to the engine; its version, if the engine had another."""
+        """Loads the newest drafter into the engine. Returns its version; None: the engine had it already."""
         return self.take_drafter(self.drafter.weights(), self.drafter.version) if self.drafter else None
 
     def take_drafter(self, weights: Mapping[str, Tensor], version: int) -> int | None:
-        """Hands a drafter to the engine, between ticks; its version, if the engine had another."""
+        """Loads a drafter into the engine, between ticks. Returns its version; None: the engine had it already."""
         if not self._learned.learned or self._learned.version == version:
             return None
         self.engine.load_drafter(weights, version)
         return version
 
-    # ---- going on later
+    # ---- snapshots
 
     def snapshot(self, rest: bool = True) -> Callable[[Path], None]:
-        """Begins a copy on the host of this worker's part of policy and optimizer and, as the `rest`, of the drafter,
-        to be written whenever there is time. What is about to change one of them waits for its copy. A drafter that has
-        learned nothing yet is left out: a resumed run begins with the same one."""
+        """Begins a host copy of this worker's part of policy and optimizer and, with `rest`, of the drafter.
+
+        The returned function writes the copy. Work that changes one of them waits for its copy. An untrained drafter is
+        left out: a resumed run starts with the same one.
+        """
         config, source = self.policy.model.config, self.policy.source
         live: dict[str, Any] = {OPTIMIZER: self.trainer.state()}
         adapters = self.trainer.adapters
@@ -325,7 +333,7 @@ class Worker:
         if rest and self.drafter and self._drafter_is_saved(self.drafter):
             origin = Origin(self.config.model.path, tuple(config.source.get("architectures") or ()))
             learned[DRAFTER] = contents_of(self.drafter, origin, self.config.checkpoint.buffer)
-        self._drafter_copied = drafter = self._host.begin(learned)  # first: it is small, and may change first
+        self._drafter_copied = drafter = self._host.begin(learned)  # first: it is small, and may change earlier
         self._policy_copied = policy = self._host.begin(live)
 
         def write(directory: Path) -> None:
@@ -339,7 +347,7 @@ class Worker:
         return write
 
     def wait_for_copies(self) -> None:
-        """Until no snapshot reads policy, optimizer or drafter any more. Raises what a copy failed with."""
+        """Waits until no snapshot reads policy, optimizer or drafter. Raises the error of a failed copy."""
         started = time.perf_counter()
         self._drafter_copied.result()
         self._policy_copied.result()
@@ -349,9 +357,9 @@ class Worker:
         return bool(drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer)
 
     def restore(self, directory: Path, version: int) -> None:
-        """In place: the engine keeps its tensors. A drafter that the checkpoint has none of begins as configured."""
+        """Restores a checkpoint in place: the engine keeps its tensors. Without a saved drafter, it starts as configured."""
         self.wait_for_copies()
-        if not (directory / ADAPTER).is_dir():  # which is learned on the policy that model.path names
+        if not (directory / ADAPTER).is_dir():  # an adapter's base is the policy at model.path, loaded already
             self.trainer.restore_weights(self.policy.model, directory / POLICY)
         state = self._files.read_state(directory, self.policy.model.embed.device)
         with reading(directory / OPTIMIZER):
@@ -363,7 +371,7 @@ class Worker:
 
 
 def _soon(until: Callable[[], bool]) -> bool:
-    """Whether what others wait for is there, or about to be: the last verdict is a moment later than its answer."""
+    """Whether `until` becomes true within `_MOMENT_S`: a last verdict comes shortly after its completion."""
     patience = time.perf_counter() + _MOMENT_S
     while not until():
         if time.perf_counter() > patience:
@@ -382,8 +390,8 @@ def _planner_of(worker: Worker) -> TrainingPlanner:
 
 
 def read_accounts(directory: Path) -> dict[str, Any]:
-    """What a checkpoint knows of the cost of speculation: the account of every worker, and the planner's state."""
-    written = (directory / f"{ACCOUNT}.json").exists()  # by this version of tlt
+    """The speculation accounts of all workers in a checkpoint, and the planner's state."""
+    written = (directory / f"{ACCOUNT}.json").exists()  # older checkpoints lack it
     return read_words(directory, ACCOUNT) if written else {"accounts": []}
 
 
@@ -393,22 +401,27 @@ class LocalFleet:
     def __init__(self, config: RunConfig, emit: Emit) -> None:
         self.worker = Worker(config, emit=emit)
         self._emit = emit
-        self._step = self._told = 0  # _told: alarms
+        self._step = self._told = 0  # _told: number of alarms emitted
         self._planner = _planner_of(self.worker) if self.worker.drafter else None
         if self.worker.drafter:
             emit(StartupPhase("timing drafter training"))
             self.worker.drafter.warm_up()
-        self._verdicts: set[bool] = set()  # told so far: that drafter training pays, that it does not
+        self._verdicts: set[bool] = set()  # verdicts emitted so far: True, training pays; False, it does not
         self._lengths: list[int] = []  # of the step's rollouts, in tokens
         self._rollout_s = self._saved_s = 0.0  # of the step's rollouts
-        self._since, self._apart_s = 0.0, 0.0  # the last rollout's end; seconds since that the account knows or ignores
-        self._update_s = 0.0  # that the next update may take longer, for drafter training inside it
+        self._since, self._apart_s = (
+            0.0,
+            0.0,
+        )  # end of the last rollout; later seconds that are charged already or excluded
+        self._update_s = 0.0  # seconds of drafter training allowed inside the next update
         self._texts = WrittenTexts()
-        self._next: Callable[[], Sequence[Request]] | None = None  # requests of the next step, until they are asked for
+        self._next: Callable[[], Sequence[Request]] | None = (
+            None  # returns the next step's requests; None after the call
+        )
 
     @property
     def account(self) -> Budget | None:
-        """Seconds that speculation cost and saved so far; None where nothing counts them. To be read only."""
+        """The account of the seconds that speculation cost and saved; None: there is none. Read-only."""
         return self._planner.account if self._planner else self.worker.account
 
     def leave_out(self, seconds: float) -> None:
@@ -427,7 +440,7 @@ class LocalFleet:
         self._next = upcoming
 
     def _offer_ahead(self) -> None:
-        """Asks for the requests of the next step when there first is room for them."""
+        """Gets the requests of the next step when rows first become free for them."""
         if self._next is not None and self.worker.ahead.has_room:
             upcoming, self._next = self._next(), None
             self._texts.begin(self._step, upcoming)
@@ -476,7 +489,7 @@ class LocalFleet:
         return self.worker.report()
 
     def draft(self, step: int, until: Callable[[], bool]) -> None:
-        """As long as a step may wait for it, and in the time in which others are waited for."""
+        """Trains the drafter while rewards are awaited, and for the seconds that the planner grants beyond."""
         self._train_drafter(step, until)
         while self.worker.ahead.open and not until():
             self.worker.tick()
@@ -486,7 +499,7 @@ class LocalFleet:
         drafter, planner = self.worker.drafter, self._planner
         if drafter is None or planner is None:
             return
-        drafter.sort_arrived()  # also if it does not train now: arrived samples are not bounded
+        drafter.sort_arrived()  # always: memory of arrived samples is not bounded
         status = drafter.status(self._survival())
         decision = self._charge(CostKind.MEASURING, partial(planner.decide, step, status))
         self._tell(step, decision)
@@ -505,12 +518,12 @@ class LocalFleet:
             self._emit(drafter_trained(step, result))
 
     def _survival(self) -> float:
-        """Share of the learned drafter's first tokens accepted in the last rollout; 0: none were drafted."""
+        """Fraction of the learned drafter's first tokens accepted in the last rollout; 0: none were drafted."""
         by_depth = dict(self.report().by_depth)
         return next(iter(by_depth.get(self.worker.learned_name, ())), 0.0)
 
     def _tell(self, step: int, decision: Decision) -> None:
-        """Whether drafter training pays: each of the two verdicts once."""
+        """Emits whether drafter training pays: each of the two verdicts once."""
         found = decision.forecast
         if found is not None and found.steps_left and found.pays not in self._verdicts:
             self._verdicts.add(found.pays)
@@ -518,7 +531,7 @@ class LocalFleet:
         self.worker.keep_states(found is None or found.pays or decision.trains)
 
     def _charge(self, kind: CostKind, work: Callable[[], T]) -> T:
-        """Does something that everything else waits for."""
+        """Runs work that blocks the step, and charges its seconds."""
         started = time.perf_counter()
         result = work()
         self._spent(kind, time.perf_counter() - started)
@@ -558,7 +571,7 @@ class LocalFleet:
         seconds = time.perf_counter() - started
         self.worker.end_replay()
         self._apart_s += time.perf_counter() - begun
-        if self._planner and len(requests) == len(self._lengths):  # not the sample that is decoded to compare
+        if self._planner and len(requests) == len(self._lengths):  # a full replay, not a sample
             self._planner.replayed(seconds)
         return completions, seconds
 
@@ -586,7 +599,7 @@ class LocalFleet:
             self.account.restore(saved["accounts"])
             if self._planner and saved.get("planner"):
                 self._planner.restore(saved["planner"])
-        self._texts = WrittenTexts()  # of another policy
+        self._texts = WrittenTexts()  # the old texts belong to another policy
 
     def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
-"""Decodes the policy's answers on which `tlt draft train` trains a drafter, within a time limit.
+"""Decodes the completions on which `tlt draft train` trains a drafter, within a time limit.
 
-What always holds: an answer is what the policy writes under its key, or the beginning of that if time was up. A failed
-request raises, whether time is up or not. Does not know where prompts come from, nor drafters.
+Always holds: an answer is the policy's completion for its key, or the start of it if the time limit cut it off. A
+failed request always raises. Knows neither the source of the prompts nor drafters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    answers: dict[Key, Answer]  # of two tokens or more: in shorter ones there is nothing to draft
+    answers: dict[Key, Answer]  # with two tokens or more: shorter ones have nothing to draft
     whole: int  # complete answers
     graphs: int = 0  # CUDA graphs captured
     capture_s: float = 0.0
@@ -36,7 +36,7 @@ class Written:
 def write_answers(
     policy: Policy, config: RunConfig, requests: Sequence[Request], limit: TimeLimit, console: Console, clock: Clock
 ) -> Written:
-    """Decodes the requests in their order. Those running when time is up are cut there."""
+    """Decodes the requests in order. Requests that run at the time limit are cut there."""
     engine = EngineCore(policy.model, policy.tokenizer, config.engine)
     engine.compile(filtered=config.sampling.filtered)
     engine.submit(requests)
@@ -69,6 +69,6 @@ def _begun(engine: EngineCore, request: Request) -> tuple[int, ...]:
     """The tokens written so far; none if the request still waits."""
     try:
         return engine.written(request.key)
-    except KeyError:  # neither answered nor in flight: it failed
-        engine.drain()  # raises that, once the others are done
+    except KeyError:  # neither complete nor in flight: it failed
+        engine.drain()  # raises the failure after the others are complete
         raise

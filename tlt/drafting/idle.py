@@ -127,21 +127,21 @@ class WorkerStatus:
 
 
 class IdleSplit:
-    """How many of the workers without requests train the drafter while the others write ahead.
+    """Number of workers without requests that train the drafter; the others write ahead.
 
-    Over a rollout, training gets `share` of these workers' time, in turns of `turn_s` at least: a worker that changes
-    over loses some time.
+    Over a rollout, training gets the fraction `share` of these workers' time, in turns of at least `turn_s` seconds,
+    because a change of work costs a worker time.
     """
 
     def __init__(self, share: float, turn_s: float = 1.0) -> None:
         self._share, self._turn_s = share, turn_s
-        self._free_s = self._trained_s = 0.0  # of all workers without requests; of those that trained
+        self._free_s = self._trained_s = 0.0  # worker-seconds without requests; of these, in training
         self._free = self._trainers = 0
         self._seen: float | None = None
-        self._turn = 0.0  # when the present one began
+        self._turn = 0.0  # start of the present turn
 
     def trainers(self, free: int, now: float) -> int:
-        """Of so many workers without requests."""
+        """Number of trainers among `free` workers without requests. `now`: seconds."""
         passed_s = now - self._seen if self._seen is not None else 0.0
         self._free_s += passed_s * self._free
         self._trained_s += passed_s * self._trainers
@@ -184,7 +184,7 @@ class Coordinator:
 
     @property
     def stopped(self) -> bool:
-        """Whether the epoch is over, whether or not the workers know it."""
+        """Whether the epoch is over. The workers may not know it yet."""
         return self._stopped
 
     @property
@@ -200,7 +200,7 @@ class Coordinator:
         return report.state
 
     def begin(self, *, drafting: bool) -> int:
-        """A new epoch, open for requests; its number."""
+        """Begins a new epoch, open for requests. Returns its number."""
         if not self._stopped:
             raise AssertionError(f"epoch {self._epoch} is not over")
         self._epoch += 1
@@ -215,7 +215,7 @@ class Coordinator:
         return tuple(worker for worker in self._handed if self._dry(worker))
 
     def limit_trainers(self, most: int | None) -> None:
-        """At most so many workers train the drafter from the next orders on; None: all that have no requests."""
+        """Limits the workers that train the drafter, from the next orders on; None: all without requests."""
         self._most_trainers = most
 
     def hand(self, worker: int, requests: int) -> HandOut:

@@ -1,7 +1,7 @@
-"""Which sequences of a policy update the drafter learns from, and which it is measured on.
+"""Selects the sequences of a policy update that the drafter learns from, and those that it is measured on.
 
 An update computes the policy's hidden states of every packed row anyway, so a drafter that learns from them needs no
-forward pass of the policy. What always holds: measured and learned sequences share no prompt, unless there is only one;
+forward pass of the policy. Always holds: measured and learned sequences share no prompt, unless there is only one;
 every micro-batch lies in one row; the choice is a function of the rows and the seed. Knows lengths and tokens, neither
 models nor training.
 """
@@ -21,7 +21,7 @@ from tlt.spec.eagle import gather_taps
 from tlt.train.drafter import DrafterBatch
 from tlt.train.packing import PackedRow
 
-_HELD_SHARE = 8  # one sequence in so many of the first row is held out, at most
+_HELD_SHARE = 8  # at most one sequence in 8 of the first row is held out
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,9 @@ class UpdatePlan:
 def steps_within(
     seconds: float, micro_s: float, look_s: float, unchecked: int, check: int, looks: int
 ) -> tuple[int, bool]:
-    """Micro-steps that fit into so many seconds, and whether the drafter is measured behind them.
+    """Number of micro-steps that fit into `seconds`, and whether the drafter is measured after them.
 
-    It is measured when `check` micro-steps were taken since the last time, `unchecked` of them before, and then takes
-    `looks` measurements.
+    It is measured after `check` micro-steps, of which `unchecked` were taken before, by `looks` measurements.
     """
     measured = int((seconds - looks * look_s) / micro_s)
     if unchecked + measured >= check:
@@ -53,8 +52,10 @@ def steps_within(
 
 
 def plan_update(rows: Sequence[PackedRow], tokens: int, held_tokens: int, most: int, seed: str) -> UpdatePlan:
-    """At most `most` parts of about `tokens` tokens, spread evenly over the rows, and one of `held_tokens` in the first
-    row to measure on."""
+    """At most `most` micro-batches of about `tokens` tokens, spread evenly over the rows.
+
+    One more, of `held_tokens` tokens in the first row, is held out for measurements.
+    """
     if not rows or most < 1:
         return UpdatePlan(None, ())
     luck = random.Random(seed)

@@ -62,7 +62,9 @@ class DraftShapes:
     """Costs of the learned drafter's shapes, and their accept lengths for an assumed chance."""
 
     def __init__(self, shapes: Iterable[Shape], learned: str, expected: ExpectedTick) -> None:
-        known = tuple(shape for shape in shapes if not shape.share)  # the others are as many, and little better
+        known = tuple(
+            shape for shape in shapes if not shape.share
+        )  # shapes with a shared budget double their number, for little gain
         self._learned = tuple(shape for shape in known if shape.drafters == (learned,))
         self._others = tuple({OFF, *(shape for shape in known if learned not in shape.drafters)})
         self._name, self._expected = learned, expected
@@ -102,8 +104,10 @@ class TrainingPlanner:
         shapes: DraftShapes | None,
         account: Budget | None = None,
     ) -> None:
-        """`shapes`: None if no cost model measures ticks; then there is no forecast. `account`: the one in which ticks
-        are charged already; None: they are not."""
+        """`shapes`: None if there is no cost model; then there is no forecast.
+
+        `account`: the account to which ticks are charged; None: ticks are not charged.
+        """
         self._settings, self._steps, self._unroll, self._shapes = settings, steps, unroll, shapes
         self._rows, self._pad = rows, pad
         self.account = account or Budget()
@@ -121,8 +125,8 @@ class TrainingPlanner:
     ) -> None:
         """Books a rollout. `step_s`: seconds since the one before it, without charged work and replays.
 
-        Where a step has several, `lengths` and `rollout_s` are of all of them so far; `first`: whether this is the
-        step's first.
+        If a step has several rollouts, `lengths` and `rollout_s` cover all of them so far. `first`: this is the step's
+        first rollout.
         """
         self._lengths, self._rollout_s = lengths, rollout_s
         self._step_s = step_s if first else self._step_s + step_s
@@ -145,12 +149,12 @@ class TrainingPlanner:
         self._curve.see(chance_of(before, self._unroll), tokens, chance_of(after, self._unroll))
 
     def state(self) -> dict[str, Any]:
-        """What is known of the run besides the account, for one that goes on later."""
+        """State for `restore`, without the account."""
         words = {"curve": self._curve.state(), "seconds": self._seconds, "trust": self._trust}
         return words | {"realized": self._realized}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The account is restored before."""
+        """Call after the account is restored."""
         self._curve.restore(state["curve"])
         self._seconds, self._trust = state["seconds"], state["trust"]
         self._realized = state.get("realized", _REALIZED)

@@ -1,7 +1,7 @@
 """The trace of a worker's rollout: spans of requests and draft shapes, tick costs, memory.
 
 Plain numbers that workers send to the run. Times are seconds since 1970, so that workers on several machines share one
-axis as far as their clocks agree. Invariant: the size of a trace is bounded by the number of requests and `MOST_SPANS`.
+axis as far as their clocks agree. Always holds: the number of requests and `MOST_SPANS` bound the size of a trace.
 """
 
 import resource
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from tlt.types import Completion
 
-MOST_SPANS = 4096  # changes of shape that a worker remembers
+MOST_SPANS = 4096  # newest changes of shape that a worker keeps
 
 
 class RequestSpan(NamedTuple):
     """Times of one request."""
 
-    request: int  # of its key
+    request: int  # `Key.request`
     submitted: float
-    first: float  # its first token
+    first: float  # time of its first token
     finished: float
 
 
@@ -36,11 +36,11 @@ class ShapeSpan(NamedTuple):
 class TickCost(NamedTuple):
     """Measured and expected seconds of the ticks of one shape."""
 
-    running: int  # requests in a tick, up to that power of two
+    running: int  # requests in a tick, rounded up to a power of two
     shape: str
-    ticks: int  # that were timed
-    measured_s: float  # of a tick, on average
-    expected_s: float  # likewise, as estimated after the rollout; 0: nobody estimates
+    ticks: int  # timed ticks
+    measured_s: float  # mean per tick
+    expected_s: float  # mean per tick, estimated by the cost model after the rollout; 0: no estimate
 
 
 @dataclass(frozen=True, slots=True)
