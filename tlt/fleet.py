@@ -96,9 +96,7 @@ class Worker:
         self._engine_settings = replace(config.engine, sleep="always" if sleeps else "never")
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = (peers.open_policy or open_policy)(config.model)
-        copied = (
-            config.grpo.kl and not config.train.lora_rank
-        )  # with adapters, the policy without them is the reference
+        copied = config.grpo.kl and not config.train.lora_rank  # LoRA: the frozen policy is the reference
         reference = open_policy(config.model).model if copied else None
         make = peers.make_trainer or partial(self._trainer, peers)
         self.trainer = make(self.policy.model, reference)
@@ -144,7 +142,7 @@ class Worker:
     def _with_room(self, taken: bool = False) -> RunConfig:
         """The configuration with `engine.kv_gib` set, on a GPU: the free memory without the trainers' share.
 
-        `taken`: the trainers have allocated their memory already; memory that torch only caches counts as free.
+        `taken`: the trainers have allocated their memory; memory that torch only caches counts as free.
         """
         model, config = self.policy.model, replace(self.config, engine=self._engine_settings)
         if config.engine.kv_gib or not model.embed.is_cuda:
@@ -268,10 +266,7 @@ class Worker:
     # ---- learning
 
     def update(self, experiences: Sequence[Experience], observer: RowObserver | None = None) -> UpdateResult:
-        """Updates the policy, after the copies of the last snapshot are complete.
-
-        The engine sleeps until `publish` if `engine.sleep` is set.
-        """
+        """Updates the policy once the last snapshot is copied. An engine that sleeps does so until `publish`."""
         self._sleep()
         self._waited_s = 0.0
         update = self.trainer.update(experiences, observer, before_change=self.wait_for_copies)
@@ -316,10 +311,9 @@ class Worker:
     # ---- snapshots
 
     def snapshot(self, rest: bool = True) -> Callable[[Path], None]:
-        """Begins a host copy of this worker's part of policy and optimizer and, with `rest`, of the drafter.
+        """Begins a host copy of this worker's part of policy and optimizer and, with `rest`, of a trained drafter.
 
-        The returned function writes the copy. Work that changes one of them waits for its copy. An untrained drafter is
-        left out: a resumed run starts with the same one.
+        The returned function writes the copy. Work that changes one of them waits for its copy.
         """
         config, source = self.policy.model.config, self.policy.source
         live: dict[str, Any] = {OPTIMIZER: self.trainer.state()}
@@ -357,7 +351,7 @@ class Worker:
         return bool(drafter.steps_taken or self.config.spec.path != NEW or self.config.checkpoint.buffer)
 
     def restore(self, directory: Path, version: int) -> None:
-        """Restores a checkpoint in place: the engine keeps its tensors. Without a saved drafter, it starts as configured."""
+        """Restores a checkpoint in place: tensors keep their address. An unsaved drafter starts as configured."""
         self.wait_for_copies()
         if not (directory / ADAPTER).is_dir():  # an adapter's base is the policy at model.path, loaded already
             self.trainer.restore_weights(self.policy.model, directory / POLICY)

@@ -14,28 +14,28 @@ from tlt.spec.shape import MOST_NODES, Shape
 
 AHEAD = "ahead"  # the drafter's name in shapes
 CHUNKS = (16, 32, 64, MOST_NODES)  # nodes of a chunk, the newest token included
-MOST_CHUNK_TOKENS = 8192  # nodes of a tick that verifies chunks, at most, unless the engine has memory for fewer
-_MARGIN = 0.02  # that a chunk must promise beyond what runs otherwise
-_TURNED, _KEPT = 1.0, 99.0  # tokens that a new estimate is worth: one of a hundred has turned
-_FADE = 0.5  # weight of what was seen, after another update of the policy
+MOST_CHUNK_TOKENS = 8192  # most nodes of a tick that verifies chunks; the engine's memory may allow fewer
+_MARGIN = 0.02  # expected gain over the other tick from which a chunk is used
+_TURNED, _KEPT = 1.0, 99.0  # prior counts of the estimate: one token of a hundred differs
+_FADE = 0.5  # weight of earlier counts after a policy update
 
 
 class TurnRate:
-    """The share of written-ahead tokens that the policy writes differently, given that all before them agree."""
+    """Estimates the fraction of written-ahead tokens that differ, among those whose predecessors all agree."""
 
     def __init__(self) -> None:
         self._turned = self._kept = 0.0
         self.tokens = self.turns = 0  # compared so far, up to first differences; first differences
 
     def see(self, kept: int, turned: bool) -> None:
-        """So many more tokens agreed; then one differed, or nothing more is known."""
+        """Counts `kept` agreeing tokens. `turned`: the next one differed."""
         self._kept += kept
         self._turned += turned
         self.tokens += kept + turned
         self.turns += turned
 
     def policy_changed(self) -> None:
-        """Text to come was written by another version, one update ago as before: what was seen is a guess."""
+        """Fades the counts: the next texts were written by another version of the policy."""
         self._kept *= _FADE
         self._turned *= _FADE
 
@@ -46,31 +46,33 @@ class TurnRate:
 
 
 def emitted(rate: float, nodes: float) -> float:
-    """Tokens that a chain of so many nodes emits, its root included, if each draft turns with this rate."""
+    """Expected tokens emitted by a chain of `nodes` nodes, the root included. `rate`: of differences per draft."""
     return (1.0 - (1.0 - rate) ** nodes) / rate if rate > 0.0 else nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the shape policy knows of a batch."""
+    """The shape policy's estimates for a batch."""
 
     seconds: Callable[[Shape], float]  # of a tick
-    rate: float  # tokens per second and request of the tick that runs otherwise
-    affords: Callable[[Shape, float], bool]  # a tick that may emit one token per request, by the share that it saves
+    rate: float  # tokens per second and request of the tick without written-ahead text
+    affords: Callable[
+        [Shape, float], bool
+    ]  # whether the budget affords a tick whose drafts may all fail; arguments: shape, expected saving
 
 
 class ChunkPolicy:
     """Chooses the chunk that a tick verifies."""
 
     def __init__(self, most_tokens: int) -> None:
-        """`most_tokens`: nodes of a tick, at most; the engine has memory for no more."""
+        """`most_tokens`: most nodes of a tick that fit in the engine's memory."""
         self._most_tokens = most_tokens
         self.turns = TurnRate()
 
     def choose(self, batch: int, left: Sequence[int], prices: Prices | None) -> Shape | None:
-        """The chunk for a batch of which some requests have so many written-ahead tokens left; None: none pays.
+        """The chunk for a batch. `left`: written-ahead tokens left, of the requests that have any. None: none pays.
 
-        `prices` is None where nothing is known of costs: the smallest chunk is taken to pay.
+        `prices`: None if costs are unknown; then the smallest chunk is used.
         """
         if not left or batch > self._most_tokens:
             return None
@@ -85,13 +87,15 @@ class ChunkPolicy:
         return shape
 
     def _shape(self, batch: int, left: Sequence[int], nodes: int) -> Shape:
-        """A chain for each request that has text, the newest token of the others. The sum is rounded up, so that few
-        sizes occur."""
+        """A chain for each request with text, one node for each of the others.
+
+        The total is rounded up, so that few sizes occur.
+        """
         tokens = _padded(batch + sum(min(tokens, nodes - 1) for tokens in left))
         return Shape((AHEAD,), nodes - 1, 1, nodes, min(tokens, batch * nodes, self._most_tokens) / batch)
 
     def _tokens(self, batch: int, left: Sequence[int], shape: Shape) -> float:
-        """Expected of the tick. Where it has no room for all chains, the ends of all of them are left out."""
+        """Expected tokens of the tick. If the chains do not fit, all of them are shortened alike."""
         rate, drafts = self.turns.rate, [min(tokens, shape.depth) for tokens in left]
         room = min(1.0, (shape.tokens(batch) - batch) / sum(drafts))
         return batch - len(left) + sum(emitted(rate, 1.0 + room * count) for count in drafts)

@@ -1,4 +1,4 @@
-"""The drafter of written-ahead text: drafts for a request are the next tokens of the text that it came with.
+"""The drafter of written-ahead text: drafts for a request are the next tokens of the text submitted with it.
 
 What always holds: a text serves as long as the request has written the same tokens, whoever drafted them; it is dropped
 at the first difference. Computes no tensors; `ahead` decides when its drafts are verified.
@@ -30,11 +30,11 @@ class AheadDrafting(Drafter):
 
     @property
     def empty(self) -> bool:
-        """Whether no request has text left."""
+        """True if no request has text left."""
         return not self._texts
 
     def give(self, key: Key, text: Sequence[int], max_tokens: int) -> None:
-        """The text that was written ahead for a request. Its last token is of use only if another may follow."""
+        """Adds the written-ahead text of a request, at most `max_tokens` − 1 tokens: a draft needs a token after it."""
         if useful := text[: max_tokens - 1]:
             self._texts[key] = _Text(useful)
 
@@ -44,7 +44,7 @@ class AheadDrafting(Drafter):
             self._texts.pop(key, None)
 
     def left(self, running: Iterable[tuple[Key, Sequence[int]]]) -> list[int]:
-        """Tokens left of each running request's text, where there are any."""
+        """Remaining tokens of the texts of running requests, without those that have none."""
         found = (self._follow(key, completion) for key, completion in running if key in self._texts)
         return [len(text.tokens) - text.agreed for text in found if text is not None]
 
@@ -62,7 +62,7 @@ class AheadDrafting(Drafter):
         )
 
     def _follow(self, key: Key, completion: Sequence[int]) -> _Text | None:
-        """Compares what the request has written since; None: the text is of no use any more."""
+        """Compares the request's newest tokens with its text; None: they differ, and the text is dropped."""
         text = self._texts[key]
         new, expected = completion[text.agreed :], text.tokens[text.agreed : len(completion)]
         same = next((place for place, pair in enumerate(zip(new, expected, strict=False)) if pair[0] != pair[1]), None)

@@ -25,9 +25,9 @@ class Alarm:
     verifies: int  # that `recent` rests on
 
 
-_FALL = 4.0  # by which the odds of a first candidate are divided in a collapse
-_VERIFIES_COUNTED = 2  # of one completion
-_COMPLETIONS_REMEMBERED = 4096  # whose counted verifies are known
+_FALL = 4.0  # factor by which the odds of a first candidate fall in a collapse
+_VERIFIES_COUNTED = 2  # most verifies counted per completion
+_COMPLETIONS_REMEMBERED = 4096  # completions whose counts are kept
 _BASELINE_VERIFIES = (64, 4096)  # from which the usual odds are known; over which they are a mean
 _THRESHOLD = 48.0  # of the sum; completions that differ as much as any seen reach 40 without a collapse
 
@@ -57,7 +57,7 @@ class CollapseWatch:
         return Alarm(self._drafter, shape, 1.0 + right / wrong, 1.0 + self._right / self._wrong, verifies)
 
     def _counts(self, completion: Hashable) -> bool:
-        """Whether a verify of this completion counts; of an unknown one, it does."""
+        """Whether a verify of this completion counts. None, an unknown completion, always counts."""
         if completion is None:
             return True
         counted = self._counted.pop(completion, 0)
@@ -67,7 +67,7 @@ class CollapseWatch:
         return counted < _VERIFIES_COUNTED
 
     def _add(self, right: int, wrong: int) -> None:
-        """A verify in which so many first candidates in a row were right, and the next one wrong if `wrong`."""
+        """Adds a verify with `right` correct first candidates in a row. `wrong`: the next one was wrong."""
         if self._verifies >= _BASELINE_VERIFIES[0] and self._right:
             usual = self._right / (self._right + self._wrong)
             fallen = self._right / (self._right + _FALL * self._wrong)

@@ -1,8 +1,8 @@
-"""The cost model: what a tick costs, as the sum of its parts, and what comes beside ticks.
+"""The cost model: predicts the seconds of a tick as the sum of its parts, and of one-off work beside ticks.
 
-A part costs what it was measured to cost before the first request, times how recent times of the part compare with
-that. What always holds: no single time is believed; times of long ago give way to the measurement; no part is free.
-Knows nothing of acceptance or of what measures.
+The cost of a part is its baseline, measured before the first request, times the ratio of its recent times to the
+baseline. Always holds: no single time decides an estimate; the baseline replaces outdated times; no part is free. Knows
+nothing of acceptance or of timers.
 """
 
 from bisect import bisect_left
@@ -15,42 +15,42 @@ from types import MappingProxyType
 
 from tlt.spec.shape import Shape
 
-# Measured beforehand, over idle rows and an empty KV cache:
-POLICY = "policy"  # one run of the policy; size = tokens, those of rows without a request included
-EXTEND = "extend"  # draft-extend: a learned drafter ingests accepted tokens and drafts the first level; size = tokens
+# Baselines, measured at startup over idle rows and an empty KV cache:
+POLICY = "policy"  # one run of the policy; size = tokens, idle rows included
+EXTEND = "extend"  # draft-extend over accepted tokens, and the first level of the trees; size = tokens
 DRAFT = "draft"  # one more level of a learned drafter's tree; size = padded requests · width
-CATCH_UP = "catch up"  # a learned drafter ingests one position of every request; size = padded requests
+CATCH_UP = "catch up"  # draft-extend over a long backlog, per position of every request; size = padded requests
 CAPTURE = "capture"  # of a CUDA graph, compilation included; size = 1
-# Parts of a tick, as timers name them; EXTEND and DRAFT (all levels together) are two of them:
+# Parts of a tick, as timers name them. EXTEND and DRAFT (all levels together) are parts too:
 DECODE = "decode"  # the policy's run in a plain tick; size = padded requests
 VERIFY = "verify"  # the policy's run over draft trees; size = their nodes
-KEEP = "keep"  # storing hidden states for a drafter, within the policy's run; measured beforehand; size = rows
-PRUNE = "prune"  # trees are cut down to the verify size; size = padded requests
-INGEST = "ingest"  # passes in which a learned drafter ingests prompts, or positions written while it was not used
+KEEP = "keep"  # storing hidden states for a drafter, within the policy's run; a baseline only; size = rows
+PRUNE = "prune"  # pruning of the trees to the verify size; size = padded requests
+INGEST = "ingest"  # draft-extend passes of their own: over prompts, or positions written while the drafter was not used
 LOOKUP = "lookup"  # drafts of model-free drafters for the batch, on the host; size = padded requests
 INDEX = "index"  # model-free drafters index text written while they were not used
 _GAPS = (
     "gap off",
     "gap host",
     "gap device",
-)  # the rest: of plain ticks, of ticks with trees from the host, from a device
+)  # the rest of a tick: plain, with trees from the host, with trees from the device
 
-_WINDOW = 9  # recent times of a part at a size, of which the median counts: at most four outliers
-_AWAY_TICKS = 64  # without the part, after which earlier times count no more than an estimate
-_FADE_TICKS = 1024  # after which a time no longer counts
-_LEAST = 0.1  # of the measured time: no part costs less
-_LOOKUP_S = 3e-5  # of a request, before lookups were timed
-_SLOPE_MEMORY = 1 - 1 / 512  # per tick, of how times of the policy's runs follow their contexts
-_LIVE_ROWS = 8.0  # cost of ingesting for live rows on a GPU, relative to idle ones, before it was timed: 6 were seen
-_OUTLIER = 4.0  # times the estimate: a longer ingest includes a stall
-_COMPILED = 2.0  # times the estimate: longer captures include compilation
-_MEMORY = 7 / 8  # of earlier ingests and captures, when another is timed
+_WINDOW = 9  # recent times of a part at a size; their median counts, so up to four outliers do not
+_AWAY_TICKS = 64  # ticks without a part after which its earlier times are dropped
+_FADE_TICKS = 1024  # age in ticks at which a time no longer counts
+_LEAST = 0.1  # least cost of a part, as a fraction of its baseline
+_LOOKUP_S = 3e-5  # seconds of a lookup per request, until lookups were timed
+_SLOPE_MEMORY = 1 - 1 / 512  # decay per tick of the regression of seconds on context
+_LIVE_ROWS = 8.0  # cost of a draft-extend on a GPU over live rows relative to idle ones, until timed (measured: 6)
+_OUTLIER = 4.0  # multiple of the estimate; a longer draft-extend includes a stall and is cut there
+_COMPILED = 2.0  # multiple of the estimate; a longer capture includes compilation and is cut there
+_MEMORY = 7 / 8  # decay of earlier draft-extends and captures with each new one
 _ARRIVALS_TOKENS = 1 << 16  # emitted tokens after which arrived prompt positions count 1/e
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run of one role and size took so long."""
+    """The measured seconds of one run of a role and size."""
 
     role: str
     size: int
@@ -61,9 +61,9 @@ class Measured:
 class TickTimes:
     """The time of one tick."""
 
-    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of all runs of a part, where they are known
-    seconds: float | None = None  # of the whole tick, captures left out; None: unknown, or it included other work
-    one_off_s: float = 0.0  # captures, and runs without a graph
+    parts: Mapping[str, float] = field(default_factory=dict)  # part → seconds of all its runs, if timed
+    seconds: float | None = None  # of the whole tick without captures; None: unknown, or it included other work
+    one_off_s: float = 0.0  # seconds of captures, and of runs without a graph
 
 
 UNTIMED = TickTimes(MappingProxyType({}))
@@ -85,13 +85,15 @@ class CostTable:
         self.changes += 1
 
     def spans(self, role: str, size: int) -> bool:
-        """Whether this size lies among those ever measured."""
+        """Whether this size is within the range of measured sizes."""
         sizes = self._measured.get(role)
         return sizes is not None and min(sizes) <= size <= max(sizes)
 
     def estimate(self, role: str, size: int) -> float | None:
-        """Straight lines between measured sizes; below the smallest the smallest's; beyond the largest in proportion to
-        the size, which is the safe side. None if nothing of the role was measured."""
+        """Linear interpolation between measured sizes. None if the role was not measured.
+
+        Below the smallest size: its seconds. Beyond the largest: in proportion to the size, which is the safe side.
+        """
         if role not in self._measured:
             return None
         if role not in self._curves:
@@ -108,7 +110,7 @@ class CostTable:
 
 
 def never_falling(values: list[float]) -> list[float]:
-    """The closest sequence that never falls: neighbours in the wrong order share their mean."""
+    """Isotonic regression: the closest non-decreasing sequence. Neighbours in the wrong order share their mean."""
     pools: list[tuple[float, int]] = []  # mean, how many
     for value in values:
         mean, count = value, 1
@@ -120,14 +122,14 @@ def never_falling(values: list[float]) -> list[float]:
 
 
 class _Recent:
-    """Recent times of a part, at one size or relative to the measured times of all sizes."""
+    """Recent times of a part: at one size, or as ratios to the baseline at all sizes."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_WINDOW)
-        self._middle = 0.0  # their median
+        self._middle = 0.0  # median of the times
         self._load = 0.0  # the newest context load: contexts change slowly
-        self._tick = -_FADE_TICKS  # of the newest
-        self.change = 1.0  # of the part, then
+        self._tick = -_FADE_TICKS  # tick of the newest time
+        self.change = 1.0  # the part's accumulated change at that tick
 
     def __len__(self) -> int:
         return len(self._times)
@@ -137,7 +139,7 @@ class _Recent:
         return len(self._times) == _WINDOW
 
     def see(self, tick: int, seconds: float, load: float, expected: float) -> None:
-        """`expected`: stands for two of three times as long as there are fewer."""
+        """`expected`: estimate that fills the window up to three times."""
         if tick - self._tick >= _AWAY_TICKS:
             self._times.clear()
         self._times.append(seconds)
@@ -145,12 +147,12 @@ class _Recent:
         self._tick, self._load = tick, load
 
     def seconds(self, tick: int, load: float = 0.0, slope: float = 0.0) -> float | None:
-        """At this context load; None: the times are of long ago, or there are none."""
+        """Seconds at this context load; None: the times are outdated, or there are none."""
         return self._middle + slope * (load - self._load) if tick - self._tick < _FADE_TICKS else None
 
 
 class _ContextSlope:
-    """Seconds of the policy's run per position of context, from how runs of one size follow their contexts."""
+    """Seconds of the policy's run per position of context: a regression over runs of equal size."""
 
     def __init__(self) -> None:
         self._means: dict[tuple[str, int], tuple[float, float]] = {}  # part, size → load, seconds
@@ -167,13 +169,13 @@ class _ContextSlope:
 
 
 class _IngestRate:
-    """Seconds of ingesting, relative to those measured beforehand: sums, as small passes cost most by the position."""
+    """Seconds of draft-extends relative to the baseline. A ratio of sums: small passes cost most per position."""
 
     def __init__(self) -> None:
         self._took_s = self._measured_s = 0.0
 
     def see(self, seconds: float, measured_s: float, before: float) -> None:
-        """`before`: the ratio expected before the first ingest, which counts as much as that."""
+        """`before`: the prior ratio, with the weight of the first draft-extend."""
         if measured_s <= 0.0:
             return
         if not self._measured_s:
@@ -187,38 +189,38 @@ class _IngestRate:
 
 
 class Captures:
-    """One-off time of shapes at a padded batch size: their first runs have no graphs, a later one captures them."""
+    """One-off seconds of shapes at padded batch sizes: first runs have no graph, a later run captures it."""
 
     def __init__(self) -> None:
-        self._ready: dict[Shape, set[int]] = {}  # sizes where a shape runs without one-off time
-        self._taken: dict[tuple[Shape, int], float] = {}  # one-off seconds so far, elsewhere
+        self._ready: dict[Shape, set[int]] = {}  # shape → sizes that run without one-off time
+        self._taken: dict[tuple[Shape, int], float] = {}  # one-off seconds so far, at other sizes
         self._count = self._first_s = self._all_s = 0.0  # shapes and sizes; seconds of first runs, of all runs
 
     def measured(self, capture_s: float) -> None:
-        """Seconds of one graph. A shape needs about two, of the policy and of the drafter; a run without costs half."""
+        """Sets the estimate. A shape needs about two graphs, of policy and drafter; a run without costs half of one."""
         self._count, self._first_s, self._all_s = 1.0, 0.5 * capture_s, 2.0 * capture_s
 
     def captured(self, shape: Shape, size: int) -> None:
         self._ready.setdefault(shape, set()).add(size)
 
     def ready(self, shape: Shape, size: int) -> bool:
-        """Whether graphs serve it: those of up to twice as many requests do."""
+        """Whether graphs exist for it; those of up to twice the size serve it too."""
         return shape.off or any(size <= ready <= 2 * size for ready in self._ready.get(shape, ()))
 
     def expected_s(self, shape: Shape, size: int) -> float:
-        """One-off seconds until graphs serve the shape."""
+        """Expected one-off seconds until the shape has its graphs."""
         if self.ready(shape, size) or not self._count:
             return 0.0
         return max(0.0, self._all_s / self._count - self._taken.get((shape, size), 0.0))
 
     def next_s(self, shape: Shape, size: int) -> float:
-        """One-off seconds of one run."""
+        """Expected one-off seconds of the next run."""
         if (shape, size) in self._taken or self.ready(shape, size) or not self._count:
             return self.expected_s(shape, size)
         return self._first_s / self._count
 
     def see(self, shape: Shape, size: int, one_off_s: float) -> float:
-        """The seconds that count: compiled kernels serve all later runs, and belong to the start."""
+        """Adds a run. Returns its one-off seconds without compilation, which serves all later runs."""
         if self._count:
             one_off_s = min(one_off_s, _COMPILED * self._all_s / self._count)
         if shape.off:
@@ -235,12 +237,14 @@ class Captures:
         return one_off_s
 
 
-_Keys = tuple[list[tuple[str, int]], list[list[tuple[int, int]]]]  # parts with sizes; of each shape, places and runs
+_Keys = tuple[list[tuple[str, int]], list[list[tuple[int, int]]]]  # (part, size); by shape: (index of a part, runs)
 
 
 class CostModel:
-    """Seconds of ticks and of work beside them. `pad` gives the batch size a tick is captured for; the drafters
-    `learned` run on the device."""
+    """Predicts seconds of ticks and of one-off work.
+
+    `pad`: batch size → padded batch size. `learned`: names of the drafters on the device.
+    """
 
     def __init__(
         self, pad: Callable[[int], int], *, learned: Collection[str] = (), context_read_once: bool = False
@@ -251,16 +255,16 @@ class CostModel:
         self.captures = Captures()
         self._learned, self._read_once = frozenset(learned), context_read_once
         self._recent: dict[tuple[str, int], _Recent] = {}
-        self._changes: dict[str, float] = {}  # of a part: product of what its times changed by, at any size
-        self._ratios: dict[str, _Recent] = {}  # of a part's times at any size to those measured beforehand
+        self._changes: dict[str, float] = {}  # part → product of the changes of its times, over all sizes
+        self._ratios: dict[str, _Recent] = {}  # part → recent ratios of its times to the baseline, over all sizes
         self._slope = _ContextSlope()
         self._caught_up, self._ingested = _IngestRate(), _IngestRate()
-        self._arrived = self._emitted = 0.0  # prompt positions and tokens, fading
-        self._ticks, self._context = 0, 0.0  # ticks; positions that a row looks back on
+        self._arrived = self._emitted = 0.0  # prompt positions of new requests, emitted tokens; both decay
+        self._ticks, self._context = 0, 0.0  # ticks; mean context length of a row
         self._parts_of: dict[tuple[Shape, int], list[tuple[str, int, int]]] = {}
         self._keys: dict[int, tuple[Sequence[Shape], _Keys]] = {}  # by padded size
         self._baselines: dict[tuple[str, int], float] = {}
-        self._looked_up = 0  # `table.changes` when `_baselines` was begun
+        self._looked_up = 0  # `table.changes` for which `_baselines` is valid
 
     # ---- learning
 
@@ -271,8 +275,10 @@ class CostModel:
             self.table.record(measured.role, measured.size, measured.seconds)
 
     def observe(self, shape: Shape, batch: int, times: TickTimes, context: float = 0.0, positions: float = 0.0) -> None:
-        """A tick's times; `positions` of every row were ingested for new requests. A CPU computes no padding: its times
-        are scaled to padded sizes."""
+        """Adds a tick's times. `positions`: prompt positions per row that were processed for new requests.
+
+        A CPU computes no padding rows, so its times are scaled to padded sizes.
+        """
         size, rows = self.pad(batch), max(1, batch)
         self._ticks, self._context = self._ticks + 1, context
         for (part, of, runs), (_, ran, _) in zip(self._parts(shape, size), self._parts(shape, rows), strict=True):
@@ -286,11 +292,11 @@ class CostModel:
             self._ingested.see(times.parts[INGEST], positions * self._position_s(size), before)
 
     def caught_up(self, batch: int, lag: float, seconds: float) -> None:
-        """A learned drafter ingested so many positions of every row at once."""
+        """Adds a draft-extend over `lag` positions per row, after ticks without the drafter."""
         self._caught_up.see(seconds, lag * self._position_s(self.pad(batch)), self._live_rows)
 
     def arrived(self, positions: int, tokens: float) -> None:
-        """Prompt positions of new requests, and tokens emitted meanwhile."""
+        """Adds prompt positions of new requests, and tokens emitted in the same time."""
         kept = max(0.0, 1.0 - tokens / _ARRIVALS_TOKENS)
         self._arrived, self._emitted = self._arrived * kept + positions, self._emitted * kept + tokens
 
@@ -315,13 +321,13 @@ class CostModel:
     # ---- a tick
 
     def seconds(self, shape: Shape, batch: int) -> float | None:
-        """Expected; None as long as no run of the policy was measured."""
+        """Expected seconds of a tick; None until a run of the policy was measured."""
         if self.table.estimate(POLICY, 1) is None:
             return None
         return sum(self.parts(shape, batch).values()) + self._expected(self._gap(shape), self.pad(batch), 0.0)
 
     def parts(self, shape: Shape, batch: int) -> dict[str, float]:
-        """Seconds expected of each part of a tick, the gap left out."""
+        """Expected seconds of each part of a tick, without the gap."""
         size = self.pad(batch)
         return {
             part: runs * self._expected(part, of, self._load(part, of, batch))
@@ -329,7 +335,7 @@ class CostModel:
         }
 
     def seconds_of(self, shapes: Sequence[Shape], batch: int) -> list[float]:
-        """`seconds` of each shape, each different part computed once; 0 where they are unknown."""
+        """`seconds` of each shape; 0 if unknown. Computes each distinct part once."""
         if self.table.estimate(POLICY, 1) is None:
             return [0.0] * len(shapes)
         keys, sums = self._all_keys(shapes, self.pad(batch))
@@ -337,11 +343,11 @@ class CostModel:
         return [sum([runs * seconds[place] for place, runs in parts]) for parts in sums]
 
     def measured_s(self, shape: Shape, batch: int) -> float:
-        """Seconds of the parts of a tick as measured beforehand."""
+        """Baseline seconds of the parts of a tick."""
         return sum(runs * self._baseline(part, of) for part, of, runs in self._parts(shape, self.pad(batch)))
 
     def ticks_of(self, shape: Shape, batch: int) -> int:
-        """Recent times of its run of the policy at this size."""
+        """Number of recent times of the shape's policy run at this size."""
         part, of, _ = self._parts(shape, self.pad(batch))[0]
         return len(self._recent.get((part, of), ()))
 
@@ -357,7 +363,7 @@ class CostModel:
         return found
 
     def _expected(self, part: str, size: int, load: float) -> float:
-        """As timed at this size; else as measured beforehand, in the ratio of the part's times at other sizes."""
+        """Expected seconds: recent times at this size, or else the baseline times the part's ratio at other sizes."""
         recent, slope = self._recent.get((part, size)), self._slope.slope
         baseline = self._baseline(part, size)
         seconds = recent.seconds(self._ticks, load, slope) if recent else None
@@ -375,7 +381,7 @@ class CostModel:
         return recent.seconds(self._ticks) if recent else None
 
     def _baseline(self, part: str, size: int) -> float:
-        """As measured beforehand; 0: it is not."""
+        """Baseline seconds; 0: not measured."""
         if self._looked_up != self.table.changes:
             self._baselines.clear()
             self._looked_up = self.table.changes
@@ -385,7 +391,7 @@ class CostModel:
         return found
 
     def _measured(self, part: str, size: int) -> float:
-        """An unmeasured run of a drafter is taken to cost as much as the policy's, the safe side."""
+        """Baseline seconds from the table. An unmeasured drafter run counts like one of the policy, the safe side."""
         policy_s = self.table.estimate(POLICY, size) or 0.0
         if part in (EXTEND, DRAFT):
             known = self.table.estimate(part, size)
@@ -393,13 +399,13 @@ class CostModel:
         return _LOOKUP_S * size if part == LOOKUP else policy_s if part in (DECODE, VERIFY) else 0.0
 
     def _load(self, part: str, of: int, batch: int) -> float:
-        """Positions of context that a run of the policy reads."""
+        """Context load: positions of context that a run of the policy reads."""
         if part not in (DECODE, VERIFY):
             return 0.0
         return self._context * (batch if self._read_once else of)
 
     def _parts(self, shape: Shape, size: int) -> list[tuple[str, int, int]]:
-        """Part, its size, and its runs; the policy's first."""
+        """(part, size, runs) of a tick; the policy's part first."""
         parts = self._parts_of.get((shape, size))
         if parts is None:
             parts = [(DECODE, size, 1)] if shape.off else [(VERIFY, shape.tokens(size), 1)]
@@ -415,23 +421,23 @@ class CostModel:
         return _GAPS[0 if shape.off else 1 + self._drafts(shape)]
 
     def _drafts(self, shape: Shape) -> bool:
-        """Whether a learned drafter takes part."""
+        """Whether the shape uses a drafter on the device."""
         return not self._learned.isdisjoint(shape.drafters)
 
-    # ---- beside ticks
+    # ---- one-off work
 
     def indexes(self, shape: Shape, before: Shape) -> bool:
-        """Whether a drafter on the host must index text before its first draft, as the shape before left it out."""
+        """Whether a drafter on the host must index text first, because the shape before did not use it."""
         return any(name not in self._learned and name not in before.drafters for name in shape.drafters)
 
     def catching_up(self, shape: Shape, before: Shape, batch: int, lag: float) -> float:
-        """Seconds that a learned drafter ingests before its first draft, as the shape before left it out."""
+        """Seconds of the draft-extend that is due first, because the shape before did not use the drafter."""
         if not lag or self._drafts(before) or not self._drafts(shape):
             return 0.0
         return lag * self._caught_up.ratio(self._live_rows) * self._position_s(self.pad(batch))
 
     def entering(self, shape: Shape, batch: int, positions: float) -> float:
-        """Seconds that a learned drafter ingests so many prompt positions of every row for new requests."""
+        """Seconds of a draft-extend over this many prompt positions per row, for new requests."""
         if not positions or not self._drafts(shape):
             return 0.0
         before = self._caught_up.ratio(self._live_rows)
@@ -439,8 +445,10 @@ class CostModel:
 
     @property
     def arrived_per_token(self) -> float:
-        """Prompt positions of new requests per emitted token. At first, completions are taken to be as long as their
-        prompts."""
+        """Prompt positions of new requests per emitted token.
+
+        Initially completions are assumed to be as long as their prompts.
+        """
         return self._arrived / max(self._emitted, self._arrived, 1.0)
 
     @property
@@ -448,5 +456,5 @@ class CostModel:
         return _LIVE_ROWS if self._read_once else 1.0
 
     def _position_s(self, size: int) -> float:
-        """Measured beforehand, of one position of every row."""
+        """Baseline seconds of a draft-extend per position of every row."""
         return self.table.estimate(CATCH_UP, size) or 0.0

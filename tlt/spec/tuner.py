@@ -1,8 +1,8 @@
 """The tuner: the shape of each tick, from measured costs and acceptance. "Off" is always a candidate.
 
-What always holds: a shape is used because its expected tokens per second are the highest, or to learn about it; either
-only if the budget affords the tick at its worst, when nothing is accepted. A few plain ticks now and then show what
-plain decoding costs. Deterministic. Knows nothing of tensors, tokens or what a drafter is.
+Always holds: a shape is used if its expected tokens per second are the highest, or for a try; in both cases only if
+the budget affords the tick at its worst, when nothing is accepted. Occasional plain ticks measure the cost of plain
+decoding. Decisions are deterministic. Knows nothing of tensors, tokens or drafters.
 """
 
 from collections import Counter
@@ -25,19 +25,17 @@ from tlt.spec.shape_policy import (
     zero_seconds,
 )
 
-MARGIN = 0.01  # hysteresis: another shape must be expected to be faster by this fraction
+MARGIN = 0.01  # hysteresis: predicted gain of another shape from which it replaces the one in use
 DOUBT = 0.3  # standard error of an accept length, relative, after one verify
-COST_DOUBT = 0.03  # the same of its cost, before its first tick
+COST_DOUBT = 0.03  # standard error of a shape's cost, relative, before its first tick
 COMPARE_EVERY, COMPARE_TICKS = 512, 3  # ticks with drafts between two comparisons; plain ticks of a comparison
-COMPARE_CHANGE = (
-    1.25  # factor by which the cost of a shape relative to plain ticks changes, that calls for a comparison
-)
-REVIEW_TICKS = (8, 32)  # between two reviews of a batch size: after a change, and later
-RETRY_SHARE = 0.001  # of the time that tries of one drafter which does not pay may lose
+COMPARE_CHANGE = 1.25  # change of a shape's cost relative to plain ticks, as a factor, that triggers a comparison
+REVIEW_TICKS = (8, 32)  # ticks between two reviews of a batch size: after a change, and later
+RETRY_SHARE = 0.001  # fraction of the time that tries of one drafter may lose after it was found slower
 RECORD_VERIFIES = 128.0  # weight of an acceptance record
-OLD_VERSION_VERIFIES = 3.0  # weight of the estimates of a drafter's version before: so few that it is tried again
+OLD_VERSION_VERIFIES = 3.0  # weight of the estimates of a drafter's previous version: low, so that it is tried again
 
-_OFF = 0  # place of plain decoding among the shapes
+_OFF = 0  # index of plain decoding among the shapes
 
 
 @dataclass(slots=True)
@@ -49,12 +47,12 @@ class BatchSizeState:
     gain: float = 0.0  # its expected saving against plain decoding, as a fraction of the time
     dearness: float = 1.0  # its cost relative to a plain tick, as compared last, relative to the same as measured
     # beforehand; 0: not known yet
-    worst_s: float = 0.0  # lost by a tick of it if nothing is accepted
+    worst_s: float = 0.0  # seconds that a tick of it loses if nothing is accepted
     since: int = 0  # tick of the last change
     review_at: int = 0  # tick of the next review
-    spent_s: float = 0.0  # time with so many requests
+    spent_s: float = 0.0  # seconds at this batch size
     to_try: Shape | None = None  # the shape of the next try
-    try_worst_s: float = 0.0  # lost by it if nothing is accepted, catching up left out
+    try_worst_s: float = 0.0  # seconds that it loses if nothing is accepted, without draft-extends
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +105,9 @@ class Tuner:
         self.budget = Budget()
         self._trying: Try | None = None
         self._tally = Tally()
-        self._left: Callable[[], float] = infinite_ticks  # plain ticks to come, at most
-        self._index_s: Callable[[], float] = zero_seconds  # looks at every request: asked once a tick at most
-        self._indexing_s: float | None = None  # its answer
+        self._left: Callable[[], float] = infinite_ticks  # upper bound of the remaining plain ticks
+        self._index_s: Callable[[], float] = zero_seconds  # visits every request: called once per tick at most
+        self._indexing_s: float | None = None  # its result in this tick
         self._last = OFF  # shape of the last observed tick
         self._ticks = 0
         self._drafted = 0  # ticks with drafts since the last comparison
@@ -179,7 +177,7 @@ class Tuner:
         return found
 
     def drafter_changed(self, drafter: str) -> None:
-        """Another version: the estimates become a weak prior, and it may be tried at once."""
+        """Makes the estimates of the old version a weak prior. The new version may be tried at once."""
         if drafter not in self._drafters:
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {self._drafters}")
         self._acceptance.changed(drafter, OLD_VERSION_VERIFIES)
@@ -254,7 +252,7 @@ class Tuner:
         return state
 
     def _expected(self, size: int) -> tuple[list[float], list[float]]:
-        """Seconds of a tick and tokens per second of a request, for every shape."""
+        """Seconds of a tick, and tokens per second of a request, by shape."""
         lengths, seconds = self._acceptance.lengths(), self._costs.seconds_of(self._shapes, size)
         if per_token := self._costs.arrived_per_token:  # every completion makes room for a prompt to ingest
             costs = zip(self._shapes, seconds, lengths, strict=True)
@@ -262,13 +260,13 @@ class Tuner:
         return seconds, [length / cost for length, cost in zip(lengths, seconds, strict=True)]
 
     def _decide(self, state: BatchSizeState, rates: Sequence[float], size: int, lag: int) -> Shape:
-        """The shape in use, unless another is faster beyond doubt and worth what the change costs."""
+        """The shape in use, unless another is faster beyond its standard error and pays for the change."""
         known = self._known_places()
         used = self._last if self._is_dear(state.shape) else state.shape
         used = used if self._index[used] in known and rates[self._index[used]] >= rates[_OFF] else OFF
         rate = rates[self._index[used]]
         near_s = sum(other.spent_s for near, other in self._sizes.items() if near <= size <= 2 * near)
-        left_s: float | None = None  # asked for once, if at all: the answer looks at every request
+        left_s: float | None = None  # computed once, if at all: it visits every request
         for place in sorted(known, key=rates.__getitem__, reverse=True):
             best, gain = self._shapes[place], 1.0 - rate / rates[place]
             if gain <= MARGIN:
@@ -278,7 +276,7 @@ class Tuner:
             draft_extend_s = self._catching_up(best, used, size, lag)
             captured_s = self._costs.captures.expected_s(best, size)
             left_s = self._left() * self.budget.tick_s if left_s is None else left_s
-            # catching up pays in this rollout, a graph in later ones too if there often are so many requests
+            # a draft-extend must pay in this rollout; a graph also pays in later ones with this batch size
             pays = draft_extend_s <= gain * left_s and PAYBACK * captured_s <= gain * near_s
             if pays and self._affords(draft_extend_s + captured_s, gain):
                 return best
@@ -294,7 +292,7 @@ class Tuner:
         return doubt + COST_DOUBT / (1 + self._costs.ticks_of(best, size))
 
     def _known_places(self) -> list[int]:
-        """Places of plain decoding and of shapes whose drafters have been seen."""
+        """Indices of plain decoding and of shapes whose drafters have been observed."""
         known = [drafters for drafters in self._places if self._acceptance.known(drafters) >= 1.0]
         return sorted([_OFF, *(place for drafters in known for place in self._places[drafters])])
 
@@ -302,11 +300,11 @@ class Tuner:
         return worst_s <= 0.0 or self.budget.affords(worst_s, gain)
 
     def _catching_up(self, shape: Shape, before: Shape, size: int, lag: int) -> float:
-        """Seconds before the first draft of drafters that the shape before left out."""
+        """Seconds of draft-extends before the first draft of drafters that the shape before did not use."""
         return self._indexing(shape, before) + self._costs.catching_up(shape, before, size, lag)
 
     def _indexing(self, shape: Shape, before: Shape) -> float:
-        """The part of it on the host."""
+        """The part of these seconds on the host."""
         if not self._costs.indexes(shape, before):
             return 0.0
         if self._indexing_s is None:
@@ -314,13 +312,13 @@ class Tuner:
         return self._indexing_s
 
     def _is_dear(self, shape: Shape) -> bool:
-        """Whether the shape waits for much indexing: its drafters were not used meanwhile, at other batch sizes."""
+        """Whether the shape needs more than a tick of indexing, because other batch sizes did not use its drafters."""
         return self._indexing(shape, self._last) > self.budget.tick_s
 
     # ---- tries
 
     def _plan_try(self, state: BatchSizeState, rates: Sequence[float], seconds: Sequence[float], size: int) -> None:
-        """Of the drafters least is known about that may be faster, the shape with the highest expected rate."""
+        """Selects the next try: of the least known drafters that may be faster, the shape with the highest rate."""
         state.to_try = None
         for drafters in sorted(self._places, key=self._acceptance.evidence):
             places = [
@@ -339,33 +337,33 @@ class Tuner:
                 for place in places
             }
             fits = [place for place in places if self.budget.affords_try(worst_s[place] + index_s)]
-            if fits or not index_s:  # the time for indexing grows: others have their turn
+            if fits or not index_s:  # indexing takes ever longer: try other drafters first
                 place = max(fits or [min(places, key=worst_s.__getitem__)], key=rates.__getitem__)
                 state.to_try, state.try_worst_s = self._shapes[place], worst_s[place]
                 return
 
     def _may_try(self, drafters: Drafters, rate: float, used_rate: float) -> bool:
-        """Drafters that may be faster are tried until that is known; then only as often as RETRY_SHARE allows."""
+        """Whether drafters may be tried: until they are known to be slower, then as often as RETRY_SHARE allows."""
         now_s, retry = self.budget.took_s, self._retries[drafters]
         if now_s < retry.at_s:
             return False
         doubt = _standard_error(self._acceptance.evidence(drafters))
         if rate * (1.0 + doubt) > used_rate * (1.0 + MARGIN):
             return True
-        if retry.lost_s:  # by the last try, which showed it
+        if retry.lost_s:  # the last try showed that they are slower
             retry.at_s, retry.lost_s = now_s + retry.lost_s / RETRY_SHARE, 0.0
             return False
         return True
 
     def _tried(self, shape: Shape) -> Try | None:
-        """The try that this tick was, if it was one; it may have run at another size. One that never ran is dropped."""
+        """The try that this tick executed, or None. Its batch size may differ. A try that never ran is dropped."""
         found = self._trying
         if found is None or (found.shape != shape and self._ticks - found.tick < 16):
             return None
         self._trying = None
         return found if found.shape == shape else None
 
-    # ---- books
+    # ---- accounting
 
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
         tally, budget, times = self._tally, self.budget, outcome.times
@@ -380,7 +378,7 @@ class Tuner:
         budget.charge(CostKind.CAPTURES, captured_s)
         budget.charge(CostKind.CATCHING_UP, outcome.draft_extend_s)
         if outcome.shape.off:
-            others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees drafted in vain
+            others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees that were drafted and not used
             budget.ran(seconds - keep_s, max(0.0, seconds - keep_s - others_s))
             tally.plain[size] += 1
             self._tried(OFF)
@@ -409,7 +407,7 @@ class Tuner:
         return alarms
 
     def _reopen(self, drafter: str, at_s: float = 0.0) -> None:
-        """Everything decided with this drafter is open again; it may be tried from this second of the run on."""
+        """Reopens all decisions about this drafter. It may be tried from this second of the run on."""
         for drafters in self._places:
             if drafter in drafters:
                 self._retries[drafters] = Retry(at_s)
@@ -418,5 +416,5 @@ class Tuner:
 
 
 def _standard_error(evidence: float) -> float:
-    """Of an accept length, relative. Fewer verifies than the prior is worth tell nothing."""
+    """Relative standard error of an accept length; infinite for fewer verifies than the prior's weight."""
     return DOUBT / sqrt(evidence - PRIOR_VERIFIES) if evidence > PRIOR_VERIFIES else inf
