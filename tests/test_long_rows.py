@@ -90,7 +90,7 @@ def completions(lengths: Sequence[int]) -> list[Experience]:
 
 @pytest.mark.parametrize("lengths", [(512,) * 64, pytest.param((TOKENS,), marks=pytest.mark.slow)], ids=len)
 def test_an_update_stays_within_what_is_planned(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_LOGITS_AT_ONCE", CHUNK)
+    monkeypatch.setattr(logprobs, "most_logits", lambda device: CHUNK)
     device = CHUNK * 4 * memory_plan._LOGITS_SHARE  # a GPU whose share of logits is such a chunk
     most = {}
     for checkpointed in (True, False):
