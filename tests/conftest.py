@@ -27,6 +27,7 @@ sys.dont_write_bytecode = False
 # at the end there are only short ones to share out.
 LONGEST_FIRST = (
     "test_cluster_fleet",
+    "test_cluster_engines",
     "test_exact",
     "test_linear_kernels",
     "test_learned",

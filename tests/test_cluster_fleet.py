@@ -183,7 +183,7 @@ class TalkingLetters(Letters):
         return "XYZ" if said < len(completion.tokens) % 5 else None
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_completions_of_several_turns_are_those_of_one_worker(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
