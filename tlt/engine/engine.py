@@ -118,7 +118,7 @@ class EngineCore:
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, RequestState] = {}
         self._failures: dict[Key, str] = {}
-        self._torn = False  # a tick has begun and not ended; stays True after an exception
+        self._interrupted = False  # a tick has begun and not ended; stays True after an exception
         self._sleep_s: float | None = None  # seconds that `sleep` took; None: awake
         self.slept: SleepReport | None = None  # of the last sleep
         self._positions, self._context_due = 0.0, 0  # mean position of a row; tick of its next update
@@ -178,19 +178,19 @@ class EngineCore:
 
     def tick(self) -> list[Completion]:
         """Runs one tick: decodes every running request. Returns the completions that ended."""
-        if self._torn:
+        if self._interrupted:
             raise RuntimeError(
                 "an exception cut an earlier tick short, rows and pages may disagree: build a new engine"
             )
-        self._torn = True
+        self._interrupted = True
         shape, completions = self._next_shape()
         plan = self._plan(shape)
         drafts = self._draft(plan, shape)
         launched = self._forward(plan, drafts, shape)
         completions += self._accept(launched, shape)
         if self.idle:
-            self._settle()
-        self._torn = False
+            self._on_idle()
+        self._interrupted = False
         return completions
 
     def _next_shape(self) -> tuple[Shape, list[Completion]]:
@@ -201,10 +201,10 @@ class EngineCore:
             shape = self._speculation.choose(running)
         else:
             self._speculation.chosen(running, shape)
-        completions = [] if self._may_stay_unread(shape) else self._land()
+        completions = [] if self._may_stay_unread(shape) else self._read_in_flight()
         if not self._scheduler.running:  # all requests to draft for have ended
             shape = OFF
-            completions += [] if self._may_stay_unread(shape) else self._land()
+            completions += [] if self._may_stay_unread(shape) else self._read_in_flight()
         return shape, completions
 
     def _may_stay_unread(self, shape: Shape) -> bool:
@@ -294,7 +294,7 @@ class EngineCore:
             self._positions = sum(req.position for req in plan.reqs) / max(1, len(plan.reqs))
         return self._positions
 
-    def _land(self) -> list[Completion]:
+    def _read_in_flight(self) -> list[Completion]:
         """Reads the tick in flight, if there is one."""
         tick, self._unread_tick = self._unread_tick, None
         return self._read_tick(tick)
@@ -342,7 +342,7 @@ class EngineCore:
         state.first_token_s = state.first_token_s or now
         completion = self._complete(state, "abort", now)
         if self.idle:
-            self._settle()
+            self._on_idle()
         return completion
 
     @torch.no_grad()
@@ -535,9 +535,9 @@ class EngineCore:
         self._watches.pop(state.request.key, None)
         self._preemptions += state.preemptions
 
-    def _settle(self) -> None:
+    def _on_idle(self) -> None:
         """Called when idle: reads the tick in flight, which has no request left, and checks for leaked pages."""
-        self._land()
+        self._read_in_flight()
         self._timer.restart()  # idle time does not count as tick time
         self._following = None
         self._scheduler.check_integrity()

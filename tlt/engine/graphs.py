@@ -20,7 +20,7 @@ T = TypeVar("T")
 Waste = Callable[[int], float]  # padded size of a larger graph → seconds that a run in it wastes
 Key = tuple[Hashable, int]  # role, padded size
 
-_BARE = 0.4  # cost of an eager run, as a fraction of a capture: the host launches its kernels one by one
+_EAGER_COST = 0.4  # cost of an eager run, as a fraction of a capture: the host launches its kernels one by one
 _TIMED_RUNS = 3  # replays per timing; the fastest counts
 _CAPTURE_S = 0.03  # seconds of a capture, until one was timed
 _ROOM = 4 << 30  # free bytes on the device below which cached memory is released before a capture
@@ -66,7 +66,7 @@ class CapturePolicy:
         larger = self._larger(role, size)
         if larger == size:
             return size
-        bare_s = _BARE * capture_s
+        bare_s = _EAGER_COST * capture_s
         more = waste(larger) if waste is not None and larger else bare_s
         if waste is None or more > bare_s:
             larger, more = 0, bare_s

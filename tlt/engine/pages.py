@@ -72,8 +72,8 @@ class Prefix:
 class PrefixCache:
     """Prefixes by their tokens, in LRU order."""
 
-    def __init__(self, book: PageAllocator, page_size: int) -> None:
-        self._book = book
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
         self._page_size = page_size
         self._prefix_cache: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._starts: dict[int, Prefix] = {}  # hash of the first full pages → the newest prefix that starts with them
@@ -112,7 +112,7 @@ class PrefixCache:
         for start in prefix.starts:
             if self._starts.get(start) is prefix:
                 del self._starts[start]
-        self._book.release(prefix.pages)
+        self._allocator.release(prefix.pages)
 
     def clear(self) -> None:
         for prefix in list(self._prefix_cache.values()):
@@ -123,9 +123,9 @@ class PrefixCache:
 
     def page_stats(self) -> PageStats:
         """Counts every page once. A page with a holder besides the prefix cache is used."""
-        shelved: dict[int, int] = {}
+        cached_pages: dict[int, int] = {}
         for prefix in self._prefix_cache.values():
             for page in prefix.pages:
-                shelved[page] = shelved.get(page, 0) + 1
-        cached = sum(self._book.holders(page) == count for page, count in shelved.items())
-        return PageStats(self._book.free, self._book.total - self._book.free - cached, cached)
+                cached_pages[page] = cached_pages.get(page, 0) + 1
+        cached = sum(self._allocator.holders(page) == count for page, count in cached_pages.items())
+        return PageStats(self._allocator.free, self._allocator.total - self._allocator.free - cached, cached)

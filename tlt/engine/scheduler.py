@@ -23,8 +23,8 @@ from tlt.engine.request import Request, RequestState
 from tlt.engine.waiting import Waiting
 from tlt.types import Key
 
-_TOGETHER = 16  # admission waits for max_rows / 16 free rows, so that requests share a prefill run
-_PATIENCE = 32  # most ticks that it waits
+_ADMISSION_BATCHES = 16  # admission waits for max_rows / 16 free rows, so that requests share a prefill run
+_MAX_TICKS_HELD = 32  # most ticks that it waits
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +92,10 @@ class Plan:
 
 class Scheduler:
     def __init__(
-        self, book: PageAllocator, page_size: int, max_rows: int, prefill_tokens: int, admission: Admission
+        self, allocator: PageAllocator, page_size: int, max_rows: int, prefill_tokens: int, admission: Admission
     ) -> None:
-        self._allocator = book
-        self._prefix_cache = PrefixCache(book, page_size)
+        self._allocator = allocator
+        self._prefix_cache = PrefixCache(allocator, page_size)
         self._page_size = page_size
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
@@ -298,7 +298,7 @@ class Scheduler:
                 if budget:
                     budget -= self._advance(prefix, budget, chunks)
                 if not prefix.complete:
-                    self._ticks_held = _PATIENCE  # continue this prefill in the next tick
+                    self._ticks_held = _MAX_TICKS_HELD  # continue this prefill in the next tick
                     break
             if prefix is None or not self._enter(state, prefix, copies, entries):
                 self._blocked = True  # later requests wait too: a large request must not starve
@@ -314,8 +314,8 @@ class Scheduler:
         free = self._max_rows - len(self._reqs)
         if free <= 0 or self._blocked:
             return []
-        together = min(self._max_rows // _TOGETHER, len(self._preempted) + len(self._waiting))
-        if free < together and self._ticks_held < _PATIENCE:
+        together = min(self._max_rows // _ADMISSION_BATCHES, len(self._preempted) + len(self._waiting))
+        if free < together and self._ticks_held < _MAX_TICKS_HELD:
             self._ticks_held += 1
             return []
         self._ticks_held = 0
