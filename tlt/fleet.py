@@ -96,7 +96,7 @@ class Worker:
         self._engine_settings = replace(config.engine, sleep="always" if sleeps else "never")
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = (peers.open_policy or open_policy)(config.model)
-        copied = config.grpo.kl and not config.train.lora_rank  # LoRA: the frozen policy is the reference
+        copied = config.grpo.kl and not config.train.lora_rank  # LoRA: the base policy is the reference
         reference = open_policy(config.model).model if copied else None
         make = peers.make_trainer or partial(self._trainer, peers)
         self.trainer = make(self.policy.model, reference)

@@ -1,14 +1,14 @@
 """Acceptance: survival per depth and rank of each drafter, and the expected accept length of a shape.
 
-What always holds: estimates come from verified drafts, newer ones counting more; a verify tells of all shallower depths
-and narrower widths too, one with a shared verify budget of depth 1 alone. Knows nothing of costs or tensors.
+Always holds: estimates come from verified drafts, and newer ones count more. A verify is evidence for all smaller
+depths and widths too; with a shared verify budget, for depth 1 alone. Knows nothing of costs or tensors.
 
 The tree rule. With p_d(r) the probability that the policy's token at depth d is the drafter's r-th candidate, a node is
 accepted with the product of its path's p; a tree of `verify` nodes holds the likeliest ones within depth and width, and
 its accept length is 1 + the sum of their probabilities. Real trees follow each context's own scores, so the accept
-length seen with a shape, relative to the rule, corrects it. With a shared verify budget the rule takes the middle
-between choosing nodes blindly and knowing which will be accepted. Several drafters in one tree count as one whose rank
-is the best of theirs, at one node per drafter and rank; at least as good as the best of them alone.
+length seen with a shape, relative to the rule, corrects it. With a shared verify budget the rule uses the mean of two
+bounds: nodes chosen at random, and nodes chosen with knowledge of what is accepted. Several drafters in one tree count
+as one drafter with the best of their ranks, at one node per drafter and rank; at least as good as the best one alone.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,10 +22,10 @@ Drafters = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankHits:
-    """How far one drafter's own branches agree with the policy, as far as the policy's tokens are known."""
+    """Agreement of one drafter's own branches with the policy's tokens, as far as these are known."""
 
     ranks: tuple[int, ...] = ()  # at depth 1, 2, …: rank of the policy's token among the drafter's candidates, from 1
-    missed_among: int = 0  # then the policy's token was none of this many candidates; 0: not compared further
+    missed_among: int = 0  # at the next depth: number of candidates, none of them right; 0: not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def rank_hits_of(draft: Draft, emitted: Sequence[int], shape: Shape) -> RankHits
 
 
 def together(rank_hits: Sequence[RankHits]) -> RankHits:
-    """Several drafters in one tree as one: the best rank at each depth, until all remaining drafters miss."""
+    """Merges several drafters in one tree: the best rank at each depth, until all remaining drafters miss."""
     ranks: list[int] = []
     while hits := [found.ranks[len(ranks)] for found in rank_hits if len(found.ranks) > len(ranks)]:
         ranks.append(min(hits))
@@ -71,17 +71,17 @@ _UNTRIED, _NEXT = (
 PRIOR_VERIFIES = 4.0  # weight of the prior of an untried drafter, or of an earlier version's estimates
 HORIZON = 1000.0  # verifies after which an observation counts 1/e
 _RULE_VERIFIES = 256.0  # weight of the tree rule against accept lengths seen with a shape
-_NEWS = 0.1  # fraction of new evidence from which accept lengths are computed again
+_NEWS = 0.1  # fraction of new evidence that triggers a recomputation of accept lengths
 
 
 class Survival:
-    """Chances of one drafter's candidates, or of a set of drafters together: a prior, and counts that fade."""
+    """Hit rates of one drafter's candidates, or of a set of drafters together: a prior, and decaying counts."""
 
     def __init__(self, depth: int, width: int, horizon: float = HORIZON) -> None:
         self._width, self._depth = width, depth
         self._hits = [[0.0] * width for _ in range(depth)]  # the policy's token had this rank
-        self._misses = [[0.0] * width for _ in range(depth)]  # it was none of so many candidates
-        self._weight = 1.0  # of the newest verify: it grows, so that older ones fade
+        self._misses = [[0.0] * width for _ in range(depth)]  # it was none of this many candidates
+        self._weight = 1.0  # weight of the newest verify; it grows, which makes older ones decay
         self._growth = 1.0 + 1.0 / horizon
         self._prior: list[list[float]] | None = None  # chances; None: untried
         self._known = 0.0  # weight of the prior in `evidence`, times `_weight`
@@ -89,11 +89,11 @@ class Survival:
 
     @property
     def evidence(self) -> float:
-        """Verifies that the estimates rest on, older ones faded."""
+        """Number of verifies behind the estimates, with decay."""
         return (self._known + sum(self._hits[0]) + sum(self._misses[0])) / self._weight if self._depth else 0.0
 
     def see(self, rank_hits: Iterable[RankHits], shallow: bool = False) -> None:
-        """`shallow`: only depth 1 counts, and the estimates of deeper ones do not fade."""
+        """Adds verifies. `shallow`: only depth 1 counts, and the estimates of deeper ones do not decay."""
         before = self._weight
         for seen in rank_hits:
             self._weight *= self._growth
@@ -117,7 +117,7 @@ class Survival:
             self._misses[len(seen.ranks)][min(seen.missed_among, self._width) - 1] += self._weight
 
     def load_prior(self, ranks: Sequence[Sequence[float]], verifies: float) -> None:
-        """A table of p_d(r), measured before, as if `verifies` verifies had shown it; deeper rows are as its last."""
+        """Loads a table of p_d(r) with the weight of `verifies` verifies. Missing depths are like its last row."""
         self._prior = []
         for depth in range(self._depth):
             row, left, chances = ranks[min(depth, len(ranks) - 1)], 1.0, list[float]()
@@ -141,12 +141,12 @@ class Survival:
         self.fresh += 1
 
     def by_depth(self) -> tuple[float, ...]:
-        """Fraction accepted at depth 1, 2, … at any rank, of drafts that got there; as deep as some got."""
+        """At depth 1, 2, …: accepted / reached, at any rank; up to the largest depth reached."""
         looked = [(sum(hits), sum(misses)) for hits, misses in zip(self._hits, self._misses, strict=True)]
         return tuple(hits / (hits + misses) for hits, misses in looked if hits + misses > 0.0)
 
     def ranks(self) -> list[list[float]]:
-        """p_d(r)."""
+        """The table p_d(r)."""
         table: list[list[float]] = []
         for chances in self._chances():
             left, row = 1.0, []
@@ -157,8 +157,10 @@ class Survival:
         return table
 
     def _chances(self) -> list[list[float]]:
-        """The chance of each rank given that the ranks before missed. An untried depth is like the depth before, an
-        untried rank of depth 1 half as likely as the rank before."""
+        """The hit rate of each rank, given that the ranks before missed.
+
+        An untried depth is like the depth before; an untried rank of depth 1 is half as likely as the rank before.
+        """
         found: list[list[float]] = []
         weight = max(PRIOR_VERIFIES * self._weight, self._known)
         for depth, (hits, misses) in enumerate(zip(self._hits, self._misses, strict=True)):
@@ -213,15 +215,15 @@ class Acceptance:
         return self._survival[drafters].evidence
 
     def known(self, drafters: Drafters) -> float:
-        """Evidence of the drafter least is known about."""
+        """Evidence of the least known of these drafters."""
         return min(self.evidence((drafter,)) for drafter in drafters)
 
     def length(self, shape: Shape) -> float:
-        """Expected accept length."""
+        """Expected accept length of a shape."""
         return self.lengths()[self._index[shape]]
 
     def lengths(self) -> list[float]:
-        """Expected accept length of every shape, in their order."""
+        """Expected accept length of every shape, in order."""
         if self._rule is None:
             self._rule = [1.0 if shape.off else self._by_rule(shape) for shape in self._shapes]
         found = self._rule.copy()
@@ -236,7 +238,7 @@ class Acceptance:
             self._survival[(drafter,)].see((result.rank_hits[index] for result in compared), not alone)
         if len(shape.drafters) > 1:
             if not self.evidence(shape.drafters):
-                self._rule = None  # until now it knew what each gives alone
+                self._rule = None  # computed from each drafter alone so far
             self._survival[shape.drafters].see((together(result.rank_hits) for result in compared), not alone)
         if self._rule is not None and results:
             place, kept = self._index[shape], max(0.0, 1.0 - len(results) / self._horizon)
@@ -245,14 +247,14 @@ class Acceptance:
             self._seen[place] = (emitted * kept + tokens, expected * kept + len(results) * self._rule[place])
 
     def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]], verifies: float) -> None:
-        """Loads p_d(r) of this drafter alone, a row per depth, as if so many verifies had shown it."""
+        """Loads p_d(r) of this drafter alone, a row per depth, as the prior of a number of verifies."""
         if (drafter,) not in self._survival:
             known = sorted(key[0] for key in self._survival if len(key) == 1)
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {known}")
         self._survival[(drafter,)].load_prior(ranks, verifies)
 
     def supposing(self, factor: float) -> "Acceptance":
-        """Another, by the tree rule only, in which every candidate is right this many times as often."""
+        """A copy in which every hit rate is multiplied by this factor; by the tree rule only."""
         other = Acceptance(self._shapes, self._horizon)
         for key, survival in self._survival.items():
             if len(key) == 1 and survival.evidence:
@@ -261,14 +263,14 @@ class Acceptance:
         return other
 
     def refresh(self) -> None:
-        """Takes new evidence into the accept lengths, where there is enough of it to matter."""
+        """Recomputes the accept lengths from new evidence, if it exceeds `_NEWS`."""
         for key, survival in self._survival.items():
             if survival.fresh > _NEWS * survival.evidence:
                 self._trees.pop(key, None)
                 self._rule, survival.fresh = None, 0.0
 
     def changed(self, drafter: str, verifies: float) -> None:
-        """Another version of the drafter: the estimates become a prior of this many verifies."""
+        """Makes the estimates a prior of this many verifies, for another version of the drafter."""
         for key, survival in self._survival.items():
             if drafter in key:
                 survival.fade(verifies)
@@ -299,7 +301,7 @@ class Acceptance:
         nodes = (shape.verify - 1) // nodes_per_rank
         if not shape.share:
             return lengths[min(nodes, len(lengths) - 1)]
-        most = lengths[min(nodes, shape.width * shape.depth, len(lengths) - 1)]  # a tree may have room for more nodes
+        most = lengths[min(nodes, shape.width * shape.depth, len(lengths) - 1)]  # the verify size may exceed the nodes
         shared = (shape.share - 1.0) / nodes_per_rank
         below = min(int(shared), len(lengths) - 1)
         above = min(below + 1, len(lengths) - 1)

@@ -1,6 +1,6 @@
 """The drafter of written-ahead text: drafts for a request are the next tokens of the text submitted with it.
 
-What always holds: a text serves as long as the request has written the same tokens, whoever drafted them; it is dropped
+Always holds: a text is used as long as the request's tokens agree with it, from any drafter; it is dropped
 at the first difference. Computes no tensors; `ahead` decides when its drafts are verified.
 """
 

@@ -2,7 +2,7 @@
 
 A CUSUM of log-likelihood ratios: "the odds of the drafter's first candidates fell to a quarter" against "they are as
 usual". Only first candidates count, so a change of shape is no collapse; a completion counts a few times only, for its
-verifies resemble each other. Does not know why acceptance fell, and not what is done about it.
+verifies resemble each other. Does not know the cause, nor the reaction.
 """
 
 from collections import OrderedDict

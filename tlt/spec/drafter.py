@@ -169,7 +169,7 @@ class Drafter:
         """The request is complete."""
 
     def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
-        """Draft-extend: ingests what was written beyond one tick's tokens. Called before `draft`.
+        """Draft-extend: processes tokens beyond those of one tick. Called before `draft`.
 
         It is one-off work after a start or a pause, and is timed apart from what drafting in this shape costs.
         """
@@ -203,7 +203,7 @@ class Drafter:
     def ingested(self) -> float:
         """Prompt positions of new requests per row, on average, that this tick ingested in passes of their own.
 
-        Each such tick is told once; 0 for a normal tick.
+        Each such tick is returned once; 0 for a normal tick.
         """
         return 0.0
 

@@ -262,7 +262,7 @@ class SuffixDrafter:
         archive = self._archives.setdefault(prompt_id, _Archive(self.max_match))
         archive.running += 1
         self._keep_prompt(archive, prompt_id, list(prompt))
-        number = self._shelve(archive, prompt[-self.max_match :], ())
+        number = self._add_text(archive, prompt[-self.max_match :], ())
         self._requests[key] = _Request(number, prompt_id, archive, archive.texts[number])
         self._evict()
 
@@ -385,7 +385,7 @@ class SuffixDrafter:
             raise RequestError(f"{key} is not running here; expected a key that begin() was given and end() was not")
         return request
 
-    def _shelve(self, archive: _Archive, context: Sequence[int], tokens: Sequence[int]) -> int:
+    def _add_text(self, archive: _Archive, context: Sequence[int], tokens: Sequence[int]) -> int:
         """Adds a text after its context; returns its number."""
         number = self._numbers
         self._numbers += 1
@@ -404,7 +404,7 @@ class SuffixDrafter:
                 self._history.pop(archive.prompt_number, None)
                 return
             self._history[archive.prompt_number] = prompt_id  # the prompt's text has changed: keep the old as finished
-        archive.prompt_number = self._shelve(archive, (), prompt)
+        archive.prompt_number = self._add_text(archive, (), prompt)
 
     def _evict(self) -> None:
         while self.tokens > self.memory_tokens and self._history:
