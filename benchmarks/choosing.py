@@ -24,7 +24,7 @@ from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings, SpecSettings
 from tlt.engine.build import shape_policy_of, shapes_of
 from tlt.spec.acceptance import AcceptResult, RankHits
-from tlt.spec.costs import CAPTURE, DECODE, DRAFT, EXTEND, INGEST, LOOKUP, POLICY, PRUNE, VERIFY, Measured, TickTimes
+from tlt.spec.costs import DECODE, DRAFT, EXTEND, INGEST, LOOKUP, POLICY, PRUNE, VERIFY, Measured, TickTimes
 from tlt.spec.shape import MOST_NODES, OFF, Shape
 from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import compared_rows
@@ -66,7 +66,7 @@ def times_of(shape: Shape, seconds: float, ingest_s: float) -> TickTimes:
 
 def measured() -> list[Measured]:
     """What an engine measures when it is built."""
-    found = [Measured(CAPTURE, 1, 0.03)]
+    found = list[Measured]()
     for size in SIZES:
         found.append(Measured(POLICY, size, policy_s(size)))
         found.append(Measured(EXTEND, size, 0.35e-3 + 0.3e-6 * size))

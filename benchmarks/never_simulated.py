@@ -25,10 +25,10 @@ from tlt.config import DraftingSettings, SpecSettings
 from tlt.drafting.forecast import ranks_of
 from tlt.drafting.planner import DrafterStatus, DraftShapes, TrainingPlanner
 from tlt.engine.build import shapes_of
-from tlt.engine.graphs import padding
+from tlt.engine.graphs import captured_sizes, padding
 from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits
 from tlt.spec.budget import CostKind
-from tlt.spec.costs import CAPTURE, CATCH_UP, DECODE, DRAFT, EXTEND, INGEST, POLICY, CostModel, Measured, TickTimes
+from tlt.spec.costs import CATCH_UP, DECODE, DRAFT, EXTEND, INGEST, POLICY, CostModel, Measured, TickTimes
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Outcome
 from tlt.spec.tuner import Tuner
@@ -48,7 +48,7 @@ _PLAIN = [AcceptResult(accepted, ()) for accepted in range(40)]
 
 
 def measured(size: str) -> list[Measured]:
-    found = [Measured(CAPTURE, 1, CAPTURE_S)]
+    found = list[Measured]()
     for tokens, ms in zip(SIZES, DECODE_MS[size], strict=True):
         found += [Measured(POLICY, tokens, ms / 1e3), Measured(EXTEND, tokens, 0.28e-3 + 1e-6 * tokens)]
         found += [Measured(DRAFT, tokens, LEVEL_MS[size] / 1e3 + 5e-7 * tokens)]
@@ -76,6 +76,10 @@ class World:
     def __post_init__(self) -> None:
         self.luck, self.costs, self.pad = np.random.default_rng(self.seed), cost_model(self.size), padding(ROWS)
         self._chances: dict[tuple[float, Shape], float] = {}
+
+    def capture(self, tuner: Tuner) -> None:
+        """At start-up, as the engine does: its seconds are none of the rollouts'."""
+        self.runs = dict.fromkeys(tuner.precapture(captured_sizes(ROWS)), 2)
 
     def chance_in(self, shape: Shape) -> float:
         """The chance of a level, so that the mean accept length is that of the rule of the tree."""
@@ -191,8 +195,8 @@ CASES: dict[str, tuple[float, Callable[[int], list[int]]]] = {  # chance of a to
 def case(size: str, name: str, rollouts: int = 6) -> dict[str, float]:
     chance, lengths_of = CASES[name]
     tuner = Tuner(SHAPES, cost_model(size))
-    tuner.load_costs([one for one in measured(size) if one.role == CAPTURE])
     worlds = [World(size, chance) for _ in range(3)]
+    worlds[1].capture(tuner)
     seconds = np.zeros((rollouts, 3))
     for number in range(rollouts):
         lengths = lengths_of(number)
@@ -226,7 +230,7 @@ MICRO_S, MICRO_TOKENS, LOOK_S, UPDATE_S = 0.0115, 2048, 0.01, 3.5  # seconds and
 def run(steps: int, worth: float = 0.7, seed: int = 0, told: list[str] | None = None) -> dict[str, Any]:
     """`worth`: what policies accept of the drafter in rollouts, as a share of what they do on held-out answers."""
     tuner, world, plain = Tuner(SHAPES, cost_model("1.5b")), World("1.5b", 1e-3, seed), World("1.5b", 0.0, seed)
-    tuner.load_costs([one for one in measured("1.5b") if one.role == CAPTURE])
+    world.capture(tuner)
     tuner.load_prior("eagle", [[0.0]])
     shapes = DraftShapes(SHAPES, "eagle", tuner.expected)
     planner = TrainingPlanner(DraftingSettings(), steps, 3, ROWS, padding(ROWS), shapes, tuner.budget)

@@ -153,13 +153,13 @@ def test_what_a_tuner_does_beside_ticks_is_charged() -> None:
     results = [AcceptResult(1, (RankHits((1,), 1),))] * 8
     policy = tuner()
     policy.load_costs([Measured(KEEP, 8, 1e-5)])
-    policy.observe(outcome(shape, 8, results, tick_s(shape, 8), one_off_s=0.2, ingest_s=0.3, lag=64))
+    policy.observe(outcome(shape, 8, results, tick_s(shape, 8), one_off_s=0.05, ingest_s=0.3, lag=64))
     spent = policy.budget.spent
     assert (spent[CostKind.CAPTURES], spent[CostKind.CATCHING_UP], spent[CostKind.STATES]) == pytest.approx(
-        (0.2, 0.3, 1e-5)
+        (0.05, 0.3, 1e-5)
     )
     assert policy.budget.saved_s == pytest.approx(2 * tick_s(OFF, 8) - tick_s(shape, 8))
-    assert policy.budget.took_s == pytest.approx(tick_s(shape, 8) + 0.5)
+    assert policy.budget.took_s == pytest.approx(tick_s(shape, 8) + 0.35)
     policy.observe(Outcome(OFF, 8, (), TickTimes({DECODE: 0.004, EXTEND: 0.001}, 0.006)))
     assert policy.budget.saved_s == pytest.approx(2 * tick_s(OFF, 8) - tick_s(shape, 8) - 0.001), "drafted in vain"
 

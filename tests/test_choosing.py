@@ -91,4 +91,4 @@ def check_all(tuner: Tuner, batch: int) -> None:
     found = tuner._costs.seconds_of(shapes, size)
     assert found == pytest.approx([tuner._costs.seconds(shape, size) for shape in shapes], rel=1e-12)
     known = [place for place, shape in enumerate(shapes) if shape.off or tuner._acceptance.known(shape.drafters) >= 1.0]
-    assert tuner._known_places() == known
+    assert tuner._known_places(size) == known

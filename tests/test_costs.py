@@ -7,7 +7,6 @@ import pytest
 
 from tests.tuning import LEARNED, MODEL_FREE, costs, measured, outcome, pad, parts_s, policy_s, tick_s
 from tlt.spec.costs import (
-    CAPTURE,
     CATCH_UP,
     DECODE,
     DRAFT,
@@ -16,7 +15,6 @@ from tlt.spec.costs import (
     LOOKUP,
     POLICY,
     VERIFY,
-    Captures,
     CostModel,
     CostTable,
     Measured,
@@ -253,30 +251,3 @@ def test_new_requests_bring_positions_for_each_emitted_token() -> None:
     for _ in range(4000):
         found.arrived(0, 256)
     assert found.arrived_per_token < 0.01
-
-
-# ---- captures
-
-
-def test_graphs_of_up_to_twice_as_many_requests_serve_a_shape() -> None:
-    captures = costs(told=[*measured(), Measured(CAPTURE, 1, 0.1)]).captures
-    assert captures.ready(OFF, 16)
-    captures.captured(SHORT, 16)
-    assert [size for size in (4, 8, 16, 24) if captures.ready(SHORT, size)] == [8, 16]
-    assert captures.expected_s(SHORT, 8) == 0.0 < captures.expected_s(SHORT, 4)
-    assert Captures().expected_s(SHORT, 16) == 0.0, "where nothing is captured"
-
-
-def test_a_shape_pays_for_its_graphs_once_and_captures_cost_what_they_took() -> None:
-    captures = costs(told=[*measured(), Measured(CAPTURE, 1, 0.1)]).captures
-    assert (captures.next_s(SHORT, 16), captures.expected_s(SHORT, 16)) == pytest.approx((0.05, 0.2))
-    assert captures.see(SHORT, 16, 0.05) == 0.05
-    assert captures.next_s(SHORT, 16) == captures.expected_s(SHORT, 16) > 0.0, "its graphs are still to be captured"
-    assert captures.see(SHORT, 16, 30.0) < 1.0, "kernels compile once"
-    captures.see(SHORT, 16, 0.0)
-    assert captures.next_s(SHORT, 16) == captures.expected_s(SHORT, 16) == 0.0
-    for depth in range(3, 60):
-        for one_off_s in (0.01, 0.02, 0.0):
-            captures.see(Shape((LEARNED,), depth, 1, depth + 1), 16, one_off_s)
-    assert captures.next_s(WIDE, 16) == pytest.approx(0.01, rel=0.2)
-    assert captures.expected_s(WIDE, 16) == pytest.approx(0.03, rel=0.2)

@@ -24,7 +24,7 @@ from tlt.sim.fleet import SimFleet, Simulated
 from tlt.sim.trace import Trace, TracedPrompt, draw_trace, trace_of
 from tlt.sim.world import World, grown
 from tlt.spec.acceptance import Acceptance
-from tlt.spec.costs import CAPTURE, CATCH_UP, DRAFT, EXTEND, POLICY, CostModel, Measured
+from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, POLICY, CostModel, Measured
 from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import ShapePolicy
@@ -40,7 +40,7 @@ def book(**changes: Any) -> CostBook:
     """Of a GPU on which a run costs 5 ms and 10 µs a token, a level of drafts 0.1 ms."""
     measured = [Measured(POLICY, size, 5e-3 + 1e-5 * size) for size in (1, 8, 64, 256, 1024)]
     measured += [Measured(role, size, 1e-4) for role in (EXTEND, DRAFT) for size in (1, 256)]
-    measured += [Measured(CATCH_UP, 1, 1e-7), Measured(CATCH_UP, 256, 1e-6), Measured(CAPTURE, 1, 0.02)]
+    measured += [Measured(CATCH_UP, 1, 1e-7), Measured(CATCH_UP, 256, 1e-6)]
     plain = CostBook(
         *("a test", "nobody", True, 32, 4000, PAGE, tuple(measured)),
         context_s=0.0,

@@ -275,7 +275,7 @@ class SpecSettings:
     depths: tuple[int, ...] = (1, 2, 3, 7, 15)  # draft tokens per branch
     widths: tuple[int, ...] = (1, 2, 4)  # candidates considered after each node
     verifies: tuple[int, ...] = (2, 4, 8, 16, 32)  # nodes verified per request, the newest token included
-    shares: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # tuner on a GPU: shapes with a common verify budget.
+    shares: tuple[float, ...] = (2.0, 4.0)  # tuner on a GPU: shapes with a common verify budget.
     # nodes per request on average, spent on the likeliest nodes of all trees; []: no such shapes
     quantized: bool = True  # draft with large matrices in 8 bits, half the memory traffic, on Hopper GPUs and newer
     memory_tokens: int = 2_000_000  # text kept for the suffix drafter, in tokens

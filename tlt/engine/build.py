@@ -7,7 +7,7 @@ from tlt.config import NEW, RunConfig, SpecSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.exact import chains_only
 from tlt.engine.features import Features
-from tlt.engine.graphs import buckets, padding
+from tlt.engine.graphs import captured_sizes, padding
 from tlt.errors import ConfigError
 from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
@@ -88,8 +88,10 @@ def speculating_engine(
 
 
 def make_ready(engine: EngineCore, shape_policy: ShapePolicy, config: RunConfig) -> None:
-    """Captures the graphs that the shape policy may use, at every padded batch size."""
-    for shape, size in shape_policy.precapture(buckets(config.engine.rows)):
+    """Captures all graphs that the shape policy may use, so that no rollout waits for a capture."""
+    if engine.report().graphs is None:
+        return
+    for shape, size in shape_policy.precapture(captured_sizes(config.engine.rows)):
         engine.ready(shape, size, filtered=config.sampling.filtered)
 
 

@@ -31,7 +31,7 @@ from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.ahead import AHEAD
 from tlt.spec.alarm import Alarm
-from tlt.spec.costs import CAPTURE, POLICY, Measured
+from tlt.spec.costs import POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.speculation import Speculation, SpeculationReport
 from tlt.text import StopWatch, Tokenizer
@@ -416,9 +416,7 @@ class EngineCore:
         """Measures the cost of policy and drafter runs: the initial data of the cost model."""
         sizes, speculation = self._runner.measured_sizes(), self._speculation
         runs = [*self.warm_up(sizes).items(), *self._runner.time_trees(speculation.widest, speculation.deepest + 1)]
-        measured = [Measured(POLICY, *run) for run in runs] + speculation.measure(sizes)
-        graphs = self._runner.report()
-        return measured + ([Measured(CAPTURE, 1, graphs.usual_capture_s)] if graphs else [])
+        return [Measured(POLICY, *run) for run in runs] + speculation.measure(sizes)
 
     def ready(self, shape: Shape, requests: int, *, filtered: bool = False) -> None:
         """Captures the graphs for ticks of this shape before a request needs them."""

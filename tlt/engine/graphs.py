@@ -243,6 +243,11 @@ def buckets(largest: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < largest), largest)
 
 
+def captured_sizes(largest: int) -> tuple[int, ...]:
+    """Padded batch sizes for which draft trees get graphs: beyond 64 powers of two, which serve down to their half."""
+    return tuple(size for size in buckets(largest) if size <= 64 or size == largest or not size & (size - 1))
+
+
 def bucket(size: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest padded size that holds `size`; None beyond the largest."""
     index = bisect_left(sizes, size)

@@ -253,15 +253,6 @@ class Acceptance:
             raise ValueError(f"no shape uses drafter {drafter!r}; expected one of {known}")
         self._survival[(drafter,)].load_prior(ranks, verifies)
 
-    def supposing(self, factor: float) -> "Acceptance":
-        """A copy in which every hit rate is multiplied by this factor; by the tree rule only."""
-        other = Acceptance(self._shapes, self._horizon)
-        for key, survival in self._survival.items():
-            if len(key) == 1 and survival.evidence:
-                table = [[factor * probability for probability in row] for row in survival.ranks()]
-                other.load_prior(key[0], table, survival.evidence)
-        return other
-
     def refresh(self) -> None:
         """Recomputes the accept lengths from new evidence, if it exceeds `_NEWS`."""
         for key, survival in self._survival.items():

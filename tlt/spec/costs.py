@@ -20,7 +20,6 @@ POLICY = "policy"  # one run of the policy; size = tokens, idle rows included
 EXTEND = "extend"  # draft-extend over accepted tokens, and the first level of the trees; size = tokens
 DRAFT = "draft"  # one more level of a learned drafter's tree; size = padded requests · width
 CATCH_UP = "catch up"  # draft-extend over a long backlog, per position of every request; size = padded requests
-CAPTURE = "capture"  # of a CUDA graph, compilation included; size = 1
 # Parts of a tick, as timers name them. EXTEND and DRAFT (all levels together) are parts too:
 DECODE = "decode"  # the policy's run in a plain tick; size = padded requests
 VERIFY = "verify"  # the policy's run over draft trees; size = their nodes
@@ -43,8 +42,7 @@ _LOOKUP_S = 3e-5  # seconds of a lookup per request, until lookups were timed
 _SLOPE_MEMORY = 1 - 1 / 512  # decay per tick of the regression of seconds on context
 _LIVE_ROWS = 8.0  # cost of a draft-extend on a GPU over live rows relative to idle ones, until timed (measured: 6)
 _OUTLIER = 4.0  # multiple of the estimate; a longer draft-extend includes a stall and is cut there
-_COMPILED = 2.0  # multiple of the estimate; a longer capture includes compilation and is cut there
-_MEMORY = 7 / 8  # decay of earlier draft-extends and captures with each new one
+_MEMORY = 7 / 8  # decay of earlier draft-extends with each new one
 _ARRIVALS_TOKENS = 1 << 16  # emitted tokens after which arrived prompt positions count 1/e
 
 
@@ -188,55 +186,6 @@ class _IngestRate:
         return self._took_s / self._measured_s if self._measured_s else before
 
 
-class Captures:
-    """One-off seconds of shapes at padded batch sizes: first runs have no graph, a later run captures it."""
-
-    def __init__(self) -> None:
-        self._ready: dict[Shape, set[int]] = {}  # shape → sizes that run without one-off time
-        self._taken: dict[tuple[Shape, int], float] = {}  # one-off seconds so far, at other sizes
-        self._count = self._first_s = self._all_s = 0.0  # shapes and sizes; seconds of first runs, of all runs
-
-    def measured(self, capture_s: float) -> None:
-        """Sets the estimate. A shape needs about two graphs, of policy and drafter; a run without costs half of one."""
-        self._count, self._first_s, self._all_s = 1.0, 0.5 * capture_s, 2.0 * capture_s
-
-    def captured(self, shape: Shape, size: int) -> None:
-        self._ready.setdefault(shape, set()).add(size)
-
-    def ready(self, shape: Shape, size: int) -> bool:
-        """Whether graphs exist for it; those of up to twice the size serve it too."""
-        return shape.off or any(size <= ready <= 2 * size for ready in self._ready.get(shape, ()))
-
-    def expected_s(self, shape: Shape, size: int) -> float:
-        """Expected one-off seconds until the shape has its graphs."""
-        if self.ready(shape, size) or not self._count:
-            return 0.0
-        return max(0.0, self._all_s / self._count - self._taken.get((shape, size), 0.0))
-
-    def next_s(self, shape: Shape, size: int) -> float:
-        """Expected one-off seconds of the next run."""
-        if (shape, size) in self._taken or self.ready(shape, size) or not self._count:
-            return self.expected_s(shape, size)
-        return self._first_s / self._count
-
-    def see(self, shape: Shape, size: int, one_off_s: float) -> float:
-        """Adds a run. Returns its one-off seconds without compilation, which serves all later runs."""
-        if self._count:
-            one_off_s = min(one_off_s, _COMPILED * self._all_s / self._count)
-        if shape.off:
-            return max(0.0, one_off_s)
-        if (shape, size) not in self._taken and not self.ready(shape, size):
-            self._count = self._count * _MEMORY + 1.0
-            self._first_s = self._first_s * _MEMORY + one_off_s
-            self._all_s *= _MEMORY
-        if one_off_s <= 0.0:
-            self.captured(shape, size)
-            return 0.0
-        self._taken[shape, size] = self._taken.get((shape, size), 0.0) + one_off_s
-        self._all_s += one_off_s
-        return one_off_s
-
-
 _Keys = tuple[list[tuple[str, int]], list[list[tuple[int, int]]]]  # (part, size); by shape: (index of a part, runs)
 
 
@@ -252,7 +201,6 @@ class CostModel:
         """`context_read_once`: a tree's nodes share one read of the context (a GPU); otherwise each reads it."""
         self.pad = pad
         self.table = CostTable()
-        self.captures = Captures()
         self._learned, self._read_once = frozenset(learned), context_read_once
         self._recent: dict[tuple[str, int], _Recent] = {}
         self._changes: dict[str, float] = {}  # part → product of the changes of its times, over all sizes
@@ -269,10 +217,7 @@ class CostModel:
     # ---- learning
 
     def load_costs(self, measured: Measured) -> None:
-        if measured.role == CAPTURE:
-            self.captures.measured(measured.seconds)
-        else:
-            self.table.record(measured.role, measured.size, measured.seconds)
+        self.table.record(measured.role, measured.size, measured.seconds)
 
     def observe(self, shape: Shape, batch: int, times: TickTimes, context: float = 0.0, positions: float = 0.0) -> None:
         """Adds a tick's times. `positions`: prompt positions per row that were processed for new requests.

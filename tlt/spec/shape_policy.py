@@ -1,8 +1,7 @@
 """The shape policy protocol, the record of a tick that it observes, and the shapes that it chooses from.
 
-`candidates` lists the useful shapes of a configuration. `precapture_plan` selects shapes whose graphs are captured
-before the first request. Always holds: shapes are excluded here by structure only; measured costs decide which pays.
-Knows numbers only.
+`candidates` lists the useful shapes of a configuration. Always holds: shapes are excluded here by structure only;
+measured costs decide which pays. Knows numbers only.
 """
 
 from collections import Counter
@@ -110,7 +109,7 @@ class ShapePolicy(Protocol):
         """Adds the hit rates that this drafter had when it was trained: by depth, by rank."""
 
     def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        """Shapes and batch sizes that it expects to use. Their graphs are captured at startup."""
+        """Shapes and batch sizes that it may use. Their graphs are captured at startup."""
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter's weights is used from the next tick on."""
@@ -153,31 +152,3 @@ def candidates(
             sensible = [share for share in shares if _LEAST_SHARE * room <= share <= _MOST_SHARE * room]
             found.update(Shape(names, depth, width, padded, float(share)) for share in sensible)
     return tuple(sorted(found))
-
-
-ASSUMED_HIT_FACTORS = (0.88, 0.76)  # of the known hit rates: lower rates that the precapture plan also covers
-_NEAR = 0.03  # relative loss of rate below which a shape planned already replaces the best one
-
-
-def precapture_plan(
-    shapes: Sequence[Shape],
-    known: Sequence[int],
-    seconds: Mapping[int, Sequence[float]],
-    lengths: Sequence[Sequence[float]],
-) -> list[tuple[Shape, int]]:
-    """Shapes and batch sizes whose graphs to capture, the likeliest first.
-
-    `known`: indices of shapes with known hit rates. `seconds`: batch size → seconds of a tick, by shape. `lengths`:
-    accept lengths by shape: first the known ones, then assumed ones.
-    """
-    named: dict[int, list[int]] = {size: [] for size in seconds}
-    found = []
-    for supposed in lengths:
-        for size, costs in seconds.items():
-            rates = {place: supposed[place] / costs[place] for place in known}
-            best = max(rates, key=rates.__getitem__)
-            near = any(rates[place] >= (1.0 - _NEAR) * rates[best] for place in named[size])
-            if not shapes[best].off and not near:
-                named[size].append(best)
-                found.append((shapes[best], size))
-    return found

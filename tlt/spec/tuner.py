@@ -13,24 +13,19 @@ from math import inf, sqrt
 from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Drafters
 from tlt.spec.ahead import Prices, shown
 from tlt.spec.alarm import Alarm, CollapseWatch
-from tlt.spec.budget import PAYBACK, Budget, CostKind
+from tlt.spec.budget import Budget, CostKind
 from tlt.spec.costs import DECODE, INDEX, INGEST, KEEP, CostModel, Measured
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import (
-    ASSUMED_HIT_FACTORS,
-    Outcome,
-    TunerReport,
-    infinite_ticks,
-    precapture_plan,
-    zero_seconds,
-)
+from tlt.spec.shape_policy import Outcome, TunerReport, infinite_ticks, zero_seconds
 
 MARGIN = 0.01  # hysteresis: predicted gain of another shape from which it replaces the one in use
 DOUBT = 0.3  # standard error of an accept length, relative, after one verify
 COST_DOUBT = 0.03  # standard error of a shape's cost, relative, before its first tick
 COMPARE_EVERY, COMPARE_TICKS = 512, 3  # ticks with drafts between two comparisons; plain ticks of a comparison
 COMPARE_CHANGE = 1.25  # change of a shape's cost relative to plain ticks, as a factor, that triggers a comparison
+COMPILED_S = 0.1  # most seconds of one-off work charged to a tick: longer work compiles kernels, as at start-up
 REVIEW_TICKS = (8, 32)  # ticks between two reviews of a batch size: after a change, and later
+EXCELLENT = ((0.9, 0.05),)  # chances of a drafter's first and second candidates for which graphs are captured
 RETRY_SHARE = 0.001  # fraction of the time that tries of one drafter may lose after it was found slower
 RECORD_VERIFIES = 128.0  # weight of an acceptance record
 OLD_VERSION_VERIFIES = 3.0  # weight of the estimates of a drafter's previous version: low, so that it is tried again
@@ -50,7 +45,6 @@ class BatchSizeState:
     worst_s: float = 0.0  # seconds that a tick of it loses if nothing is accepted
     since: int = 0  # tick of the last change
     review_at: int = 0  # tick of the next review
-    spent_s: float = 0.0  # seconds at this batch size
     to_try: Shape | None = None  # the shape of the next try
     try_worst_s: float = 0.0  # seconds that it loses if nothing is accepted, without draft-extends
 
@@ -101,6 +95,7 @@ class Tuner:
         self._drafters = sorted({drafter for drafters in self._places for drafter in drafters})
         self._watches = {drafter: CollapseWatch(drafter) for drafter in self._drafters}
         self._retries = {drafters: Retry() for drafters in self._places}
+        self._captured: dict[int, set[int]] | None = None  # batch size → shapes with graphs; None: none need graphs
         self._sizes: dict[int, BatchSizeState] = {}
         self.budget = Budget()
         self._trying: Try | None = None
@@ -168,13 +163,20 @@ class Tuner:
         self._acceptance.load_prior(drafter, ranks, RECORD_VERIFIES)
 
     def precapture(self, sizes: Iterable[int]) -> list[tuple[Shape, int]]:
-        self._acceptance.refresh()
-        seconds = {size: self._expected(size)[0] for size in sizes if self._costs.seconds(OFF, size)}
-        supposed = [self._acceptance.supposing(factor).lengths() for factor in ASSUMED_HIT_FACTORS]
-        found = precapture_plan(self._shapes, self._known_places(), seconds, [self._acceptance.lengths(), *supposed])
-        for shape, size in found:
-            self._costs.captures.captured(shape, self._costs.pad(size))
-        return found
+        """Every shape and batch size at which an excellent drafter would pay. From now on no others are used."""
+        excellent = Acceptance(self._shapes)
+        for drafter in self._drafters:
+            excellent.load_prior(drafter, EXCELLENT, RECORD_VERIFIES)
+        lengths, captured = excellent.lengths(), dict[int, set[int]]()
+        for size in sizes:
+            seconds = self._costs.seconds_of(self._shapes, size)
+            captured[size] = {
+                place
+                for place in range(len(self._shapes))
+                if lengths[place] * seconds[_OFF] > (1.0 + MARGIN) * seconds[place]
+            }
+        self._captured = captured
+        return [(self._shapes[place], size) for size, places in captured.items() for place in sorted(places)]
 
     def drafter_changed(self, drafter: str) -> None:
         """Makes the estimates of the old version a weak prior. The new version may be tried at once."""
@@ -261,11 +263,10 @@ class Tuner:
 
     def _decide(self, state: BatchSizeState, rates: Sequence[float], size: int, lag: int) -> Shape:
         """The shape in use, unless another is faster beyond its standard error and pays for the change."""
-        known = self._known_places()
+        known = self._known_places(size)
         used = self._last if self._is_dear(state.shape) else state.shape
         used = used if self._index[used] in known and rates[self._index[used]] >= rates[_OFF] else OFF
         rate = rates[self._index[used]]
-        near_s = sum(other.spent_s for near, other in self._sizes.items() if near <= size <= 2 * near)
         left_s: float | None = None  # computed once, if at all: it visits every request
         for place in sorted(known, key=rates.__getitem__, reverse=True):
             best, gain = self._shapes[place], 1.0 - rate / rates[place]
@@ -274,11 +275,8 @@ class Tuner:
             if gain <= MARGIN + self._doubt(used, best, size):
                 continue
             draft_extend_s = self._catching_up(best, used, size, lag)
-            captured_s = self._costs.captures.expected_s(best, size)
             left_s = self._left() * self.budget.tick_s if left_s is None else left_s
-            # a draft-extend must pay in this rollout; a graph also pays in later ones with this batch size
-            pays = draft_extend_s <= gain * left_s and PAYBACK * captured_s <= gain * near_s
-            if pays and self._affords(draft_extend_s + captured_s, gain):
+            if draft_extend_s <= gain * left_s and self._affords(draft_extend_s, gain):
                 return best
         return used
 
@@ -291,10 +289,18 @@ class Tuner:
             doubt = DOUBT / sqrt(evidence) / (2 if used.drafters == best.drafters else 1)
         return doubt + COST_DOUBT / (1 + self._costs.ticks_of(best, size))
 
-    def _known_places(self) -> list[int]:
-        """Indices of plain decoding and of shapes whose drafters have been observed."""
+    def _known_places(self, size: int) -> list[int]:
+        """Indices of plain decoding, and of usable shapes whose drafters have been observed."""
         known = [drafters for drafters in self._places if self._acceptance.known(drafters) >= 1.0]
-        return sorted([_OFF, *(place for drafters in known for place in self._places[drafters])])
+        return sorted([_OFF, *(place for drafters in known for place in self._usable(drafters, size))])
+
+    def _usable(self, drafters: Drafters, size: int) -> list[int]:
+        """Indices of these drafters' shapes that have graphs; those of up to twice as many requests serve too."""
+        places = self._places[drafters]
+        if self._captured is None:
+            return places
+        ready = set[int]().union(*(found for at, found in self._captured.items() if size <= at <= 2 * size))
+        return [place for place in places if place in ready]
 
     def _affords(self, worst_s: float, gain: float) -> bool:
         return worst_s <= 0.0 or self.budget.affords(worst_s, gain)
@@ -323,7 +329,7 @@ class Tuner:
         for drafters in sorted(self._places, key=self._acceptance.evidence):
             places = [
                 place
-                for place in self._places[drafters]
+                for place in self._usable(drafters, size)
                 if self._shapes[place].most_tokens > seconds[place] * state.rate
             ]
             if drafters == state.shape.drafters or not places:
@@ -331,11 +337,7 @@ class Tuner:
             if not self._may_try(drafters, max(rates[place] for place in places), state.rate):
                 continue
             index_s = self._indexing(self._shapes[places[0]], state.shape)
-            worst_s = {
-                place: max(0.0, seconds[place] - 1.0 / state.rate)
-                + self._costs.captures.next_s(self._shapes[place], size)
-                for place in places
-            }
+            worst_s = {place: max(0.0, seconds[place] - 1.0 / state.rate) for place in places}
             fits = [place for place in places if self.budget.affords_try(worst_s[place] + index_s)]
             if fits or not index_s:  # indexing takes ever longer: try other drafters first
                 place = max(fits or [min(places, key=worst_s.__getitem__)], key=rates.__getitem__)
@@ -368,12 +370,10 @@ class Tuner:
     def _book(self, outcome: Outcome, size: int, seconds: float) -> None:
         tally, budget, times = self._tally, self.budget, outcome.times
         tally.seconds += seconds
-        if state := self._sizes.get(size):
-            state.spent_s += seconds
         accepted = sum(result.accepted for result in outcome.results)
         self._costs.arrived(outcome.arrived, outcome.batch + accepted)
         keep_s = self._costs.table.estimate(KEEP, size) or 0.0
-        captured_s = self._costs.captures.see(outcome.shape, size, times.one_off_s)
+        captured_s = min(times.one_off_s, COMPILED_S)
         budget.charge(CostKind.STATES, keep_s)
         budget.charge(CostKind.CAPTURES, captured_s)
         budget.charge(CostKind.CATCHING_UP, outcome.draft_extend_s)
