@@ -1,9 +1,9 @@
 """How fast a drafter learns from a policy's own completions: what it reaches over tokens and seconds, by variant.
 
     python benchmarks/drafter_curves.py RECIPE [--SECTION.KNOB VALUE …] [--completions 1024] [--held 64] [--passes 4]
-        [--variants default,norm=ones,lr=3,…] [--budget S] [--out FILE]
+        [--variants default,norm=ones,lr=3,…] [--budget S] [--keep FILE] [--out FILE]
 
-The recipe's task is decoded plainly once; completions of held-out prompts are measured on, the others are learned from,
+The recipe's task is decoded plainly once (`--keep`: and kept in a file, which is read if it exists); completions of held-out prompts are measured on, the others are learned from,
 pass after pass, each variant from the same new drafter and in the same order. A variant is settings joined by "+":
 
     norm=ones        the last norm starts from ones, not from the policy's
@@ -25,10 +25,11 @@ are those of micro-steps alone: in a run the policy's update computes the hidden
 
 import argparse
 import os
+import pickle
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def completions_of(config: RunConfig, policy: Policy, count: int) -> list[Comple
     tokens = sum(len(completion.tokens) for completion in done)
     seconds = time.perf_counter() - started
     print(f"{len(done)} completions, {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
+    return done
+
+
+def kept_completions(file: Path | None, made: Callable[[], list[Completion]]) -> list[Completion]:
+    """Those in the file if it exists, otherwise new ones, which are written to it."""
+    if file is not None and file.exists():
+        kept: list[Completion] = pickle.loads(file.read_bytes())
+        return kept
+    done = made()
+    if file is not None:
+        file.write_bytes(pickle.dumps(done))
     return done
 
 
@@ -262,12 +274,13 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--variants", default="default,norm=ones")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds, after which no further pass begins")
+    parser.add_argument("--keep", type=Path, default=None, help="file of the completions")
     parser.add_argument("--out", type=Path, default=None)
     given, flags = parser.parse_known_args()
     given.ends_s = time.perf_counter() + given.budget if given.budget else float("inf")
     config = load_config(given.recipe, flags)
     policy = open_policy(config.model)
-    done = completions_of(config, policy, given.completions)
+    done = kept_completions(given.keep, lambda: completions_of(config, policy, given.completions))[: given.completions]
     free_memory()  # of the engine
     held, learned = done[: given.held], done[given.held :]
     lengths = sorted(len(completion.tokens) for completion in done)
