@@ -3,8 +3,9 @@
     python benchmarks/drafter_curves.py RECIPE [--SECTION.KNOB VALUE …] [--completions 1024] [--held 64] [--passes 4]
         [--variants default,norm=ones,lr=3,…] [--budget S] [--keep FILE] [--out FILE]
 
-The recipe's task is decoded plainly once (`--keep`: and kept in a file, which is read if it exists); completions of held-out prompts are measured on, the others are learned from,
-pass after pass, each variant from the same new drafter and in the same order. A variant is settings joined by "+":
+The recipe's task is decoded plainly once (`--keep`: and kept in a file, which is read if it exists); completions of
+held-out prompts are measured on, the others are learned from, pass after pass, each variant from the same new drafter
+and in the same order. A variant is settings joined by "+":
 
     norm=ones        the last norm starts from ones, not from the policy's
     fc=tap           the state starts as the last tapped layer's, not as a random mix of the three
