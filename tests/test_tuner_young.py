@@ -89,8 +89,8 @@ def test_every_shape_that_an_excellent_drafter_makes_worth_while_gets_a_graph() 
     assert len(pairs) == len(set(pairs))
     for size in CAPTURED:
         mine = [excellent.rate(shape, size) for shape, at in pairs if at == size]
-        assert max(mine) > 0.97 * max(excellent.rate(shape, size) for shape in SHAPES)
-    largest = {size: max(shape.verify for shape, at in pairs if at == size) for size in CAPTURED}
+        assert max([excellent.rate(OFF, size), *mine]) > 0.97 * max(excellent.rate(shape, size) for shape in SHAPES)
+    largest = {size: max((shape.verify for shape, at in pairs if at == size), default=0) for size in CAPTURED}
     assert largest[1] == 32
     assert largest[256] < 16, "where many requests run, large trees never pay"
     assert not any(shape.off for shape, _ in pairs), "plain ticks have theirs"
