@@ -30,12 +30,13 @@ from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator, IdleSplit
 from tlt.engine.request import Request
 from tlt.errors import ClusterError, ConfigError, StateLost
-from tlt.event_builders import drafter_trained, engine_slept, together
+from tlt.event_builders import account_updated, drafter_trained, engine_slept, together
 from tlt.fleet import ACCOUNT, read_accounts
 from tlt.loop import Emit, RolloutReport
 from tlt.model.parallel import check_divisible
 from tlt.multi_turn import MultiTurn, Replies
 from tlt.policy import config_of
+from tlt.spec.budget import Budget
 from tlt.train.checkpoint import write_words
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import merge_policy
@@ -444,6 +445,8 @@ class RayFleet:
                 stop_s=self._written.stop_s,
             )
         )
+        if accounts := [report.account for report in self._reports.values() if report.account]:
+            self._emit(account_updated(self._step, Budget.mean(accounts)))
         self._tell_drafting(self._reports)
 
     def _tell_drafting(self, reports: Mapping[int, WorkerRolloutReport]) -> None:
