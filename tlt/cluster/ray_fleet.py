@@ -24,7 +24,7 @@ from tlt.cluster.interference import InterferenceRuns, TimedRollout
 from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import DrafterProgress, NewestDrafter, Published, WorkerRolloutReport
 from tlt.cluster.placement import check_room, connect, resources_per_worker
-from tlt.cluster.timeline import TimelineSpan, seconds_of
+from tlt.cluster.timeline import TimelineSpan, longest_spans, seconds_of
 from tlt.config import RunConfig
 from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator, IdleSplit
@@ -462,10 +462,10 @@ class RayFleet:
         for worker_id, spans in self._actors.ask_all("spans").answers.items():
             self._tell_span(step, worker_id, spans)
 
-    def _tell_span(self, step: int, worker_id: int, spans: Sequence[Any]) -> None:
+    def _tell_span(self, step: int, worker_id: int, spans: Sequence[TimelineSpan]) -> None:
         if worker_id in self._actors.members and spans:
             member = self._actors.members[worker_id]
-            told = tuple((span.name, span.start, span.seconds) for span in spans)
+            told = tuple((span.name, span.start, span.seconds) for span in longest_spans(spans))
             self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
 
 
