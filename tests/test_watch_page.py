@@ -334,6 +334,11 @@ def test_smoothing_and_log_scale_do_what_they_say(tmp_path: Path, look: Looking)
         "nodes => nodes.map((n) => Number(n.textContent))"
     )
     assert ticks == [0.1, 0.2, 0.5], "steps of 1, 2 and 5 that enclose 0.1 to 0.29"
+    look.page.uncheck("text=log scale")
+    same = look.page.locator('figure[data-title="policy/learning_rate"]')
+    same.scroll_into_view_if_needed()
+    rates = [float(text.replace("−", "-")) for text in same.locator("text.axis[text-anchor=end]").all_text_contents()]
+    assert 0 < min(rates) < 1e-5 < max(rates) < 2e-5, "a value that never changes is in the middle of its axis"
 
 
 # ---- runs of all kinds
@@ -422,7 +427,7 @@ def test_a_real_run_of_two_workers(tmp_path: Path, look: Looking) -> None:
     flags = [f"--run.out={tmp_path}", "--run.name=two", "--cluster.workers=2", *SMALL, "--run.steps=2"]
     assert main(["train", str(RECIPE), *flags]) == 0
     said = looked_at_a_small_run(look, "two", 2)
-    assert "time of all rollouts so far, had they been plain" in said["step"]
+    assert "time of all rollouts so far, had they been plain (mean of 2 workers)" in said["step"]
     assert look.page.locator('figure[data-title="Workers"] text.axis[text-anchor=end]').count() == 2
     texts = "nodes => nodes.map((node) => node.textContent)"
     legend = look.page.eval_on_selector_all('figure[data-title="Workers"] .legend li', texts)

@@ -328,9 +328,9 @@ def _costs(costs: Sequence[Sequence[Any]]) -> Figure:
 
 
 def _account_rows(account: AccountUpdated, workers: int) -> list[tuple[str, str]]:
-    counted = "steps" if workers == 1 else "rollouts"  # and then all seconds are means over the workers
+    counted, whose = ("steps", "") if workers == 1 else ("rollouts", f" (mean of {workers} workers)")
     rows = [
-        (f"time of all {counted} so far, had they been plain", account.plain_s),
+        (f"time of all {counted} so far, had they been plain{whose}", account.plain_s),
         ("saved in rollouts", account.saved_s),
         *((f"spent on {kind}", seconds) for kind, seconds in account.spent_s.items()),
         ("balance: may be spent", account.balance_s),
