@@ -201,6 +201,9 @@ def test_completions_are_searched_coloured_and_read_token_by_token(tmp_path: Pat
     assert "2 of 4 completions" in look.text()
     look.page.select_option("label:has-text('Ended') select", "length")
     assert "0 of 4 completions" in look.text()
+    look.move("run/whole")
+    look.move("run/whole/step/6/completions/0/3")
+    assert look.page.evaluate("window.scrollY") > 0, "an address within the page leads to the completion, too"
 
 
 # ---- what a policy writes is text
