@@ -33,6 +33,7 @@ LONGEST_FIRST = (
     "test_learned",
     "test_sampler_triton",
     "test_cluster_nodes",
+    "test_watch_page",
     "test_resume",
     "test_workloads",
     "test_loop",

@@ -13,6 +13,8 @@ import uvicorn
 
 from tests.watching import MACHINE, config_of, events_of_steps, rollout, step
 from tlt.watch.events import (
+    EVENTS_FILE,
+    FORMAT,
     AccountUpdated,
     AnswerShown,
     DrafterSwapped,
@@ -66,17 +68,31 @@ class Looking:
         self.page, self.home = page, home
         self.problems: list[str] = []
         self.visits = 0
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("console", lambda said: self.problems.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("requestfailed", lambda request: self._failed(request))
-        page.on("request", lambda request: self._asked(request.url))
+        self._heard: dict[str, Callable[[Any], None]] = {
+            "pageerror": lambda error: self.problems.append(str(error)),
+            "console": self._said,
+            "requestfailed": self._failed,
+            "request": lambda request: self._asked(request.url),
+        }
+        for event, hear in self._heard.items():
+            page.on(event, hear)
+
+    def leave(self) -> None:
+        """The page is another test's from now on."""
+        self.page.goto("about:blank")
+        for event, hear in self._heard.items():
+            self.page.remove_listener(event, hear)
+
+    def _said(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            self.problems.append(said.text)
 
     def _failed(self, request: Any) -> None:
         if "ERR_ABORTED" not in str(request.failure):  # by leaving the page
             self.problems.append(f"{request.url}: {request.failure}")
 
     def _asked(self, url: str) -> None:
-        if not url.startswith((self.home, "data:", "file:")):
+        if not url.startswith((self.home, "data:", "file:", "about:")):
             self.problems.append(f"asked for {url}")
 
     def go(self, address: str) -> None:
@@ -120,12 +136,22 @@ class Looking:
         }
         said = {}
         for name, address in views.items():
-            self.go(address)
+            (self.move if said else self.go)(address)
             assert self.page.is_hidden("#trouble"), self.text("#trouble")
             assert self.page.evaluate(UNSOUND) == [], name
             assert self.page.evaluate(OVERFLOW) <= 0, f"{name} is wider than the window"
             said[name] = self.text()
         return said
+
+
+@contextmanager
+def looking(page: Any, directory: Path, secret: str = "") -> Iterator[Looking]:
+    """At the runs in this directory. Whatever the page complains of fails the test."""
+    with served(directory, secret) as home:
+        look = Looking(page, f"{home}{secret}/" if secret else home)
+        yield look
+        look.leave()
+    assert look.problems == []
 
 
 # ---- runs
@@ -137,6 +163,13 @@ def write_events(directory: Path, name: str, events: list[Event], *flags: str) -
         for event in events:
             log.emit(event)
     return directory / name
+
+
+def append_event(home: Path, event: Event) -> None:
+    fields = {name: getattr(event, name) for name in type(event).__dataclass_fields__}
+    line = {"time": 3e9, "format": FORMAT, "kind": type(event).__name__, "fields": fields}
+    with (home / EVENTS_FILE).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def told_step(number: int, **changes: float) -> list[Event]:
@@ -220,6 +253,14 @@ def write_step_file(directory: Path, number: int, *, workers: int = 1, groups: i
     path = step_file(directory, number)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(file), encoding="utf-8")
+
+
+def whole_run(directory: Path, name: str = "whole", steps: int = 6) -> Path:
+    home = write_events(
+        directory, name, whole_story(steps), f"--run.steps={steps}", "--spec.drafter=both", "--spec.path=new"
+    )
+    write_step_file(home, steps)
+    return home
 
 
 def two_workers(number: int, at: float = 1e9) -> list[Event]:

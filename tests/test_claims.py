@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -217,6 +218,23 @@ def test_the_readme_says_what_its_record_says(name: str, words: str, figures: Ca
 
 def readme() -> str:
     return " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
+WATCHING = "watching_6c2fe5d_cpu"
+
+
+def test_the_cost_of_recording_is_that_of_its_record() -> None:
+    text = " ".join((ROOT / "docs" / "watch.md").read_text("utf-8").split())
+    turns, steps = record(WATCHING)["turns"], record(WATCHING)["steps"]
+    for variant, words in {"no step files": "no step files", "recorded": "as it is", "watched": "watched"}.items():
+        spent = sorted(turn["process_s"] for turn in turns[variant])
+        assert f"| {words} | {median(spent):.1f} ({spent[0]:.1f} to {spent[-1]:.1f}) |" in text
+    files, events, whole = (
+        median(turn[kind] for turn in turns["recorded"]) / steps for kind in ("step files", "events", "process_s")
+    )
+    told = f"{1000 * files:.1f} ms of processor time per step for the step file and {1000 * events:.1f} ms for events"
+    assert f"{told}, together {(files + events) / whole:.2%} of a step".replace("%", " %") in text
+    assert (files + events) / whole < 0.005
 
 
 def test_no_speed_up_of_the_readme_is_left_unchecked() -> None:

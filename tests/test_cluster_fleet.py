@@ -32,11 +32,13 @@ from tlt.config import RunConfig
 from tlt.dispatch import Dispatch
 from tlt.engine.request import Request
 from tlt.errors import CheckpointError, StateLost
+from tlt.event_builders import account_updated
 from tlt.fleet import LocalFleet, read_accounts
 from tlt.loop import Fleet, Loop, RolloutReport, ask
+from tlt.spec.budget import Budget
 from tlt.tasks.judge import DirectJudge
 from tlt.types import Completion, Key, Prompt, SamplingParams
-from tlt.watch.events import DrafterTrained, EngineSlept, Event, ReplayCompared
+from tlt.watch.events import AccountUpdated, DrafterTrained, EngineSlept, Event, ReplayCompared
 from tlt.watch.workers import FleetPublished, FleetRolledOut, WorkerLost, WorkerReturned, WorkerSpans
 
 STEPS = 2
@@ -173,6 +175,12 @@ def test_three_workers_do_what_one_does(crowd: Crowd, alone: Story) -> None:
     assert sum(event.joins for event in rolled) > 0  # two were dry, and trained the drafter together
     assert sum(event.swaps for event in rolled) > 0  # and the third took what they had learned while it wrote
     assert sum(event.drafting_s for event in rolled) > 0
+    told = [event for event in story.events if isinstance(event, AccountUpdated | FleetRolledOut)]
+    assert [type(event) for event in told] == STEPS * [FleetRolledOut, AccountUpdated]
+    kept = crowd.fleet._actors.ask_all("account").answers.values()  # nothing was written since the last rollout
+    assert story.of(AccountUpdated)[-1] == account_updated(STEPS, Budget.mean(list(kept)))
+    assert len({account["plain_s"] for account in kept}) == 3
+    assert min(event.plain_s for event in story.of(AccountUpdated)) > 0
 
 
 class TalkingLetters(Letters):

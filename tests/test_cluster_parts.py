@@ -18,7 +18,7 @@ from tlt.cli import main
 from tlt.cluster import transfer
 from tlt.cluster.all_reduce import AllReduceBroken, AllReduceGroup, Rendezvous, RendezvousStore
 from tlt.cluster.averaging import LeftSession, SessionAveraging, SessionLeader, SessionOpened
-from tlt.cluster.timeline import TimelineSpan, seconds_of
+from tlt.cluster.timeline import TimelineSpan, longest_spans, seconds_of
 from tlt.cluster.transfer import on_host
 from tlt.dispatch import Dispatch, deal
 from tlt.drafting.group_size import GroupSize, SessionTimes
@@ -405,6 +405,13 @@ def test_seconds_by_name() -> None:
         )
         == 1.5
     )
+
+
+def test_of_many_spans_the_longest_are_told_in_the_order_of_time() -> None:
+    spans = [TimelineSpan("idle" if n % 2 else "drafting", float(n), 1.0 + n % 10) for n in range(50)]
+    told = longest_spans(spans, 15)
+    assert [span.start for span in told] == [float(n) for n in range(50) if n % 10 > 6]
+    assert longest_spans(spans[:15], 15) == spans[:15]
 
 
 def test_without_ray_the_command_says_what_to_install(

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 import tlt
 from tests.clocks import Clock
 from tests.training import LEARNED, numbers, small
+from tlt import loop
 from tlt.drafting import deadline, planner, trainer
 from tlt.drafting.forecast import Forecast
 from tlt.drafting.states import Recompute
@@ -21,7 +23,7 @@ from tlt.drafting.trainer import OnlineDrafter
 from tlt.engine.engine import EngineCore
 from tlt.errors import ConfigError, TaskError
 from tlt.fleet import LocalFleet, Worker
-from tlt.loop import Fleet, Loop, RolloutReport, ask, experiences, is_replayed
+from tlt.loop import Fleet, Loop, ProgressPace, RolloutReport, ask, experiences, is_replayed
 from tlt.policy import TINY_POLICY
 from tlt.spec.budget import CostKind
 from tlt.spec.learned import LearnedDrafting
@@ -54,6 +56,20 @@ def completion(key: Key, text: str = "7", version: int = 0) -> Completion:
     tokens = (*TOKENIZER.encode_text(text), TOKENIZER.eos_id)
     logprobs = (-0.5,) * len(tokens)
     return Completion(key, (5,), tokens, text, logprobs, logprobs, "eos", version, Timing(0.0, 0.0))
+
+
+def test_progress_of_a_long_rollout_takes_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day of it: once a second at first, and later every fiftieth of the time."""
+    clock = Clock()
+    clock.used_by(monkeypatch, loop)
+    pace, told = ProgressPace(), [0]
+    for second in range(1, 24 * 3600):
+        clock.now += 1.0
+        if pace.due():
+            told.append(second)
+    assert told[1:5] == [2, 4, 6, 8]
+    assert all(later - earlier <= max(2, 0.021 * later + 1) for earlier, later in pairwise(told))
+    assert len(told) < 450
 
 
 # ---- judging beside the rollout

@@ -25,7 +25,7 @@ from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import ConfigError
 from tlt.event_builders import RewardMetrics, rewards_failed
-from tlt.loop import Emit
+from tlt.loop import Emit, ProgressPace
 from tlt.model.weights import read_config
 from tlt.multi_turn import Replies, replies_of
 from tlt.outputs import write_new
@@ -53,7 +53,6 @@ from tlt.watch.session import Watched
 from tlt.watch.summary import evaluation_in_words
 
 Answer = Callable[[int, Sequence[Request], Replies | None], Iterator[Completion]]
-_PROGRESS_S = 1.0  # between two words about an evaluation under way
 _LOWER_IS_BETTER = ("reward_error", "length", "truncated")
 VERB = "eval"
 
@@ -177,12 +176,12 @@ class Evaluation:
     def _shown(
         self, step: int, requests: Sequence[Request], answer: Callable[[], Iterator[Completion]]
     ) -> Iterator[Completion]:
-        tokens, told = 0, time.perf_counter()
+        tokens, progress = 0, ProgressPace()
         for finished, completion in enumerate(answer(), start=1):
             yield completion
             tokens += len(completion.tokens)
-            if time.perf_counter() - told > _PROGRESS_S:
-                told, left = time.perf_counter(), len(requests) - finished
+            if progress.due():
+                left = len(requests) - finished
                 running = min(left, self._config.engine.rows)
                 self._emit(RolloutProgress(step, finished, len(requests), running, tokens))
 

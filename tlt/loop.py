@@ -32,7 +32,21 @@ from tlt.watch.trace import WorkerTrace
 
 Emit = Callable[[Event], None]
 ByDepth = tuple[tuple[str, tuple[float, ...]], ...]  # drafter; at depth 1, 2, …: accepted / reached
-_PROGRESS_S = 1.0  # seconds between two progress events of a rollout
+_PROGRESS_S, _PROGRESS_SHARE = 1.0, 0.02  # least time between two progress events: seconds, share of the time so far
+
+
+class ProgressPace:
+    """When a rollout tells its progress. The number of times grows with the logarithm of its length, not with it."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.perf_counter()
+
+    def due(self) -> bool:
+        now = time.perf_counter()
+        if now - self._told <= max(_PROGRESS_S, _PROGRESS_SHARE * (now - self._began)):
+            return False
+        self._told = now
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +245,11 @@ class Loop:
         requests = [request for one in asked for request in one.requests]
         self.emit(PhaseStarted(number, "rollout"))
         completions = self.fleet.rollout(number, requests, self._replies(asked))
-        tokens, told = 0, (started := time.perf_counter())
+        tokens, started, progress = 0, time.perf_counter(), ProgressPace()
         for finished, completion in enumerate(completions, start=1):
             judging.hand_in(completion)
             tokens += len(completion.tokens)
-            if time.perf_counter() - told > _PROGRESS_S:
-                told = time.perf_counter()
+            if progress.due():
                 left = len(requests) - finished
                 self.emit(RolloutProgress(number, finished, len(requests), min(left, self.config.engine.rows), tokens))
         return time.perf_counter() - started

@@ -282,6 +282,7 @@ class Host:
             averaging_s=self._sessions.averaging_s,
             swaps=self._swaps,
             texts=texts,
+            account=self.account(),
         )
 
     def begin_replay(self) -> None:

@@ -100,6 +100,7 @@ class WorkerRolloutReport:
     averaging_s: float  # seconds spent averaging gradients
     swaps: int  # drafters that its engine swapped in while it decoded
     texts: tuple[WrittenText, ...] = ()  # written ahead, and cut when the rollout was over
+    account: Mapping[str, float] | None = None  # what speculation cost and saved so far; None: nothing counts it
 
 
 @dataclass(frozen=True, slots=True)

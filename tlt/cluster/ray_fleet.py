@@ -24,18 +24,19 @@ from tlt.cluster.interference import InterferenceRuns, TimedRollout
 from tlt.cluster.liveness import RayLiveness
 from tlt.cluster.messages import DrafterProgress, NewestDrafter, Published, WorkerRolloutReport
 from tlt.cluster.placement import check_room, connect, resources_per_worker
-from tlt.cluster.timeline import TimelineSpan, seconds_of
+from tlt.cluster.timeline import TimelineSpan, longest_spans, seconds_of
 from tlt.config import RunConfig
 from tlt.dispatch import Dispatch, deal
 from tlt.drafting.idle import Coordinator, IdleSplit
 from tlt.engine.request import Request
 from tlt.errors import ClusterError, ConfigError, StateLost
-from tlt.event_builders import drafter_trained, engine_slept, together
+from tlt.event_builders import account_updated, drafter_trained, engine_slept, together
 from tlt.fleet import ACCOUNT, read_accounts
 from tlt.loop import Emit, RolloutReport
 from tlt.model.parallel import check_divisible
 from tlt.multi_turn import MultiTurn, Replies
 from tlt.policy import config_of
+from tlt.spec.budget import Budget
 from tlt.train.checkpoint import write_words
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import merge_policy
@@ -444,6 +445,8 @@ class RayFleet:
                 stop_s=self._written.stop_s,
             )
         )
+        if accounts := [report.account for report in self._reports.values() if report.account]:
+            self._emit(account_updated(self._step, Budget.mean(accounts)))
         self._tell_drafting(self._reports)
 
     def _tell_drafting(self, reports: Mapping[int, WorkerRolloutReport]) -> None:
@@ -459,10 +462,10 @@ class RayFleet:
         for worker_id, spans in self._actors.ask_all("spans").answers.items():
             self._tell_span(step, worker_id, spans)
 
-    def _tell_span(self, step: int, worker_id: int, spans: Sequence[Any]) -> None:
+    def _tell_span(self, step: int, worker_id: int, spans: Sequence[TimelineSpan]) -> None:
         if worker_id in self._actors.members and spans:
             member = self._actors.members[worker_id]
-            told = tuple((span.name, span.start, span.seconds) for span in spans)
+            told = tuple((span.name, span.start, span.seconds) for span in longest_spans(spans))
             self._emit(WorkerSpans(step, member.rank, member.environment.host, told))
 
 

@@ -1,7 +1,7 @@
 """The timeline of a worker: which phase it was in, from when and for how long."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +35,12 @@ class Timeline:
     def take(self) -> tuple[TimelineSpan, ...]:
         spans, self._spans = tuple(self._spans), []
         return spans
+
+
+def longest_spans(spans: Sequence[TimelineSpan], most: int = 256) -> list[TimelineSpan]:
+    """At most so many of them, in the order of time: what is told of a step stays bounded."""
+    longest = sorted(spans, key=lambda span: -span.seconds)[:most]
+    return sorted(longest, key=lambda span: span.start)
 
 
 def seconds_of(spans: Iterable[TimelineSpan], name: str) -> float:

@@ -98,6 +98,13 @@ class Budget:
         totals = {"plain_s": self.plain_s, "saved_s": self.saved_s, "tried_s": self.tried_s}
         return totals | {str(kind): seconds for kind, seconds in self.spent.items()}
 
+    @classmethod
+    def mean(cls, saved: Sequence[Mapping[str, float]]) -> "Budget":
+        """The mean of the workers' accounts, of which each is a `state`."""
+        budget = cls()
+        budget.restore(saved)
+        return budget
+
     def restore(self, saved: Sequence[Mapping[str, float]]) -> None:
         """Restores the mean of the workers' accounts: they share each rollout, and their number may change."""
         mean = {name: sum(one.get(name, 0.0) for one in saved) / len(saved) for name in self.state()}

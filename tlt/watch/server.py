@@ -24,13 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlt.errors import ConfigError, TltError
 from tlt.watch.live import LiveRun, LiveRuns
-from tlt.watch.site import SERVED, read_page, runs_json
+from tlt.watch.site import POLICY, SERVED, read_page, runs_json
 from tlt.watch.views import live_view, step_view
 
 LOOPBACK, _EVERYWHERE = ("127.0.0.1", "localhost", "::1"), ("0.0.0.0", "::")
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",  # the address may hold the secret
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",

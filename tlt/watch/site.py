@@ -1,6 +1,7 @@
 """The files of the page, and `tlt watch --export DIR`: page and data as files for any static server.
 
-The exported paths are those of the live server, so the page is the same except for one word in its document.
+The exported paths are those of the live server, so the page is the same, but for two lines of its document: it is not
+live, and forbids foreign scripts itself.
 """
 
 import json
@@ -23,7 +24,12 @@ SERVED = {  # what the live page and an export consist of, with their media type
 }
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./[\w.]+";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
-_LIVE, _STATIC = '<meta name="tlt-live" content="yes">', '<meta name="tlt-live" content="no">'
+POLICY = (  # of the page's content: its own scripts, styles and data, and nothing else
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
+_LIVE = '<meta name="tlt-live" content="yes">'
+_STATIC = f'<meta name="tlt-live" content="no">\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 
 
 def read_page(name: str) -> str:

@@ -273,7 +273,7 @@ def step_view(live: LiveRun, step: int) -> Json | None:
             name: _short(values[place]) for name, values in numbers.values.items() if values[place] is not None
         },
         "figures": [to_json(figure) for figure in figures],
-        "account": _account_rows(account[-1]) if account else [],
+        "account": _account_rows(account[-1], run.config.cluster.workers) if account else [],
         "file": file,
     }
 
@@ -327,9 +327,10 @@ def _costs(costs: Sequence[Sequence[Any]]) -> Figure:
     return Figure("Tick costs", words, x, Axis("ms", (0.0,)), series, bars=tuple(bars))
 
 
-def _account_rows(account: AccountUpdated) -> list[tuple[str, str]]:
+def _account_rows(account: AccountUpdated, workers: int) -> list[tuple[str, str]]:
+    counted, whose = ("steps", "") if workers == 1 else ("rollouts", f" (mean of {workers} workers)")
     rows = [
-        ("time of all steps so far, had they been plain", account.plain_s),
+        (f"time of all {counted} so far, had they been plain{whose}", account.plain_s),
         ("saved in rollouts", account.saved_s),
         *((f"spent on {kind}", seconds) for kind, seconds in account.spent_s.items()),
         ("balance: may be spent", account.balance_s),

@@ -12,7 +12,7 @@ class WorkerSpans(Event):
     step: int
     worker: int  # its rank
     host: str
-    spans: tuple[tuple[str, float, float], ...]  # rolling, idle, drafting, updating, publishing; from when; seconds
+    spans: tuple[tuple[str, float, float], ...]  # what, as in rolling or idle; from when; seconds. Of many the longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,17 @@ const state = (run) => {
 const tiles = (each) => el("dl", { class: "tiles" }, ...each.map(([name, value, note]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value, el("small", {}, note)))));
 const folded = (title, body, open = false) => el("details", { open }, el("summary", {}, title), el("div", { class: "scroll" }, body));
 
+// Replaces the content where it changed: what is read or about to be pressed stays. The focus goes to the namesake.
+function renew(node, ...children) {
+  const fresh = node.cloneNode(false), at = document.activeElement;
+  fresh.append(...children.filter(Boolean));
+  if (fresh.isEqualNode(node)) return;
+  const name = (one) => `${one.tagName} ${one.getAttribute("aria-label") || one.textContent}`;
+  const focused = node !== at && node.contains(at) ? name(at) : null;
+  node.replaceChildren(...fresh.childNodes);
+  if (focused) [...node.querySelectorAll(at.tagName)].find((one) => name(one) === focused)?.focus();
+}
+
 function fill(...children) { main.replaceChildren(...children.filter(Boolean)); }
 
 function where(...steps) {
@@ -207,9 +218,7 @@ class RunsView {
       const tick = el("input", { type: "checkbox", "aria-label": `compare ${run.name}`, checked: this.chosen.has(run.name), disabled: !this.chosen.has(run.name) && this.chosen.size >= MOST_COMPARED, onchange: () => this.choose(run.name, tick.checked) });
       return el("tr", { title: run.failure || null }, el("td", {}, tick), ...RUN_COLUMNS.map(([, , say], index) => el(index ? "td" : "th", index ? {} : { scope: "row" }, say(run))));
     });
-    const focused = document.activeElement && document.activeElement.getAttribute("aria-label");
-    this.body.replaceChildren(runs.length ? el("div", { class: "scroll" }, table(head, rows, { class: "runs" })) : el("p", {}, "No run here yet: a directory with events.jsonl shows as soon as `tlt train` makes it."));
-    if (focused) [...this.body.querySelectorAll("input")].find((one) => one.getAttribute("aria-label") === focused)?.focus();
+    renew(this.body, runs.length ? el("div", { class: "scroll" }, table(head, rows, { class: "runs" })) : el("p", {}, "No run here yet: a directory with events.jsonl shows as soon as `tlt train` makes it."));
   }
 
   async choose(name, chosen) {
@@ -265,9 +274,10 @@ class RunView {
     this.now = el("p", { class: "now", "aria-live": "off" });
     this.tiles = el("div");
     this.links = el("p", { class: "links" });
+    this.form = el("span"); // until there is a step
     this.below = el("section");
     this.gallery = new Gallery();
-    fill(el("header", {}, this.title, this.state), this.links, this.now, this.lights, this.words, this.tiles, this.gallery.node, this.below);
+    fill(el("header", {}, this.title, this.state), el("div", { class: "links" }, this.links, this.form), this.now, this.lights, this.words, this.tiles, this.gallery.node, this.below);
   }
 
   async poll() {
@@ -294,12 +304,23 @@ class RunView {
     this.drawn = true;
     this.words.textContent = run.words;
     const levels = { off: "off", good: "good", warn: "look at this", bad: "bad" };
-    this.lights.replaceChildren(...run.lights.map(([name, level, says, remedy]) => el("li", { class: level }, el("i"), el("div", {}, el("b", {}, name, el("span", {}, `: ${levels[level]}`)), says, remedy ? el("small", {}, remedy) : ""))));
-    this.tiles.replaceChildren(run.tiles.length ? tiles(run.tiles) : "");
+    renew(this.lights, ...run.lights.map(([name, level, says, remedy]) => el("li", { class: level }, el("i"), el("div", {}, el("b", {}, name, el("span", {}, `: ${levels[level]}`)), says, remedy ? el("small", {}, remedy) : ""))));
+    renew(this.tiles, run.tiles.length ? tiles(run.tiles) : "");
     const last = run.steps[run.steps.length - 1];
-    this.links.replaceChildren(...(last ? [link(["run", this.name, "step", last], "Last step"), link(["run", this.name, "step", run.kept[run.kept.length - 1] || last, "completions"], "Completions")] : []), link(["run", this.name, "drafter"], "Drafter"), ...(last ? [stepForm(this.name, run)] : []));
+    renew(this.links, ...(last ? [link(["run", this.name, "step", last], "Last step"), link(["run", this.name, "step", run.kept[run.kept.length - 1] || last, "completions"], "Completions")] : []), link(["run", this.name, "drafter"], "Drafter"));
+    if (last) this.drawForm(run.steps[0], last);
     this.gallery.show(run.figures, run.columns);
     this.drawBelow(run);
+  }
+
+  drawForm(first, last) {
+    // made once: a number may be half typed when the next step ends
+    if (!this.field) {
+      this.field = el("input", { type: "number", "aria-label": "step", placeholder: "step" });
+      const go = (event) => { event.preventDefault(); if (this.field.value) location.hash = `#/run/${encodeURIComponent(this.name)}/step/${Number(this.field.value)}`; };
+      this.form.replaceWith(el("form", { onsubmit: go }, "Step ", this.field, el("button", { type: "submit" }, "Show")));
+    }
+    [this.field.min, this.field.max] = [first, last];
   }
 
   drawBelow(run) {
@@ -310,14 +331,8 @@ class RunView {
       folded("What differs from the defaults", table(["setting", "value"], Object.entries(run.knobs).map(([key, value]) => row([el("code", {}, key), el("code", {}, value)]))), open.has("What differs from the defaults")),
       folded("Machine and versions", table(["name", "value"], run.machine.map(row)), open.has("Machine and versions")),
     ];
-    this.below.replaceChildren(...parts.filter(Boolean));
+    renew(this.below, ...parts);
   }
-}
-
-function stepForm(name, run) {
-  const field = el("input", { type: "number", min: run.steps[0], max: run.steps[run.steps.length - 1], "aria-label": "step", placeholder: "step" });
-  const go = (event) => { event.preventDefault(); if (field.value) location.hash = `#/run/${encodeURIComponent(name)}/step/${Number(field.value)}`; };
-  return el("form", { onsubmit: go }, "Step ", field, el("button", { type: "submit" }, "Show"));
 }
 
 // ---- one step
@@ -346,7 +361,7 @@ class StepView {
     const mine = shown, news = await readRun(this.name);
     if (mine !== shown) return;
     if (this.done) {
-      if (news) this.links.replaceChildren(neighbours(this.name, this.step));
+      if (news) renew(this.links, neighbours(this.name, this.step));
       return;
     }
     const told = await readStep(this.name, this.step);
@@ -504,7 +519,7 @@ class CompletionsView {
     const mine = shown, news = await readRun(this.name);
     if (mine !== shown) return;
     if (this.done) {
-      if (news && this.links) this.links.replaceChildren(neighbours(this.name, this.step, ["completions"]));
+      if (news && this.links) renew(this.links, neighbours(this.name, this.step, ["completions"]));
       return;
     }
     const told = await readStep(this.name, this.step);
@@ -599,7 +614,8 @@ class DrafterView {
     const run = kept.get(this.name), { drafter } = run;
     const kind = { none: "This run decodes plainly: spec.drafter is none.", suffix: "Drafts come from earlier text: nothing is trained." }[drafter.drafter] || `Drafters: ${drafter.drafter}${drafter.frozen ? ", not trained in this run" : ""}.`;
     const rows = drafter.trained.slice().reverse().map((one) => row([one.step, one.version, one.drafts_from ?? "–", one.micro_steps, number(one.tokens), `${fixed(one.loss_before, 3)} → ${fixed(one.loss_after, 3)}`, `${fixed(one.accept_before, 2)} → ${fixed(one.accept_after, 2)}`, `${fixed(one.seconds, 2)} s`, one.reason]));
-    this.body.replaceChildren(
+    renew(
+      this.body,
       el("p", { class: "words" }, kind, drafter.drafted ? "" : " No draft was verified so far."),
       el("h2", {}, "Whether training pays"),
       drafter.said.length ? el("ul", {}, ...drafter.said.map(([step, words]) => el("li", {}, words.startsWith("step") ? words : `step ${step}: ${words}`))) : el("p", { class: "hint" }, "Nothing was said about it."),
@@ -653,6 +669,8 @@ async function beat() {
 window.addEventListener("beforeprint", () => view?.gallery?.drawAll());
 window.addEventListener("hashchange", (event) => {
   if (new URL(event.newURL).hash === "#main") return;
-  route().then(() => { main.focus({ preventScroll: true }); window.scrollTo(0, 0); });
+  main.focus({ preventScroll: true }); // before anything is read: by then somebody may have gone on with Tab
+  window.scrollTo(0, 0);
+  route();
 });
 route().then(() => setTimeout(beat, POLL_MS));

@@ -27,7 +27,8 @@ function mark(tag, attributes, text) {
 // ---- numbers
 
 export function ticks(low, high, about, whole = false) {
-  if (high - low < 1e-9 * Math.max(1, Math.abs(low), Math.abs(high))) [low, high] = low ? [low - 0.5, high + 0.5] : [0, 1];
+  const largest = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low <= 1e-9 * largest) [low, high] = largest ? [low - largest / 2, high + largest / 2] : [0, 1]; // always the same
   const rough = (high - low) / about, power = 10 ** Math.floor(Math.log10(rough));
   let size = [1, 2, 2.5, 5, 10].map((step) => step * power).find((step) => step >= rough * 0.999);
   if (whole) size = Math.max(1, Math.ceil(size));
@@ -227,10 +228,10 @@ export class FigureView {
       const at = this.px(tick).toFixed(1), tall = crowded && index % 2 === 1;
       if (said.length > 2 * room && x.names.length && index % Math.ceil(said.length / room / 2)) return;
       this.add("line", { class: "tick", x1: at, x2: at, y1: bottom, y2: bottom + 4 });
-      this.add("text", { class: x.names.length ? "axis many" : "axis", x: at, y: bottom + (tall ? 26 : 15), "text-anchor": "middle" }, said);
+      this.add("text", { class: x.names.length ? "axis many" : "axis", x: at, y: bottom + (tall ? 24 : 14), "text-anchor": "middle" }, said);
     });
     this.add("line", { class: "base", x1: LEFT, x2: right, y1: bottom, y2: bottom });
-    this.add("text", { class: "name", x: right, y: HEIGHT - 2, "text-anchor": "end" }, x.label);
+    this.add("text", { class: "name", x: right, y: HEIGHT - 1, "text-anchor": "end" }, x.label);
     this.add("text", { class: "name", x: 4, y: 12 }, this.log ? `${y.label} (log)` : y.label);
   }
 
