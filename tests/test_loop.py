@@ -35,6 +35,7 @@ from tlt.train.drafter import DrafterTrainer
 from tlt.train.policy import UpdateResult
 from tlt.types import Completion, Experience, Key, Prompt, Timing
 from tlt.watch.events import (
+    AccountUpdated,
     DrafterSwapped,
     DrafterTrained,
     Event,
@@ -447,3 +448,11 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     assert [
         step.step for step in steps_of(tlt.train(replace(config, run=replace(config.run, steps=2)), resume=True))
     ] == [1, 2]
+
+
+def test_a_run_without_a_drafter_in_training_tells_the_account_of_its_rollouts(tmp_path: Path) -> None:
+    run = tlt.train(small(tmp_path, "--run.steps=2", "--spec.drafter=suffix"))
+    told = events_of(run, AccountUpdated)
+    assert [event.step for event in told] == [1, 2]
+    assert all(event.rollouts_only for event in told)
+    assert 0.0 < told[0].plain_s < told[1].plain_s

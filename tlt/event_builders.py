@@ -204,13 +204,14 @@ def _tick_costs(
     )
 
 
-def account_updated(step: int, account: Budget) -> AccountUpdated:
+def account_updated(step: int, account: Budget, *, rollouts_only: bool) -> AccountUpdated:
     return AccountUpdated(
         step=step,
         plain_s=account.plain_s,
         saved_s=account.saved_s,
         spent_s={str(kind): seconds for kind, seconds in account.spent.items()},
         balance_s=account.balance_s,
+        rollouts_only=rollouts_only,
     )
 
 

@@ -554,8 +554,8 @@ class LocalFleet:
         swapped = self._charge(CostKind.SWAPPING, self.worker.swap_drafter)
         if swapped is not None:
             self._emit(DrafterSwapped(step, swapped, time.perf_counter() - started))
-        if self._planner:
-            self._emit(account_updated(step, self._planner.account))
+        if self.account:
+            self._emit(account_updated(step, self.account, rollouts_only=self._planner is None))
 
     def replay(self, requests: Sequence[Request], replies: Replies | None = None) -> tuple[list[Completion], float]:
         begun = time.perf_counter()

@@ -446,7 +446,7 @@ class RayFleet:
             )
         )
         if accounts := [report.account for report in self._reports.values() if report.account]:
-            self._emit(account_updated(self._step, Budget.mean(accounts)))
+            self._emit(account_updated(self._step, Budget.mean(accounts), rollouts_only=True))
         self._tell_drafting(self._reports)
 
     def _tell_drafting(self, reports: Mapping[int, WorkerRolloutReport]) -> None:

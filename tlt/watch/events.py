@@ -397,10 +397,11 @@ class AccountUpdated(Event):
     """The budget of speculation after a step: seconds of the whole run so far."""
 
     step: int
-    plain_s: float  # of the steps, without speculation; of several workers, of their rollouts, as is all below: means
-    saved_s: float  # in their rollouts, by measured costs
+    plain_s: float  # without speculation; of several workers all numbers are means
+    saved_s: float  # in rollouts, by measured costs
     spent_s: dict[str, float]  # that steps waited for: training, measuring, swapping
     balance_s: float  # may be spent
+    rollouts_only: bool = False  # the rest of the steps is not counted: no worker trains a drafter while others wait
 
 
 @dataclass(frozen=True, slots=True)

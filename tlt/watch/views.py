@@ -328,7 +328,8 @@ def _costs(costs: Sequence[Sequence[Any]]) -> Figure:
 
 
 def _account_rows(account: AccountUpdated, workers: int) -> list[tuple[str, str]]:
-    counted, whose = ("steps", "") if workers == 1 else ("rollouts", f" (mean of {workers} workers)")
+    counted = "rollouts" if account.rollouts_only or workers > 1 else "steps"
+    whose = "" if workers == 1 else f" (mean of {workers} workers)"
     rows = [
         (f"time of all {counted} so far, had they been plain{whose}", account.plain_s),
         ("saved in rollouts", account.saved_s),
