@@ -152,6 +152,8 @@ class World:
             if not keep.all():
                 left, tempers = left[keep], tempers[keep]
             position += 1.0 + float(taken.mean()) if rows < ROWS else 0.0
+        if tuner is not None:
+            tuner.rollout_ended(sorted(lengths, reverse=True))
         return self.clock_s - begun_s
 
     def hits(self, shape: Shape, accepted: int) -> tuple[RankHits, ...]:

@@ -1,5 +1,7 @@
 """The account of a run: whatever happens, and whatever is spent on, it is hardly slower than without speculation."""
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from tlt.spec.budget import PROMISED_TICKS, SHARE, TRY_SHARE, Budget, CostKind
 from tlt.spec.costs import DECODE, EXTEND, KEEP, Measured, TickTimes
 from tlt.spec.shape import OFF
 from tlt.spec.shape_policy import Outcome
+from tlt.spec.tuner import plain_ticks
 
 TICK_S = 0.01
 
@@ -175,3 +178,46 @@ def test_a_promise_that_is_not_kept_ends_when_the_budget_does(monkeypatch: pytes
         policy.observe(Outcome(shape, 16, results, TickTimes(parts_s(shape, 16), tick_s(shape, 16))))
         took_s, plain_s = took_s + tick_s(shape, 16), plain_s + tick_s(OFF, 16)
     assert 1.02 * plain_s < took_s <= (1.0 + SHARE) * plain_s + PROMISED_TICKS * tick_s(OFF, 16)
+
+
+# ---- the plain time of a rollout
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plain_ticks_are_those_of_a_queue_with_so_many_rows(seed: int) -> None:
+    chance = random.Random(seed)
+    lengths, rows = [chance.randint(1, 60) for _ in range(chance.randint(1, 80))], chance.choice([1, 7, 32, 100])
+    waiting, running, expected = list(lengths), list[int](), Counter[int]()
+    while waiting or running:
+        while waiting and len(running) < rows:
+            running.append(waiting.pop(0))
+        expected[len(running)] += 1
+        running = [left - 1 for left in running if left > 1]
+    assert plain_ticks(lengths, rows, lambda requests: requests) == expected
+
+
+def test_a_rollout_is_booked_by_its_lengths_as_drafts_may_help_those_alone_that_end_first() -> None:
+    """Half of the requests accept everything, and end early; of the others nothing is accepted. Tick by tick, drafts
+    seem to save time that the slow half needs all the same."""
+    shape, policy = learned(2, 1, 3), tuner()
+    right, wrong = AcceptResult(2, (RankHits((1, 1)),)), AcceptResult(0, (RankHits((), 1),))
+    took_s = 0.0
+    for tick in range(60):
+        results = [right] * 8 * (tick < 20) + [wrong] * 8
+        took_s += tick_s(shape, len(results))
+        policy.observe(outcome(shape, len(results), results, tick_s(shape, len(results))))
+    plain_s = 60 * tick_s(OFF, 16)
+    assert policy.budget.plain_s > 1.25 * plain_s, "tick by tick"
+    policy.rollout_ended([60] * 16)
+    assert policy.budget.plain_s == pytest.approx(plain_s, rel=0.01)
+    assert policy.budget.saved_s == policy.report().saved_s == pytest.approx(plain_s - took_s, rel=0.05)
+    assert policy.budget.saved_s < 0.0
+
+
+def test_a_plain_rollout_keeps_its_own_time() -> None:
+    policy = tuner()
+    for _ in range(50):
+        policy.observe(outcome(OFF, 16, (), tick_s(OFF, 16)))
+    before = policy.budget.plain_s
+    policy.rollout_ended([70] * 16)
+    assert (policy.budget.plain_s, policy.budget.saved_s) == (before, 0.0)

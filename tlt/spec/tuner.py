@@ -8,6 +8,7 @@ decoding. Decisions are deterministic. Knows nothing of tensors, tokens or draft
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf, sqrt
 
 from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Drafters
@@ -67,6 +68,22 @@ class Retry:
 
 
 @dataclass(slots=True)
+class RolloutProgress:
+    """Ticks since the engine was idle."""
+
+    tokens: dict[int, float] = field(default_factory=dict)  # padded batch size → tokens of a row, on average
+    plain_s: dict[int, float] = field(default_factory=dict)  # the same → time booked as plain decoding's for them
+    most_requests: int = 0
+    plain_only: bool = True
+
+    def add(self, size: int, requests: int, tokens: float, plain_s: float, *, plain: bool) -> None:
+        self.tokens[size] = self.tokens.get(size, 0.0) + tokens
+        self.plain_s[size] = self.plain_s.get(size, 0.0) + plain_s
+        self.most_requests = max(self.most_requests, requests)
+        self.plain_only &= plain
+
+
+@dataclass(slots=True)
 class Tally:
     """Counts for the report."""
 
@@ -99,7 +116,7 @@ class Tuner:
         self._sizes: dict[int, BatchSizeState] = {}
         self.budget = Budget()
         self._trying: Try | None = None
-        self._tally = Tally()
+        self._tally, self._progress = Tally(), RolloutProgress()
         self._left: Callable[[], float] = infinite_ticks  # upper bound of the remaining plain ticks
         self._index_s: Callable[[], float] = zero_seconds  # visits every request: called once per tick at most
         self._indexing_s: float | None = None  # its result in this tick
@@ -151,6 +168,27 @@ class Tuner:
             return ()
         self._acceptance.see(shape, outcome.results)
         return self._watch(outcome)
+
+    def rollout_ended(self, lengths: Sequence[int]) -> None:
+        """Books the plain time of a rollout by its lengths, in the order of admission, instead of tick by tick.
+
+        Drafts help some requests more than others: a tick's mean tokens promise more than the slowest request gets.
+        """
+        progress, self._progress = self._progress, RolloutProgress()
+        if progress.plain_only:
+            return
+        ticks = plain_ticks(lengths, progress.most_requests, self._costs.pad)
+        true_s = sum(count * self._plain_tick_s(size, progress) for size, count in ticks.items())
+        correction_s = true_s - sum(progress.plain_s.values())
+        self.budget.plain_s += correction_s
+        self.budget.saved_s += correction_s
+        self._tally.saved_s += correction_s
+
+    def _plain_tick_s(self, size: int, progress: "RolloutProgress") -> float:
+        """Mean seconds of a plain tick in this rollout; contexts grow, so that its time is not that of the end."""
+        if tokens := progress.tokens.get(size):
+            return progress.plain_s[size] / tokens
+        return self._costs.seconds(OFF, size) or 0.0
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
         for cost in costs:
@@ -379,13 +417,16 @@ class Tuner:
         budget.charge(CostKind.CATCHING_UP, outcome.draft_extend_s)
         if outcome.shape.off:
             others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees that were drafted and not used
-            budget.ran(seconds - keep_s, max(0.0, seconds - keep_s - others_s))
+            plain_s = max(0.0, seconds - keep_s - others_s)
+            budget.ran(seconds - keep_s, plain_s)
+            self._progress.add(size, outcome.batch, 1.0, plain_s, plain=True)
             tally.plain[size] += 1
             self._tried(OFF)
             return
         per_request = 1.0 + accepted / len(outcome.results) if outcome.results else 1.0
         plain_s = per_request * (self._costs.seconds(OFF, outcome.batch) or 0.0)
         budget.ran(seconds - keep_s, max(0.0, plain_s - keep_s))
+        self._progress.add(size, outcome.batch, per_request, max(0.0, plain_s - keep_s), plain=False)
         tally.saved_s += plain_s - seconds
         if tried := self._tried(outcome.shape):
             tally.explored += 1
@@ -413,6 +454,24 @@ class Tuner:
                 self._retries[drafters] = Retry(at_s)
         for state in self._sizes.values():
             state.review_at = self._ticks
+
+
+def plain_ticks(lengths: Sequence[int], rows: int, pad: Callable[[int], int]) -> Counter[int]:
+    """Ticks of plain decoding at each padded batch size, for requests of these lengths in the order of admission."""
+    ticks, ends, now = Counter[int](), list[int](), 0  # ends: of the running requests, the next one first
+    for length in lengths:
+        if len(ends) == rows:
+            now = _until(heappop(ends), now, rows, ticks, pad)
+        heappush(ends, now + length)
+    while ends:
+        now = _until(heappop(ends), now, len(ends) + 1, ticks, pad)
+    return ticks
+
+
+def _until(end: int, now: int, running: int, ticks: Counter[int], pad: Callable[[int], int]) -> int:
+    if end > now:
+        ticks[pad(running)] += end - now
+    return max(end, now)
 
 
 def _standard_error(evidence: float) -> float:
