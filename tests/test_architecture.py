@@ -92,7 +92,6 @@ PLAIN = {
     "tlt.engine.pages",
     "tlt.spec.acceptance",
     "tlt.spec.ahead",
-    "tlt.spec.alarm",
     "tlt.spec.backlog",
     "tlt.spec.bandit",
     "tlt.spec.costs",

@@ -18,8 +18,7 @@ from tests.tiny import letters
 from tlt.config import EngineSettings, RunConfig
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
-from tlt.spec.acceptance import AcceptResult, RankHits, rank_hits_of
-from tlt.spec.alarm import Alarm, CollapseWatch
+from tlt.spec.acceptance import AcceptResult, Alarm, CollapseWatch, RankHits, rank_hits_of
 from tlt.spec.costs import DECODE, INDEX, INGEST, LOOKUP, UNTIMED, VERIFY, CostModel, TickTimes
 from tlt.spec.drafter import Drafter, LifecycleQueue
 from tlt.spec.fixed import Fixed

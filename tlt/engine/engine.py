@@ -29,8 +29,8 @@ from tlt.engine.scoring import Scores, score
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
+from tlt.spec.acceptance import Alarm
 from tlt.spec.ahead import AHEAD
-from tlt.spec.alarm import Alarm
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.speculation import Speculation, SpeculationReport

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import Alarm
 from tlt.spec.costs import Measured
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Outcome

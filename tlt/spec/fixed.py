@@ -5,8 +5,8 @@ Measurements run several shape policies in one engine: graphs and compiled kerne
 
 from collections.abc import Iterable, Sequence
 
+from tlt.spec.acceptance import Alarm
 from tlt.spec.ahead import Prices
-from tlt.spec.alarm import Alarm
 from tlt.spec.costs import Measured
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Outcome, ShapePolicy, TunerReport

@@ -11,9 +11,8 @@ from itertools import product
 from math import inf
 from typing import Protocol
 
-from tlt.spec.acceptance import AcceptResult
+from tlt.spec.acceptance import AcceptResult, Alarm
 from tlt.spec.ahead import Prices
-from tlt.spec.alarm import Alarm
 from tlt.spec.costs import INDEX, INGEST, UNTIMED, Measured, TickTimes
 from tlt.spec.shape import OFF, Shape
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from tlt.errors import ConfigError
-from tlt.spec.acceptance import AcceptResult, rank_hits_of
+from tlt.spec.acceptance import AcceptResult, Alarm, rank_hits_of
 from tlt.spec.ahead import AHEAD, MOST_CHUNK_TOKENS, ChunkPolicy, shown
 from tlt.spec.ahead_drafting import AheadDrafting
-from tlt.spec.alarm import Alarm
 from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
 from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, Running, StartedTrees
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out

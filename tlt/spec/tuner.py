@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
 
-from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Drafters
+from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Alarm, CollapseWatch, Drafters
 from tlt.spec.ahead import Prices, shown
-from tlt.spec.alarm import Alarm, CollapseWatch
 from tlt.spec.budget import Budget, CostKind
 from tlt.spec.costs import DECODE, INDEX, INGEST, KEEP, CostModel, Measured
 from tlt.spec.shape import OFF, Shape
