@@ -16,9 +16,8 @@ from tlt.engine.request import Request
 from tlt.errors import RequestError
 from tlt.spec.ahead import AHEAD, ChunkPolicy, Prices, TurnRate, emitted, shown
 from tlt.spec.costs import DECODE, POLICY, CostModel, Measured, TickTimes
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome
+from tlt.spec.shape_policy import Fixed, Outcome
 from tlt.spec.speculation import Speculating
 from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.spec.tree import Trees

@@ -19,9 +19,9 @@ from tlt.model.linear import rows_of
 from tlt.model.transformer import Transformer
 from tlt.spec.costs import DECODE, DRAFT, EXTEND, KEEP, PRUNE, VERIFY, TickTimes
 from tlt.spec.eagle import Eagle, EagleConfig
-from tlt.spec.fixed import Fixed, SwappableShapePolicy
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Fixed, SwappableShapePolicy
 from tlt.spec.speculation import Speculating
 from tlt.spec.suffix_drafting import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams

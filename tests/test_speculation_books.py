@@ -21,9 +21,8 @@ from tlt.engine.request import Request
 from tlt.spec.acceptance import AcceptResult, Alarm, CollapseWatch, RankHits, rank_hits_of
 from tlt.spec.costs import DECODE, INDEX, INGEST, LOOKUP, UNTIMED, VERIFY, CostModel, TickTimes
 from tlt.spec.drafter import Drafter, LifecycleQueue
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome
+from tlt.spec.shape_policy import Fixed, Outcome
 from tlt.spec.speculation import Speculating, Speculation
 from tlt.spec.suffix import SuffixDrafter
 from tlt.spec.suffix_drafting import SuffixDrafting

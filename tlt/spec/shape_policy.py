@@ -1,7 +1,7 @@
 """The shape policy protocol, the record of a tick that it observes, and the shapes that it chooses from.
 
-`candidates` lists the useful shapes of a configuration. Always holds: shapes are excluded here by structure only;
-measured costs decide which pays. Knows numbers only.
+`Fixed` always has one shape; `SwappableShapePolicy` delegates. `candidates` lists the useful shapes of a configuration.
+Always holds: shapes are excluded here by structure only; measured costs decide which pays. Knows numbers only.
 """
 
 from collections import Counter
@@ -91,33 +91,95 @@ class TunerReport:
 
 
 class ShapePolicy(Protocol):
-    """Chooses the shape of each tick. Calls need not alternate: a tick may be chosen before the last is observed."""
+    """Chooses the shape of each tick. Calls need not alternate: a tick may be chosen before the last is observed.
+
+    The defaults are those of a policy that learns nothing.
+    """
 
     def choose(self, batch: int, lag: int = 0) -> Shape:
         """The next shape. `lag`: mean positions per row that a learned drafter would have to process first."""
 
-    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        """Learns from a tick. Returns alarms once, when a collapse shows."""
+        return ()
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
         """Adds costs of runs, measured at startup."""
+        return
 
     def set_max_len(self, ticks: int) -> None:
         """A request was submitted that may run for `ticks` plain ticks."""
+        return
 
     def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         """Adds the hit rates that this drafter had when it was trained: by depth, by rank."""
+        return
 
     def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
         """Shapes and batch sizes that it may use. Their graphs are captured at startup."""
+        return ()
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter's weights is used from the next tick on."""
+        return
 
     def prices(self, batch: int) -> Prices | None:
         """Prices for the decision to verify written-ahead text; None: costs are unknown."""
+        return None
 
     def report(self) -> TunerReport | None:
         """Its counts; None if it keeps none."""
+        return None
+
+
+class Fixed(ShapePolicy):
+    """Always the same shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def choose(self, batch: int, lag: int = 0) -> Shape:
+        return self._shape
+
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return [] if self._shape.off else [(self._shape, size) for size in sizes]
+
+
+class SwappableShapePolicy(ShapePolicy):
+    """A shape policy that delegates every call to `now`, which the caller replaces between rollouts.
+
+    Measurements run several shape policies in one engine: graphs and compiled kernels are the same for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.now: ShapePolicy = Fixed(OFF)
+
+    def choose(self, batch: int, lag: int = 0) -> Shape:
+        return self.now.choose(batch, lag)
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        return self.now.observe(outcome)
+
+    def load_costs(self, costs: Iterable[Measured]) -> None:
+        self.now.load_costs(costs)
+
+    def set_max_len(self, ticks: int) -> None:
+        self.now.set_max_len(ticks)
+
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        self.now.load_prior(drafter, ranks)
+
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return self.now.precapture(sizes)
+
+    def drafter_changed(self, drafter: str) -> None:
+        self.now.drafter_changed(drafter)
+
+    def prices(self, batch: int) -> Prices | None:
+        return self.now.prices(batch)
+
+    def report(self) -> TunerReport | None:
+        return self.now.report()
 
 
 _FILLED = 1.25  # largest ratio of verify size to nodes that the drafter can build
