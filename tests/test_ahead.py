@@ -14,9 +14,9 @@ from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import RequestError
-from tlt.spec.ahead import AHEAD, ChunkPolicy, Prices, TurnRate, emitted, shown
+from tlt.spec.ahead import ChunkPolicy, Prices, TurnRate, emitted
 from tlt.spec.costs import DECODE, POLICY, CostModel, Measured, TickTimes
-from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
+from tlt.spec.shape import AHEAD, MOST_NODES, OFF, Draft, Shape, shown
 from tlt.spec.shape_policy import Fixed, Outcome
 from tlt.spec.speculation import Speculating
 from tlt.spec.suffix_drafting import SuffixDrafting

@@ -374,7 +374,7 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
     extend_rows, told = LearnedDrafting._extend_rows, list[tuple[float, bool]]()
 
     def look(learned: LearnedDrafting, count: int) -> None:
-        late = learned.needs_passes(count)
+        late = learned._backlog.needs_passes(count)
         extend_rows(learned, count)
         taken = learned.ingested()
         assert learned.ingested() == 0.0
@@ -633,10 +633,10 @@ def test_a_capture_is_told_once_and_a_prefill_is_no_ticks_time(monkeypatch: pyte
     captured, tick, prepare = 0.0, 0, engine._speculation.prepare
     monkeypatch.setattr(Runner, "capture_s", property(lambda runner: captured))
 
-    def capturing(keys: Sequence[Key], shape: Shape) -> None:
+    def capturing(keys: Sequence[Key]) -> None:
         nonlocal captured
         captured += tick == 7
-        prepare(keys, shape)
+        prepare(keys)
 
     monkeypatch.setattr(engine._speculation, "prepare", capturing)
     params = SamplingParams(max_tokens=60, ignore_eos=True)

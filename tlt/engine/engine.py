@@ -30,7 +30,6 @@ from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
 from tlt.spec.acceptance import Alarm
-from tlt.spec.ahead import AHEAD
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.speculation import Speculation, SpeculationReport
@@ -113,7 +112,6 @@ class EngineCore:
         self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
         self._hands_out = on_features is not None
         self._unread_tick: InFlightTick | None = None
-        self._following: Shape | None = None  # the next tick's shape, if chosen (and drafted for) behind a verification
         self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # tokens at which a completion may end
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, RequestState] = {}
@@ -195,12 +193,7 @@ class EngineCore:
 
     def _next_shape(self) -> tuple[Shape, list[Completion]]:
         """The shape of this tick, and the completions of the tick in flight if it must be read first."""
-        running = self._scheduler.running
-        shape, self._following = self._following, None
-        if shape is None or not running:
-            shape = self._speculation.choose(running)
-        else:
-            self._speculation.chosen(running, shape)
+        shape = self._speculation.choose(self._scheduler.running)
         completions = [] if self._may_stay_unread(shape) else self._read_in_flight()
         if not self._scheduler.running:  # all requests to draft for have ended
             shape = OFF
@@ -253,8 +246,7 @@ class EngineCore:
         steps = self._walk(shape)
         pending = self._runner.launch(plan, drafts, shape, steps)
         marks = self._timer.launched(pending.ready)
-        self._following = self._speculation.choose_next(len(plan.reqs))
-        self._speculation.prepare(_keys(plan), self._following)
+        self._speculation.prepare(_keys(plan))
         return InFlightTick(plan, pending, marks, shape, steps)
 
     def _reads_late(self, shape: Shape) -> bool:
@@ -285,7 +277,7 @@ class EngineCore:
         emitted = [() if req.over else tokens for req, tokens in zip(plan.reqs, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.reqs, map(len, emitted))
         self._speculation.verified(tick.shape, emitted, times, self._context(plan))
-        return self._read(plan, drawn, _WRITTEN_AHEAD if tick.shape.drafters == (AHEAD,) else _DRAFTED)
+        return self._read(plan, drawn, _WRITTEN_AHEAD if tick.shape.ahead else _DRAFTED)
 
     def _context(self, plan: Plan) -> float:
         """Mean context length of the plan's rows, in positions; updated every `_CONTEXT_TICKS` ticks."""
@@ -537,7 +529,6 @@ class EngineCore:
         """Called when idle: reads the tick in flight, which has no request left, and checks for leaked pages."""
         self._read_in_flight()
         self._timer.restart()  # idle time does not count as tick time
-        self._following = None
         self._scheduler.check_integrity()
 
 

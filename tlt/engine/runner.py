@@ -36,7 +36,7 @@ from tlt.model.attention import PagedLayout, kv_splits_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Output, Transformer
 from tlt.spec.costs import DECODE, POLICY, VERIFY, CostTable
-from tlt.spec.drafter import Entered, HiddenStateSink, NoSink, Piece, RowView, Segment
+from tlt.spec.drafter import Entered, HiddenStateSink, Piece, RowView, Segment
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
@@ -111,7 +111,7 @@ class Runner:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         self._taps = tuple(taps) if on_features else ()
         self._on_features = on_features
-        self._state_sink = state_sink or NoSink()
+        self._state_sink = state_sink or HiddenStateSink()
         self._all_taps = (*self._state_sink.taps, *self._taps)
         self._sizes = buckets(rows)
         captures = graphs and model.embed.is_cuda

@@ -45,7 +45,7 @@ from tlt.types import Key
 _MOST_NODES = 2048  # nodes of a level over all rows; larger levels are not compiled ahead
 
 
-class LearnedDrafting(Drafter):
+class LearnedDrafting(Drafter, HiddenStateSink):
     """An Eagle as a drafter, and the sink of the hidden states that it reads."""
 
     name = "eagle"
@@ -108,20 +108,12 @@ class LearnedDrafting(Drafter):
         """The draft β: weight of the drafter's logits against the shared noise, fitted to verified tokens."""
         return self._beta_probe.beta_calibrator.beta
 
-    def needs_passes(self, rows: int) -> bool:
-        """Whether a draft-extend must run first. A few positions are processed with the first level of the trees."""
-        return self._backlog.needs_passes(rows)
-
     def lag(self, rows: int) -> int:
         return self._backlog.lag(rows)
 
     @property
     def arrived(self) -> int:
         return self._backlog.arrived
-
-    @property
-    def capture_s(self) -> float:
-        return self._attached_runner().capture_s
 
     # ---- weights that change
 
@@ -175,7 +167,7 @@ class LearnedDrafting(Drafter):
     @torch.no_grad()
     def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         """Processes the tokens that plain ticks wrote, as far back as the window reaches."""
-        if self.needs_passes(len(keys)):
+        if self._backlog.needs_passes(len(keys)):
             self._extend_rows(len(keys))
 
     def ingested(self) -> float:
