@@ -19,7 +19,7 @@ from tlt.spec.costs import DECODE, POLICY, CostModel, Measured, TickTimes
 from tlt.spec.shape import AHEAD, MOST_NODES, OFF, Draft, Shape, shown
 from tlt.spec.shape_policy import Fixed, Outcome
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.spec.tree import Trees
 from tlt.spec.tuner import Tuner
 from tlt.types import Completion, Key, SamplingParams

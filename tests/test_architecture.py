@@ -100,7 +100,6 @@ PLAIN = {
     "tlt.spec.shape",
     "tlt.spec.budget",
     "tlt.spec.shape_policy",
-    "tlt.spec.suffix",
     "tlt.spec.tuner",
     "tlt.drafting.cadence",
     "tlt.drafting.deadline",

@@ -23,7 +23,7 @@ from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Fixed, SwappableShapePolicy
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 pytestmark = [

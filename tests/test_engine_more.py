@@ -30,7 +30,7 @@ from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.costs import TickTimes
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 CONTEXT = 64

@@ -43,7 +43,7 @@ from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.spec.tree import Trees
 from tlt.types import Completion, Key, SamplingParams
 

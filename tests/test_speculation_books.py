@@ -23,8 +23,7 @@ from tlt.spec.drafter import Drafter
 from tlt.spec.shape import OFF, Draft, Shape
 from tlt.spec.shape_policy import Fixed, Outcome
 from tlt.spec.speculation import LifecycleQueue, Speculating, Speculation
-from tlt.spec.suffix import SuffixDrafter
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting, SuffixIndex
 from tlt.spec.tuner import Tuner
 from tlt.types import Key, SamplingParams
 from tlt.watch.events import AcceptanceCollapsed, RolloutFinished, read_run
@@ -229,13 +228,13 @@ class Told(Fixed):
 
 def test_what_a_drafter_on_the_host_has_yet_to_index_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token that it indexes when it is asked is one that was due; then there is nothing left."""
-    drafting, indexed, seen = SuffixDrafting(10_000), SuffixDrafter.extend, Counter[str]()
+    drafting, indexed, seen = SuffixDrafting(10_000), SuffixIndex.extend, Counter[str]()
 
-    def spy(suffix: SuffixDrafter, key: Key, tokens: Sequence[int]) -> None:
+    def spy(suffix: SuffixIndex, key: Key, tokens: Sequence[int]) -> None:
         seen["tokens"] += len(tokens)
         indexed(suffix, key, tokens)
 
-    monkeypatch.setattr(SuffixDrafter, "extend", spy)
+    monkeypatch.setattr(SuffixIndex, "extend", spy)
     keys = [Key(0, number) for number in range(7)]
     for key in keys:  # two prompts, of 5 and 6 tokens
         drafting.begin(key, f"{key.request % 2}", list(range(5 + key.request % 2)), SamplingParams())

@@ -57,7 +57,7 @@ class _Text:
     agreed: int = 0  # tokens that the request has written too
 
 
-class WrittenTexts:
+class AheadTexts:
     """The texts of requests in flight. A draft is a chain of the next tokens of a request's own text."""
 
     def __init__(self, turns: TurnRate) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.errors import ConfigError
 from tlt.spec.acceptance import AcceptResult, Alarm, rank_hits_of
-from tlt.spec.ahead import MOST_CHUNK_TOKENS, ChunkPolicy, WrittenTexts
+from tlt.spec.ahead import MOST_CHUNK_TOKENS, AheadTexts, ChunkPolicy
 from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
 from tlt.spec.drafter import Drafter, HiddenStateSink, Running, StartedTrees
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out, shown
@@ -278,7 +278,7 @@ class Speculating(Speculation):
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._on_device = on_device[0] if on_device else Drafter()  # in no shape: its name is empty
         self._chunks = ChunkPolicy(most_chunk_tokens)
-        self._texts = WrittenTexts(self._chunks.turns)
+        self._texts = AheadTexts(self._chunks.turns)
         self._shape_policy = shape_policy
         self.state_sink = self._on_device.state_sink
         self.deepest, self.widest = deepest, widest
