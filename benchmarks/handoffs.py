@@ -44,7 +44,7 @@ SHAPES = {
 WARM_TICKS, REQUESTS = 40, 8
 _ROOT = str(Path(tlt.__file__).parent)
 _APART = ("tlt.kernels.", "tlt.model.")
-_REPLAYED = "Runner.run", "Runner._run_each"  # below these a GPU replays a graph
+_REPLAYED = "Runner.run", "Runner._run_segment"  # below these a GPU replays a graph
 _COMPREHENSION = re.compile(r"\.<locals>\.<(gen|list|dict|set)(expr|comp)>")
 
 

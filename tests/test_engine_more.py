@@ -359,6 +359,6 @@ def test_what_the_others_were_answered_rides_on_the_error() -> None:
     engine = EngineCore(model, letters())
     params = SamplingParams(temperature=0.0, max_tokens=1)
     engine.submit([Request(Key(1, 0), (3, 4), params), Request(Key(1, 1), (3, 7), params)])
-    with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were answered") as caught:
+    with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were completed") as caught:
         engine.drain()
     assert [completion.key.request for completion in caught.value.completions] == [0]

@@ -23,7 +23,7 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine import runner
 from tlt.engine.engine import EngineCore
-from tlt.engine.output import PendingOutput
+from tlt.engine.output import InFlightTick
 from tlt.engine.request import Request
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Chunk, Plan
@@ -604,7 +604,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
     )
     launch = Runner.launch
 
-    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> PendingOutput:
+    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> InFlightTick:
         nonlocal back
         if plan.nodes > 1:
             proposed = engine._speculation._proposed[-1]

@@ -1,6 +1,6 @@
 """The engine: requests in, completions out, continuously batched.
 
-Always holds: each request is answered exactly once, or its failure raises. The tokens of a request depend only on the
+Always holds: each request is completed exactly once, or its failure raises. The tokens of a request depend only on the
 policy, its key and its settings; not on the batch, the time of admission or preemptions. On a GPU in bfloat16 this
 holds up to rounding; with `engine.exact` it holds bit for bit.
 On a GPU each tick is launched before the tokens of the previous tick are read: the device does not wait for the host.
@@ -108,7 +108,6 @@ class EngineCore:
         )
         self._speculation.state_sink.attach(self._runner)
         self._speculation.attach(lambda: self._scheduler.remaining_ticks, lambda: self._scheduler.written)
-        self._timer = self._runner.timer
         self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
         self._hands_out = on_features is not None
         self._unread_tick: InFlightTick | None = None
@@ -240,14 +239,10 @@ class EngineCore:
         if plan.empty:
             return None
         self._ticks += 1
-        if shape.off:
-            pending = self._runner.launch(plan)
-            return InFlightTick(plan, pending, self._timer.launched(pending.ready))
-        steps = self._walk(shape)
-        pending = self._runner.launch(plan, drafts, shape, steps)
-        marks = self._timer.launched(pending.ready)
-        self._speculation.prepare(_keys(plan))
-        return InFlightTick(plan, pending, marks, shape, steps)
+        launched = self._runner.launch(plan, drafts, shape, self._walk(shape))
+        if not shape.off:
+            self._speculation.prepare(_keys(plan))
+        return launched
 
     def _reads_late(self, shape: Shape) -> bool:
         """Whether a tick in this shape is read after the next one is launched.
@@ -265,8 +260,7 @@ class EngineCore:
     def _read_tick(self, tick: InFlightTick | None) -> list[Completion]:
         if tick is None:
             return []
-        plan, drawn = tick.plan, tick.pending.drawn()
-        times = self._timer.read(tick.marks)
+        plan, (drawn, times) = tick.plan, self._runner.drawn(tick)
         if plan.chunks:  # prefill is not part of a tick's cost
             times = replace(times, seconds=None)
         if tick.shape.off:
@@ -292,7 +286,7 @@ class EngineCore:
         return self._read_tick(tick)
 
     def drain(self) -> list[Completion]:
-        """Ticks until every request is answered. Failures raise RequestError at the end."""
+        """Ticks until every request is completed. Failures raise RequestError at the end."""
         completions = []
         while not self.idle:
             completions += self.tick()
@@ -302,7 +296,7 @@ class EngineCore:
     def raise_failures(self, completions: Sequence[Completion] = ()) -> None:
         """Raises RequestError if a request failed since the last call. The error carries these completions."""
         if failures := self.take_failures():
-            others = f"{len(completions)} other requests were answered: see the error's `completions`"
+            others = f"{len(completions)} other requests were completed: see the error's `completions`"
             raise RequestError(f"{'; '.join(failures.values())}. {others}", list(completions))
 
     def take_failures(self) -> dict[Key, str]:
@@ -528,7 +522,7 @@ class EngineCore:
     def _on_idle(self) -> None:
         """Called when idle: reads the tick in flight, which has no request left, and checks for leaked pages."""
         self._read_in_flight()
-        self._timer.restart()  # idle time does not count as tick time
+        self._runner.timer.restart()  # idle time does not count as tick time
         self._scheduler.check_integrity()
 
 

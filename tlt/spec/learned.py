@@ -26,12 +26,12 @@ from tlt.kernels.draft_tree.layer import ExtendState
 from tlt.kernels.draft_tree.pruning import VerifyBudget
 from tlt.kernels.linear.plan import ever_quantized
 from tlt.kernels.linear.reference import QuantizedMatrix
-from tlt.model.device import upload_columns
+from tlt.model.device import Reading, upload_columns
 from tlt.model.linear import in_gpu_rollout, reads_quantized
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.backlog import MEAN_SIZES, PASS_SIZES, Backlog
-from tlt.spec.candidates import MOST_ROWS, BetaProbe, DrawKeys, fetch
+from tlt.spec.candidates import MOST_ROWS, BetaProbe, DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, INGEST, KEEP, PRUNE, Measured
 from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, gather_taps
@@ -320,10 +320,11 @@ class LearnedDrafting(Drafter, HiddenStateSink):
 
     def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> BuiltTrees:
         """Starts the copy of the built trees to the host, which compares them with the verified tokens."""
-        landed, arrived = fetch(packed_R3L)
         if keys != self._keys:  # usually equal to those of the tick before
             self._keys, self._row_of = keys, {key: row for row, key in enumerate(keys)}
-        return BuiltTrees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
+        # a copy: on a CPU the next trees are written to the same place
+        packed_R3L = packed_R3L if packed_R3L.is_cuda else packed_R3L.clone()
+        return BuiltTrees(shape, self._ticks, self._row_of, Reading(packed_R3L))
 
     # ---- draft-extend
 
