@@ -136,7 +136,7 @@ class Drafter:
     # ---- every drafter
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """A request begins. Requests with the same `prompt_id` answer the same prompt."""
+        """A request begins. Requests with the same `prompt_id` complete the same prompt."""
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
         """The request is complete."""

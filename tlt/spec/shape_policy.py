@@ -38,7 +38,7 @@ class Outcome:
     arrived: int = 0  # prompt positions of requests that are new since the last outcome
     context: float = 0.0  # mean context length of a row, in positions
     remaining_ticks: Callable[[], float] = (
-        infinite_ticks  # upper bound of the plain ticks until all requests are answered
+        infinite_ticks  # upper bound of the plain ticks until all requests are completed
     )
     host_extend_s: Callable[[], float] = (
         zero_seconds  # seconds of indexing that drafters on the host must do before they can draft
