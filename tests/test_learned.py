@@ -431,7 +431,7 @@ def test_idle_rows_take_nothing_of_what_the_others_share(monkeypatch: pytest.Mon
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal idle
         grown = build_trees(learned, keys, shape)
-        sizes = learned._attached_runner().trees(shape.verify).size_R[:16].tolist()
+        sizes = learned._runner.trees(shape.verify).size_R[:16].tolist()
         assert sum(sizes[: len(keys)]) <= shape.tokens(16) - 16
         assert not any(sizes[len(keys) :])
         idle += int(learned._memory.ready_R[len(keys) : 16].sum())
@@ -453,7 +453,7 @@ def test_trees_grown_ahead_move_with_their_rows(monkeypatch: pytest.MonkeyPatch)
         started_trees = learned._started_trees
         if started_trees is None or started_trees.tick != learned._ticks:
             return move(learned, moves)
-        trees = learned._attached_runner().trees(started_trees.shape.verify)
+        trees = learned._runner.trees(started_trees.shape.verify)
         expected = [part.clone() for part in trees.parts]
         for source, target in moves:
             for part in expected:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiny import depths
 from tlt.errors import ConfigError, RequestError
-from tlt.spec.shape import Draft, depths, merge
+from tlt.spec.shape import Draft, merge
 from tlt.spec.suffix import SuffixIndex
 from tlt.types import Key
 

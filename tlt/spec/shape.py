@@ -89,14 +89,6 @@ class Draft:
 EMPTY = Draft()
 
 
-def depths(draft: Draft) -> list[int]:
-    """The depth of each node; children of the root have depth 1."""
-    found: list[int] = []
-    for parent in draft.parents:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
-
-
 def merge(drafts: Sequence[Draft], budget: int) -> Draft:
     """Merges drafts into one tree of the `budget` likeliest nodes. Equal branches become one.
 
