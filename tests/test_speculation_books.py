@@ -319,7 +319,7 @@ def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.Monkey
         verified(spec, shape, emitted, *rest)
         stride, results = -(-len(emitted) // 8), list[AcceptResult]()
         for row, (tokens, drafted) in enumerate(zip(emitted, drafts.pop(0), strict=True)):
-            looked = row % stride == spec._verifies % stride
+            looked = row % stride == spec._counts.verifies % stride
             rank_hits = tuple(rank_hits_of(draft, tokens, shape) for draft in drafted)
             whole = AcceptResult(len(tokens) - 1, rank_hits, numbers[row])
             results += [whole if looked else AcceptResult(len(tokens) - 1, ())] if tokens else []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.errors import ConfigError
 from tlt.spec.acceptance import AcceptResult, Alarm, rank_hits_of
-from tlt.spec.ahead import MOST_CHUNK_TOKENS, AheadTexts, ChunkPolicy
+from tlt.spec.ahead import MOST_CHUNK_TOKENS, AheadTexts, ChunkPolicy, TurnRate
 from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
 from tlt.spec.drafter import Drafter, HiddenStateSink, Running, StartedTrees
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out, shown
@@ -84,6 +84,67 @@ def _timed_since(
         if ticks > earlier:
             found[which] = (ticks - earlier, seconds - earlier_s)
     return found
+
+
+class SpeculationCounts:
+    """What a report is made of."""
+
+    def __init__(self) -> None:
+        self.verifies = self.accepted = 0
+        self.drafting_s = self.one_off_s = 0.0
+        self.alarms: list[Alarm] = []
+        self._last: Shape | None = None  # of the tick before, if requests ran in it
+        self._plain: Counter[int] = Counter()  # running requests → plain ticks
+        self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
+        self._timed: dict[tuple[int, Shape], tuple[int, float]] = {}
+        self._spans: deque[tuple[float, int, str]] = deque(maxlen=MOST_SPANS)
+        self._accepted_by: Counter[str] = Counter()
+        self._switches = 0
+
+    def begins(self, running: int, shape: Shape) -> None:
+        """A tick begins."""
+        if not running:
+            self._last = None
+            return
+        if shape.off:
+            self._plain[running] += 1
+        else:
+            self._ticks[running, shown(shape)] += 1
+        if shape is not self._last:
+            if shape != self._last:
+                self._switches += self._last is not None
+                self._spans.append((time.perf_counter(), running, str(shown(shape))))
+            self._last = shape
+
+    def time(self, running: int, shape: Shape, seconds: float | None) -> None:
+        """A tick took this long; None: it was not timed."""
+        if seconds is not None:
+            which = running, shown(shape)
+            ticks, total_s = self._timed.get(which, (0, 0.0))
+            self._timed[which] = (ticks + 1, total_s + seconds)
+
+    def verified(self, shape: Shape, verifies: int, accepted: int) -> None:
+        self._accepted_by["+".join(shape.drafters)] += accepted
+        if not shape.ahead:
+            self.verifies += verifies
+            self.accepted += accepted
+
+    def report(self, tuner: TunerReport | None, turns: TurnRate) -> SpeculationReport:
+        return SpeculationReport(
+            ticks={**self._ticks, **{(running, OFF): ticks for running, ticks in self._plain.items()}},
+            switches=self._switches,
+            verifies=self.verifies,
+            accepted=self.accepted,
+            drafting_s=self.drafting_s,
+            one_off_s=self.one_off_s,
+            alarms=tuple(self.alarms),
+            tuner=tuner,
+            timed=dict(self._timed),
+            spans=tuple(self._spans),
+            accepted_by=dict(self._accepted_by),
+            ahead_compared=turns.tokens,
+            ahead_turned=turns.turns,
+        )
 
 
 class Speculation:
@@ -289,15 +350,7 @@ class Speculating(Speculation):
         self._remaining_ticks: Callable[[], float] = infinite_ticks
         self._running: Callable[[], Running] = tuple
         self._arrived = 0  # prompt positions of new requests that the shape policy has observed
-        self._last: Shape | None = None  # of the tick before, if requests ran in it
-        self._plain: Counter[int] = Counter()  # running requests → plain ticks
-        self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
-        self._timed: dict[tuple[int, Shape], tuple[int, float]] = {}
-        self._spans: deque[tuple[float, int, str]] = deque(maxlen=MOST_SPANS)
-        self._accepted_by: Counter[str] = Counter()
-        self._switches = self._verifies = self._accepted = 0
-        self._drafting_s = self._one_off_s = 0.0
-        self._alarms: list[Alarm] = []
+        self._counts = SpeculationCounts()
 
     @property
     def turn_rate(self) -> float:
@@ -306,7 +359,7 @@ class Speculating(Speculation):
     @property
     def alarms(self) -> Sequence[Alarm]:
         self._learn()
-        return self._alarms
+        return self._counts.alarms
 
     def attach(self, remaining_ticks: Callable[[], float], running: Callable[[], Running]) -> None:
         self._remaining_ticks, self._running = remaining_ticks, running
@@ -355,7 +408,7 @@ class Speculating(Speculation):
     def choose(self, running: int) -> Shape:
         following, self._following = self._following, None
         shape = following if running and following is not None else self._choose(running)
-        self._begins(running, shape)
+        self._counts.begins(running, shape)
         return shape
 
     def _choose(self, running: int) -> Shape:
@@ -368,21 +421,6 @@ class Speculating(Speculation):
             if chunk is not None:
                 return chunk
         return self._shape_policy.choose(running, self._on_device.lag(running))
-
-    def _begins(self, running: int, shape: Shape) -> None:
-        """Counts a tick that begins in this shape."""
-        if not running:
-            self._last = None
-            return
-        if shape.off:
-            self._plain[running] += 1
-        else:
-            self._ticks[running, shown(shape)] += 1
-        if shape is not self._last:
-            if shape != self._last:
-                self._switches += self._last is not None
-                self._spans.append((time.perf_counter(), running, str(shown(shape))))
-            self._last = shape
 
     def needs_no_tokens(self, shape: Shape) -> bool:
         return shape.drafters == (self._on_device.name,)
@@ -440,16 +478,15 @@ class Speculating(Speculation):
         self._learn()
         self._lifecycle.flush()
         proposed = self._proposed.popleft()
-        rows = compared_rows(len(emitted), self._verifies) if not shape.ahead else range(0)
-        completions = {
-            row: self._lifecycle.number(proposed.keys[row]) for row in rows
-        }  # their requests may have ended when they are compared
+        rows = compared_rows(len(emitted), self._counts.verifies) if not shape.ahead else range(0)
+        # their requests may have ended when they are compared
+        completions = {row: self._lifecycle.number(proposed.keys[row]) for row in rows}
         times = replace(times, parts={**times.parts, **proposed.host_parts})
         self._feedback = TickFeedback(shape, proposed, emitted, completions, times, context)
 
     def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
         self._learn()
-        self._time(running, OFF, times.seconds)
+        self._counts.time(running, OFF, times.seconds)
         known = self._newly_arrived(), context, self._remaining_ticks, self._host_extend_s
         self._shape_policy.observe(Outcome(OFF, running, (), times, 0.0, 0.0, *known))
 
@@ -458,16 +495,11 @@ class Speculating(Speculation):
         feedback, self._feedback = self._feedback, None
         if feedback is None:
             return
-        results, proposed = feedback.results(), feedback.proposed
-        self._time(len(feedback.emitted), feedback.shape, feedback.times.seconds)
-        self._count(feedback.shape, len(results), sum(map(len, feedback.emitted)) - len(results))
-        self._drafting_s += proposed.drafting_s
+        shape, emitted, proposed, results = feedback.shape, feedback.emitted, feedback.proposed, feedback.results()
         outcome = Outcome(
-            feedback.shape,
-            len(feedback.emitted),
-            results
-            if proposed.versions == self._versions
-            else [],  # drafts of other weights say nothing about the present ones
+            shape,
+            len(emitted),
+            results if proposed.versions == self._versions else [],  # drafts of other weights say nothing about these
             feedback.times,
             proposed.lag,
             proposed.ingested,
@@ -476,14 +508,12 @@ class Speculating(Speculation):
             self._remaining_ticks,
             self._host_extend_s,
         )
-        self._one_off_s += outcome.one_off_s
-        self._alarms += self._shape_policy.observe(outcome)
-
-    def _count(self, shape: Shape, verifies: int, accepted: int) -> None:
-        self._accepted_by["+".join(shape.drafters)] += accepted
-        if not shape.ahead:
-            self._verifies += verifies
-            self._accepted += accepted
+        counts = self._counts
+        counts.time(len(emitted), shape, feedback.times.seconds)
+        counts.verified(shape, len(results), sum(map(len, emitted)) - len(results))
+        counts.drafting_s += proposed.drafting_s
+        counts.one_off_s += outcome.one_off_s
+        counts.alarms += self._shape_policy.observe(outcome)
 
     def _newly_arrived(self) -> int:
         before, self._arrived = self._arrived, self._on_device.arrived
@@ -495,27 +525,7 @@ class Speculating(Speculation):
 
     def report(self) -> SpeculationReport:
         self._learn()
-        return SpeculationReport(
-            ticks={**self._ticks, **{(running, OFF): ticks for running, ticks in self._plain.items()}},
-            switches=self._switches,
-            verifies=self._verifies,
-            accepted=self._accepted,
-            drafting_s=self._drafting_s,
-            one_off_s=self._one_off_s,
-            alarms=tuple(self._alarms),
-            tuner=self._shape_policy.report(),
-            timed=dict(self._timed),
-            spans=tuple(self._spans),
-            accepted_by=dict(self._accepted_by),
-            ahead_compared=self._chunks.turns.tokens,
-            ahead_turned=self._chunks.turns.turns,
-        )
-
-    def _time(self, running: int, shape: Shape, seconds: float | None) -> None:
-        if seconds is not None:
-            which = running, shown(shape)
-            ticks, total_s = self._timed.get(which, (0, 0.0))
-            self._timed[which] = (ticks + 1, total_s + seconds)
+        return self._counts.report(self._shape_policy.report(), self._chunks.turns)
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:
