@@ -95,7 +95,6 @@ PLAIN = {
     "tlt.spec.backlog",
     "tlt.spec.bandit",
     "tlt.spec.costs",
-    "tlt.spec.one_off",
     "tlt.spec.record",
     "tlt.spec.shape",
     "tlt.spec.budget",

@@ -19,19 +19,6 @@ from tlt.kernels.sampling import candidates as kernels
 from tlt.kernels.sampling.candidates import perturbed
 from tlt.model.device import Reading
 
-__all__ = [
-    "BETAS",
-    "GREEDY",
-    "BetaCalibrator",
-    "Candidates",
-    "DrawKeys",
-    "beta_hits",
-    "candidates",
-    "draft_ids",
-    "keyed_noise",
-    "perturbed",
-]
-
 GREEDY = math.inf  # the β of drafts without noise
 BETAS = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, GREEDY)
 _MOST_IN_ONE_LAUNCH = 8  # candidates per node that the GPU kernel can return

@@ -37,12 +37,8 @@ class Outcome:
     ingested: float = 0.0  # prompt positions per row that it processed first, for new requests alone
     arrived: int = 0  # prompt positions of requests that are new since the last outcome
     context: float = 0.0  # mean context length of a row, in positions
-    remaining_ticks: Callable[[], float] = (
-        infinite_ticks  # upper bound of the plain ticks until all requests are completed
-    )
-    host_extend_s: Callable[[], float] = (
-        zero_seconds  # seconds of indexing that drafters on the host must do before they can draft
-    )
+    remaining_ticks: Callable[[], float] = infinite_ticks  # upper bound of the plain ticks that all requests need
+    host_extend_s: Callable[[], float] = zero_seconds  # of indexing that is due before drafters on the host can draft
 
     @property
     def draft_extend_s(self) -> float:
