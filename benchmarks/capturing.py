@@ -22,8 +22,8 @@ import tlt.engine.graphs as graphs
 from tlt.bench.record import new_record, write_record
 from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
-from tlt.spec.fixed import Fixed, SwappableShapePolicy
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Fixed, SwappableShapePolicy
 
 _ROWS = 256
 _SHOWN = 14

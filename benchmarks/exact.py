@@ -63,9 +63,6 @@ class Recall(Speculation):
     def choose(self, running: int) -> Shape:
         return CHAIN if running else OFF
 
-    def choose_next(self, running: int) -> Shape:
-        return self.choose(running)
-
     def propose(self, keys: Sequence[Key], answers: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
         return [self._draft(key, len(answer), shape.depth) for key, answer in zip(keys, answers, strict=True)]
 

@@ -14,7 +14,7 @@ from tlt.engine.build import shapes_of
 from tlt.engine.engine import EngineCore
 from tlt.engine.graphs import GraphPool, PoolReport, buckets
 from tlt.policy import Policy
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import Alarm
 from tlt.spec.shape import Shape
 from tlt.spec.shape import by_batch as ticks_by_batch
 from tlt.spec.shape_policy import Outcome

@@ -48,8 +48,8 @@ from tlt.machine import free_memory
 from tlt.recipe import load_config, take_flags
 from tlt.spec.candidates import GREEDY, BetaCalibrator
 from tlt.spec.drafter import build_drafters
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
+from tlt.spec.shape_policy import Fixed
 
 _GROUPS, _GROUP_SIZE = 32, 8
 

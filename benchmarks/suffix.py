@@ -30,7 +30,7 @@ import torch
 
 from tlt.machine import describe
 from tlt.spec.shape import Draft
-from tlt.spec.suffix import SuffixDrafter
+from tlt.spec.suffix import SuffixIndex
 from tlt.types import Key
 
 
@@ -114,7 +114,7 @@ class Writing:
 
 
 def write_group(
-    drafter: SuffixDrafter,
+    drafter: SuffixIndex,
     name: str,
     problem: SuffixProblem,
     options: argparse.Namespace,
@@ -146,7 +146,7 @@ def write_group(
 
 
 def write_all(
-    drafter: SuffixDrafter, problems: list[SuffixProblem], options: argparse.Namespace, budget: int
+    drafter: SuffixIndex, problems: list[SuffixProblem], options: argparse.Namespace, budget: int
 ) -> SuffixTally:
     """Each prompt once per epoch, with the next of its answers."""
     tally = SuffixTally()
@@ -181,7 +181,7 @@ def calibration(foretold: list[tuple[float, bool]]) -> list[dict[str, float]]:
 def measure(problems: list[SuffixProblem], options: argparse.Namespace, budget: int) -> dict[str, Any]:
     tallies = []
     for _ in range(options.repeats):
-        drafter = SuffixDrafter(options.memory, options.min_match, options.max_match)
+        drafter = SuffixIndex(options.memory, options.min_match, options.max_match)
         gc.collect()
         gc.freeze()  # the other runs' lists are not this one's to collect
         tallies.append(write_all(drafter, problems, options, budget))
@@ -219,7 +219,7 @@ def yardstick_ns() -> float:
 def bytes_per_token(problems: list[SuffixProblem], options: argparse.Namespace) -> float:
     """Of memory, texts and index together; measured apart, since tracing memory slows everything."""
     tracemalloc.start()
-    drafter = SuffixDrafter(options.memory, options.min_match, options.max_match)
+    drafter = SuffixIndex(options.memory, options.min_match, options.max_match)
     for number, problem in enumerate(problems[:8]):
         for index, answer in enumerate(problem.answers):
             drafter.begin(Key(number, index), str(number), problem.prompt)

@@ -43,8 +43,8 @@ from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy, device_of, source_of
 from tlt.spec.eagle_files import open_drafter
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Fixed
 from tlt.text import Tokenizer
 from tlt.types import Key, SamplingParams
 

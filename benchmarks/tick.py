@@ -28,10 +28,9 @@ from tlt.engine.request import Request
 from tlt.model.transformer import Transformer
 from tlt.policy import TINY_POLICY
 from tlt.spec.eagle import Eagle, EagleConfig
-from tlt.spec.fixed import Fixed
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
-from tlt.spec.shape_policy import ShapePolicy
+from tlt.spec.shape_policy import Fixed, ShapePolicy
 from tlt.spec.speculation import Speculating
 from tlt.text import Tokenizer
 from tlt.types import Key, SamplingParams

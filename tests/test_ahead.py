@@ -14,13 +14,12 @@ from tlt.config import EngineSettings
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import RequestError
-from tlt.spec.ahead import AHEAD, ChunkPolicy, Prices, TurnRate, emitted, shown
+from tlt.spec.ahead import ChunkPolicy, Prices, TurnRate, emitted
 from tlt.spec.costs import DECODE, POLICY, CostModel, Measured, TickTimes
-from tlt.spec.fixed import Fixed
-from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome
+from tlt.spec.shape import AHEAD, MOST_NODES, OFF, Draft, Shape, shown
+from tlt.spec.shape_policy import Fixed, Outcome
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.spec.tree import Trees
 from tlt.spec.tuner import Tuner
 from tlt.types import Completion, Key, SamplingParams

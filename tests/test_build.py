@@ -23,9 +23,9 @@ from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.drafter import Drafter
 from tlt.spec.eagle_files import Origin, open_drafter, save_drafter
-from tlt.spec.fixed import Fixed
 from tlt.spec.record import FILE, DraftRecord, write_record
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Fixed
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 from tlt.tasks.choose import task_of

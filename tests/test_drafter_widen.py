@@ -19,8 +19,8 @@ from tlt.model.widen import widen
 from tlt.policy import Policy
 from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.eagle_files import Origin, load_drafter, save_drafter
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
+from tlt.spec.shape_policy import Fixed
 from tlt.train.drafter import policy_states
 from tlt.train.packing import Example, pack
 from tlt.types import Completion, Key, SamplingParams

@@ -30,7 +30,7 @@ from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.costs import TickTimes
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 CONTEXT = 64
@@ -359,6 +359,6 @@ def test_what_the_others_were_answered_rides_on_the_error() -> None:
     engine = EngineCore(model, letters())
     params = SamplingParams(temperature=0.0, max_tokens=1)
     engine.submit([Request(Key(1, 0), (3, 4), params), Request(Key(1, 1), (3, 7), params)])
-    with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were answered") as caught:
+    with pytest.raises(RequestError, match=r"request 1: .* 1 other requests were completed") as caught:
         engine.drain()
     assert [completion.key.request for completion in caught.value.completions] == [0]

@@ -26,7 +26,7 @@ from tlt.spec.eagle import Eagle, EagleConfig
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import Shape
 from tlt.spec.speculation import Speculating, Speculation
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 MODEL = policy(kv_heads=4)

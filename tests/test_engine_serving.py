@@ -13,10 +13,10 @@ from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
 from tlt.errors import RequestError
 from tlt.model.attention import PackedLayout
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import Shape
+from tlt.spec.shape_policy import Fixed
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 PLAIN = {request.key: one_by_one(request)[0] for request in requests(8, group=2)}

@@ -327,7 +327,7 @@ def test_by_default_a_failure_ends_the_run_and_says_where(
     with ProcessJudge(replace(obeying, reward_errors="stop")) as judge:
         with pytest.raises(TaskError) as caught:
             judge.judge([answer("a", 1), answer(text, 17)])
-        for part in ["the reward of prompt rows.jsonl:17", f"the answer begins '{text}'", *expected]:
+        for part in ["the reward of prompt rows.jsonl:17", f"the completion begins '{text}'", *expected]:
             assert part in str(caught.value)
         assert rewards(judge, "a") == [1.0]
 
@@ -387,7 +387,7 @@ def test_a_task_that_judges_for_itself_must_give_a_number() -> None:
             judge.judge([answer("nan")])
         with pytest.raises(ValueError, match="could not convert") as caught:
             judge.judge([answer("3"), answer("three", 7)])
-        assert caught.value.__notes__ == ["in the reward of prompt rows.jsonl:7; the answer begins 'three'"]
+        assert caught.value.__notes__ == ["in the reward of prompt rows.jsonl:7; the completion begins 'three'"]
 
 
 # ---- a whole rollout

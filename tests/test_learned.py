@@ -23,7 +23,7 @@ from tests.tiny import letters
 from tlt.config import EngineSettings
 from tlt.engine import runner
 from tlt.engine.engine import EngineCore
-from tlt.engine.output import PendingOutput
+from tlt.engine.output import InFlightTick
 from tlt.engine.request import Request
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Chunk, Plan
@@ -43,7 +43,7 @@ from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.shape_policy import Outcome
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.spec.tree import Trees
 from tlt.types import Completion, Key, SamplingParams
 
@@ -374,7 +374,7 @@ def test_what_newcomers_brought_is_told_when_it_was_taken_in(monkeypatch: pytest
     extend_rows, told = LearnedDrafting._extend_rows, list[tuple[float, bool]]()
 
     def look(learned: LearnedDrafting, count: int) -> None:
-        late = learned.needs_passes(count)
+        late = learned._backlog.needs_passes(count)
         extend_rows(learned, count)
         taken = learned.ingested()
         assert learned.ingested() == 0.0
@@ -431,7 +431,7 @@ def test_idle_rows_take_nothing_of_what_the_others_share(monkeypatch: pytest.Mon
     def look(learned: LearnedDrafting, keys: Sequence[Key], shape: Shape) -> Any:
         nonlocal idle
         grown = build_trees(learned, keys, shape)
-        sizes = learned._attached_runner().trees(shape.verify).size_R[:16].tolist()
+        sizes = learned._runner.trees(shape.verify).size_R[:16].tolist()
         assert sum(sizes[: len(keys)]) <= shape.tokens(16) - 16
         assert not any(sizes[len(keys) :])
         idle += int(learned._memory.ready_R[len(keys) : 16].sum())
@@ -453,7 +453,7 @@ def test_trees_grown_ahead_move_with_their_rows(monkeypatch: pytest.MonkeyPatch)
         started_trees = learned._started_trees
         if started_trees is None or started_trees.tick != learned._ticks:
             return move(learned, moves)
-        trees = learned._attached_runner().trees(started_trees.shape.verify)
+        trees = learned._runner.trees(started_trees.shape.verify)
         expected = [part.clone() for part in trees.parts]
         for source, target in moves:
             for part in expected:
@@ -604,7 +604,7 @@ def test_a_request_that_was_preempted_and_is_back_at_once_has_no_draft(monkeypat
     )
     launch = Runner.launch
 
-    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> PendingOutput:
+    def look(runner: Runner, plan: Plan, drafts: Sequence[Draft] | None = None, *how: Any) -> InFlightTick:
         nonlocal back
         if plan.nodes > 1:
             proposed = engine._speculation._proposed[-1]
@@ -633,10 +633,10 @@ def test_a_capture_is_told_once_and_a_prefill_is_no_ticks_time(monkeypatch: pyte
     captured, tick, prepare = 0.0, 0, engine._speculation.prepare
     monkeypatch.setattr(Runner, "capture_s", property(lambda runner: captured))
 
-    def capturing(keys: Sequence[Key], shape: Shape) -> None:
+    def capturing(keys: Sequence[Key]) -> None:
         nonlocal captured
         captured += tick == 7
-        prepare(keys, shape)
+        prepare(keys)
 
     monkeypatch.setattr(engine._speculation, "prepare", capturing)
     params = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -18,10 +18,10 @@ from tlt.memory_plan import Sizes
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
-from tlt.spec.fixed import Fixed, SwappableShapePolicy
 from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape_policy import Fixed, SwappableShapePolicy
 from tlt.spec.speculation import Speculating
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.train import logprobs
 from tlt.train.logprobs import token_logprobs
 from tlt.train.policy import PolicyTrainer

@@ -27,7 +27,7 @@ from tlt.loop import Fleet, Loop, ProgressPace, RolloutReport, ask, experiences,
 from tlt.policy import TINY_POLICY
 from tlt.spec.budget import CostKind
 from tlt.spec.learned import LearnedDrafting
-from tlt.tasks.judge import Answer, DirectJudge, Verdict
+from tlt.tasks.judge import DirectJudge, PromptedCompletion, Verdict
 from tlt.tasks.judging import Judging
 from tlt.tasks.toy import ToyTask
 from tlt.text import Tokenizer
@@ -85,7 +85,7 @@ class Watching:
         self.may_end.set()
         self._fails_on = fails_on
 
-    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def judge(self, answers: Sequence[PromptedCompletion]) -> list[Verdict]:
         self.began.set()
         self.may_end.wait()
         self.asked.append([answer.text for _, answer in answers])
@@ -332,7 +332,7 @@ def test_a_reward_that_fails_ends_the_run_or_is_counted(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     files = ["--task.name=files", f"--task.path={tmp_path}/rows.jsonl", f"--task.reward={tmp_path}/reward.py:reward"]
     flags = [*files, "--run.steps=1", "--sampling.max_tokens=6", "--task.group=2", "--task.reward_timeout_s=600"]
-    with pytest.raises(TaskError, match=r"(?s)raised.*cannot judge this.*the answer begins"):
+    with pytest.raises(TaskError, match=r"(?s)raised.*cannot judge this.*the completion begins"):
         tlt.train(small(tmp_path, "--run.name=stops", *flags))
     run = read_run(tmp_path / "stops")
     assert [event.kind for event in events_of(run, RunFailed)] == ["TaskError"]

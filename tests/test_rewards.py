@@ -17,7 +17,7 @@ from tlt.tasks.rewards import COMPARING, Case, Failed, Opening, Scored, open_rew
 CASE = Case(
     prompt_id="rows.jsonl:1",
     prompt="2+2?",
-    answer="It is 4",
+    completion="It is 4",
     tokens=(7, 8),
     reference="4",
     source="sums",
@@ -78,7 +78,7 @@ def test_trl_gets_lists_of_text_or_of_messages(reward_file: Any) -> None:
         "    assert columns == {'completion_ids': [[7, 8]]}\n"
         "    return [len(completions[0][0]['content'])]\n"
     )
-    assert call(name, CASE, replace(CASE, answer="4", columns={"level": 10})) == [4 + 7 + 3, 4 + 1 + 10]
+    assert call(name, CASE, replace(CASE, completion="4", columns={"level": 10})) == [4 + 7 + 3, 4 + 1 + 10]
     assert call(name, replace(CASE, prompt=[{"role": "user", "content": "2+2?"}])) == [7]
 
 
@@ -162,9 +162,9 @@ def test_what_is_no_number_is_said_to_be_none(reward_file: Any, signature: str, 
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [
-        ("[1.0]", "returned 1 values for 2 answers"),
-        ("[1.0] * 3", "returned 3 values for 2 answers"),
-        ("1.0", "returned 1.0; expected a list with one number per answer"),
+        ("[1.0]", "returned 1 values for 2 completions"),
+        ("[1.0] * 3", "returned 3 values for 2 completions"),
+        ("1.0", "returned 1.0; expected a list with one number per completion"),
         ("None", "returned None; expected a list"),
         ("{'score': 1}", "expected a list"),
         ("'11'", "expected a list"),
@@ -218,11 +218,11 @@ def test_calls_of_an_async_function_run_beside_each_other(reward_file: Any) -> N
     )
     reward = open_reward(Opening(name))
     assert reward.ready.takes_groups
-    first, bad, last = score(reward, [replace(CASE, answer=answer) for answer in ("a", "bad", "abc")])
+    first, bad, last = score(reward, [replace(CASE, completion=answer) for answer in ("a", "bad", "abc")])
     assert [one.reward for one in (first, last) if isinstance(one, Scored)] == [1.0, 3.0]
     assert isinstance(bad, Failed)
     assert (bad.kind, "cannot judge this" in bad.message, "asyncio/" in bad.message) == ("raised", True, False)
-    (again,) = score(reward, [replace(CASE, answer="a")])
+    (again,) = score(reward, [replace(CASE, completion="a")])
     assert again == first, "the same loop: what the function keeps stays usable"
 
 
@@ -238,7 +238,7 @@ def test_an_async_function_may_take_all_answers(reward_file: Any) -> None:
 )
 def test_the_format_of_an_answer(answer: str, expected: float) -> None:
     pattern = TaskSettings().reward_format
-    (found,) = score(open_reward(Opening("format", pattern=pattern)), [replace(CASE, answer=answer)])
+    (found,) = score(open_reward(Opening("format", pattern=pattern)), [replace(CASE, completion=answer)])
     assert found == Scored(expected)
 
 

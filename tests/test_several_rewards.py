@@ -50,7 +50,7 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_said() -> None:
     assert penalty("overlong", TaskSettings(), 20480) == OverlongPenalty(20480, 4096)
     assert penalty("overlong", TaskSettings(overlong_tokens=7), 20) == OverlongPenalty(20, 7)
     assert penalty("exact", TaskSettings(), 20) is None
-    with pytest.raises(ConfigError, match=r"overlong_tokens is 21; expected at most the limit .* is 20"):
+    with pytest.raises(ConfigError, match=r"overlong_tokens is 21; expected at most 20, the limit"):
         penalty("overlong", TaskSettings(overlong_tokens=21), 20)
 
 
@@ -339,7 +339,7 @@ def test_a_status_without_the_text_it_announced_is_told() -> None:
 
 def test_a_judge_waits_for_as_long_as_a_server_may_ask_to() -> None:
     settings = TaskSettings(reward="http://host/judge", reward_timeout_s=0.1, reward_retries=3)
-    assert ProcessJudge(settings)._limit_s(answers=2) >= 4 * 0.2 + 3 * 30.0
+    assert ProcessJudge(settings)._limit_s(completions=2) >= 4 * 0.2 + 3 * 30.0
 
 
 def test_waits_double_up_to_half_a_minute() -> None:

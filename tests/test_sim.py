@@ -25,9 +25,8 @@ from tlt.sim.trace import Trace, TracedPrompt, draw_trace, trace_of
 from tlt.sim.world import World, grown
 from tlt.spec.acceptance import Acceptance
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, POLICY, CostModel, Measured
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import ShapePolicy
+from tlt.spec.shape_policy import Fixed, ShapePolicy
 from tlt.spec.tuner import Tuner
 from tlt.types import Key
 

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiny import depths
 from tlt.kernels.draft_tree.verification import walk
-from tlt.spec.shape import OFF, Draft, Shape, by_batch, depths, merge
+from tlt.spec.shape import OFF, Draft, Shape, by_batch, merge
 from tlt.spec.tree import Trees
 
 

@@ -16,7 +16,7 @@ from tlt.model.attention import PackedLayout
 from tlt.spec.costs import TickTimes
 from tlt.spec.shape import OFF, Draft, Shape, merge
 from tlt.spec.speculation import Speculating, Speculation
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
 
 Guess = Callable[[Key, Sequence[int], Shape], Draft]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import tlt.rollout
-import tlt.spec.drafter as drafter_module
 import tlt.spec.speculation as speculation_module
 from tests.test_engine import MODEL, requests
 from tests.test_learned import drafting
@@ -18,16 +17,13 @@ from tests.tiny import letters
 from tlt.config import EngineSettings, RunConfig
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
-from tlt.spec.acceptance import AcceptResult, RankHits, rank_hits_of
-from tlt.spec.alarm import Alarm, CollapseWatch
+from tlt.spec.acceptance import AcceptResult, Alarm, CollapseWatch, RankHits, rank_hits_of
 from tlt.spec.costs import DECODE, INDEX, INGEST, LOOKUP, UNTIMED, VERIFY, CostModel, TickTimes
-from tlt.spec.drafter import Drafter, LifecycleQueue
-from tlt.spec.fixed import Fixed
+from tlt.spec.drafter import Drafter
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome
-from tlt.spec.speculation import Speculating, Speculation
-from tlt.spec.suffix import SuffixDrafter
-from tlt.spec.suffix_drafting import SuffixDrafting
+from tlt.spec.shape_policy import Fixed, Outcome
+from tlt.spec.speculation import LifecycleQueue, Speculating, Speculation
+from tlt.spec.suffix import SuffixDrafting, SuffixIndex
 from tlt.spec.tuner import Tuner
 from tlt.types import Key, SamplingParams
 from tlt.watch.events import AcceptanceCollapsed, RolloutFinished, read_run
@@ -84,7 +80,7 @@ def test_drafters_on_the_host_are_parts_of_the_tick(slow: Slow) -> None:
     speculating.propose([Key(0, 0)], [[1]], CHAIN)
     speculating.verified(CHAIN, [[7, 5]], TickTimes())
     assert len(tuner.outcomes) == 1  # the newest is looked into when somebody asks
-    assert speculating.choose_next(1) == CHAIN
+    assert speculating.choose(1) == CHAIN
     first, second = tuner.outcomes
     assert first.times == TickTimes({VERIFY: 3.0, INDEX: 5.0, LOOKUP: 2.0}, 10.0, 3.0)
     assert (first.draft_extend_s, first.one_off_s) == (5.0, 8.0)
@@ -117,7 +113,7 @@ def test_what_is_ingested_first_is_told_beside_its_part() -> None:
 
     tuner, learned = Recording(CHAIN), Learned()
     speculating, times = Speculating([learned], tuner), TickTimes({VERIFY: 3.0, INGEST: 2.0}, 6.0)
-    speculating.prepare([Key(0, 0)], CHAIN)
+    speculating.prepare([Key(0, 0)])
     assert learned.asked == 0
     for _ in range(2):
         speculating.propose([Key(0, 0)], [[1]], CHAIN)
@@ -126,7 +122,7 @@ def test_what_is_ingested_first_is_told_beside_its_part() -> None:
     told = [(outcome.lag, outcome.ingested, outcome.draft_extend_s) for outcome in tuner.outcomes]
     assert told == [(64, 0.0, 2.0), (0, 6.25, 0.0)]
     assert [outcome.context for outcome in tuner.outcomes] == [90.0, 90.0]
-    speculating.prepare([Key(0, 0)], CHAIN)
+    speculating.prepare([Key(0, 0)])
     assert learned.asked > 0
 
 
@@ -232,13 +228,13 @@ class Told(Fixed):
 
 def test_what_a_drafter_on_the_host_has_yet_to_index_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token that it indexes when it is asked is one that was due; then there is nothing left."""
-    drafting, indexed, seen = SuffixDrafting(10_000), SuffixDrafter.extend, Counter[str]()
+    drafting, indexed, seen = SuffixDrafting(10_000), SuffixIndex.extend, Counter[str]()
 
-    def spy(suffix: SuffixDrafter, key: Key, tokens: Sequence[int]) -> None:
+    def spy(suffix: SuffixIndex, key: Key, tokens: Sequence[int]) -> None:
         seen["tokens"] += len(tokens)
         indexed(suffix, key, tokens)
 
-    monkeypatch.setattr(SuffixDrafter, "extend", spy)
+    monkeypatch.setattr(SuffixIndex, "extend", spy)
     keys = [Key(0, number) for number in range(7)]
     for key in keys:  # two prompts, of 5 and 6 tokens
         drafting.begin(key, f"{key.request % 2}", list(range(5 + key.request % 2)), SamplingParams())
@@ -299,11 +295,11 @@ def test_a_verified_tick_tells_what_is_due() -> None:
     engine.submit([Request(Key(0, number), (3, 4), params, f"{number}") for number in range(4)])
     engine.tick()
     engine.tick()
-    speculation.choose_next(4)
+    speculation.report()
     last = shape_policy.outcomes[-1]
     assert last.shape == SUFFIX
     written = sum(len(engine.written(Key(0, number))) for number in range(4))
-    indexed = sum(speculation._drafters[0]._indexed.values())  # type: ignore[attr-defined]
+    indexed = sum(speculation._drafters["suffix"]._indexed.values())  # type: ignore[attr-defined]
     assert last.host_extend_s() == pytest.approx(4e-6 * (written - indexed)) != 0.0
 
 
@@ -323,7 +319,7 @@ def test_every_walk_is_told_and_a_few_are_looked_into(monkeypatch: pytest.Monkey
         verified(spec, shape, emitted, *rest)
         stride, results = -(-len(emitted) // 8), list[AcceptResult]()
         for row, (tokens, drafted) in enumerate(zip(emitted, drafts.pop(0), strict=True)):
-            looked = row % stride == spec._verifies % stride
+            looked = row % stride == spec._counts.verifies % stride
             rank_hits = tuple(rank_hits_of(draft, tokens, shape) for draft in drafted)
             whole = AcceptResult(len(tokens) - 1, rank_hits, numbers[row])
             results += [whole if looked else AcceptResult(len(tokens) - 1, ())] if tokens else []
@@ -428,7 +424,7 @@ def test_drafters_hear_who_came_and_went_before_they_are_asked() -> None:
 
 
 def test_answers_that_end_before_anybody_asks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_module, "_MAX_DEFERRED", 10)
+    monkeypatch.setattr(speculation_module, "_MAX_DEFERRED", 10)
     drafter, expected = Hearing(), list[int]()
     roll = LifecycleQueue([drafter], expected.append)
     for number in range(100):

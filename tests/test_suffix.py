@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiny import depths
 from tlt.errors import ConfigError, RequestError
-from tlt.spec.shape import Draft, depths, merge
-from tlt.spec.suffix import SuffixDrafter
+from tlt.spec.shape import Draft, merge
+from tlt.spec.suffix import SuffixIndex
 from tlt.types import Key
 
 LARGE = 1 << 20
@@ -108,7 +109,7 @@ def check_tree(draft: Draft, depth: int, width: int, budget: int) -> None:
         assert 0.0 <= score <= (1.0 if parent < 0 else draft.scores[parent])
 
 
-def check_against(naive: Naive, drafter: SuffixDrafter, key: Key, depth: int, width: int, budget: int) -> None:
+def check_against(naive: Naive, drafter: SuffixIndex, key: Key, depth: int, width: int, budget: int) -> None:
     draft = drafter.propose(key, depth, width, budget)
     check_tree(draft, depth, width, budget)
     found = list(naive.continuations(key, drafter.min_match))
@@ -131,7 +132,7 @@ actions = st.one_of(
 )
 
 
-def apply(target: SuffixDrafter | Naive, action: str, key: Key, argument: object) -> None:
+def apply(target: SuffixIndex | Naive, action: str, key: Key, argument: object) -> None:
     if action == "begin":
         target.begin(key, str(argument), PROMPTS[str(argument)])
     elif action == "extend":
@@ -153,7 +154,7 @@ def apply(target: SuffixDrafter | Naive, action: str, key: Key, argument: object
 def test_says_what_the_reference_finds(
     actions: list[tuple[str, int, object]], memory: int, matches: tuple[int, int], shape: tuple[int, int, int]
 ) -> None:
-    drafter, naive = SuffixDrafter(memory, *matches), Naive(memory, matches[1])
+    drafter, naive = SuffixIndex(memory, *matches), Naive(memory, matches[1])
     for action, number, argument in actions:
         key = Key(7, number)
         if action != "forget" and (key in naive.running) == (action == "begin"):
@@ -172,7 +173,7 @@ def test_says_what_the_reference_finds(
 
 def test_long_texts_agree_with_the_reference() -> None:
     source = random.Random(0)
-    drafter, naive = SuffixDrafter(900, 1, 16), Naive(900, 16)
+    drafter, naive = SuffixIndex(900, 1, 16), Naive(900, 16)
     phrases = [[source.randrange(30) for _ in range(source.randint(2, 20))] for _ in range(8)]
     for request in range(24):
         prompt = [1, 2, 3] * 4
@@ -194,14 +195,14 @@ def test_long_texts_agree_with_the_reference() -> None:
 
 def test_own_text_is_copied_far() -> None:
     expression = list(range(100, 120))
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     drafter.begin(Key(0, 0), "p", [1, 2, 3])
     drafter.extend(Key(0, 0), [*expression, 7, *expression[:3]])
     assert drafter.propose(Key(0, 0), 12, 2, 12).tokens == tuple(expression[3:15])
 
 
 def test_the_prompt_is_copied() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     drafter.begin(Key(0, 0), "p", [5, 6, 7, 8, 9, 1])
     drafter.extend(Key(0, 0), [6, 7])
     assert drafter.propose(Key(0, 0), 3, 1, 3).tokens == (8, 9, 1)
@@ -209,7 +210,7 @@ def test_the_prompt_is_copied() -> None:
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_answers_of_the_group_are_shared(finished: bool) -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     for request, prompt_id in enumerate(("p", "p", "other")):
         drafter.begin(Key(0, request), prompt_id, [1, 2, 3])
     drafter.extend(Key(0, 0), [4, 5, 6, 7])
@@ -222,7 +223,7 @@ def test_answers_of_the_group_are_shared(finished: bool) -> None:
 
 
 def test_earlier_answers_are_remembered_until_forgotten() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     for step in range(3):
         drafter.begin(Key(step, 0), "p", [1, 2, 3])
         assert drafter.propose(Key(step, 0), 2, 1, 2).tokens == ((4, 5) if step == 1 else ())
@@ -235,7 +236,7 @@ def test_earlier_answers_are_remembered_until_forgotten() -> None:
 
 
 def test_branches_where_the_answers_disagree() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     for request, completion in enumerate(([4, 5, 6], [4, 5, 7], [4, 8, 9], [4, 5, 6])):
         drafter.begin(Key(0, request), "p", [1, 2, 3])
         drafter.extend(Key(0, request), completion)
@@ -249,7 +250,7 @@ def test_branches_where_the_answers_disagree() -> None:
 
 
 def test_joins_another_drafters_tree() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     drafter.begin(Key(0, 0), "p", [1, 2, 3, 1, 2])
     mine = drafter.propose(Key(0, 0), 2, 1, 2)
     assert mine.tokens == (3, 1)
@@ -261,7 +262,7 @@ def test_joins_another_drafters_tree() -> None:
 
 
 def test_the_oldest_history_goes_first_and_running_requests_never() -> None:
-    drafter = SuffixDrafter(memory_tokens=100, max_match=4)
+    drafter = SuffixIndex(memory_tokens=100, max_match=4)
     drafter.begin(Key(0, 0), "p", [1, 2])
     drafter.extend(Key(0, 0), [10, *range(100, 120)])  # runs on, the oldest of all
     for request, first in ((1, 20), (2, 30), (3, 40)):
@@ -279,7 +280,7 @@ def test_the_oldest_history_goes_first_and_running_requests_never() -> None:
 
 
 def test_a_prompt_in_use_again_is_not_history() -> None:
-    drafter = SuffixDrafter(memory_tokens=60, max_match=4)
+    drafter = SuffixIndex(memory_tokens=60, max_match=4)
     drafter.begin(Key(0, 0), "p", [1, 2, 3])
     drafter.end(Key(0, 0))
     drafter.begin(Key(0, 1), "p", [1, 2, 3])
@@ -288,7 +289,7 @@ def test_a_prompt_in_use_again_is_not_history() -> None:
 
 
 def test_older_places_come_back_when_newer_ones_go() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     for request in (0, 1):
         drafter.begin(Key(0, request), "p", [1, 2])
     drafter.extend(Key(0, 0), [3, 5, 6, 7, 4, 5, 6, 7])
@@ -302,7 +303,7 @@ def test_older_places_come_back_when_newer_ones_go() -> None:
 
 
 def test_running_requests_may_outgrow_the_memory() -> None:
-    drafter = SuffixDrafter(memory_tokens=10, max_match=4)
+    drafter = SuffixIndex(memory_tokens=10, max_match=4)
     drafter.begin(Key(0, 0), "p", [1, 2])
     drafter.extend(Key(0, 0), [*range(100), 0, 1])
     assert drafter.propose(Key(0, 0), 4, 1, 4).tokens == (2, 3, 4, 5)
@@ -312,7 +313,7 @@ def test_running_requests_may_outgrow_the_memory() -> None:
 
 def test_a_long_run_stays_bounded() -> None:
     source, memory = random.Random(1), 3000
-    drafter = SuffixDrafter(memory)
+    drafter = SuffixIndex(memory)
     for request in range(400):
         drafter.begin(Key(0, request), f"prompt {request % 37 if request < 200 else request}", [1, 2, 3])
         drafter.extend(Key(0, request), [source.choice((0, 0, 0, 1, 5, source.randrange(500))) for _ in range(50)])
@@ -339,7 +340,7 @@ def markov(source: random.Random, length: int, sharpness: float) -> list[int]:
 @pytest.mark.parametrize("sharpness", [0.2, 0.6, 0.95])
 def test_scores_are_hit_rates(sharpness: float) -> None:
     source = random.Random(3)
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     seen: list[tuple[float, bool]] = []
     for request in range(60):
         completion = markov(source, 100, sharpness)
@@ -365,7 +366,7 @@ def test_scores_are_hit_rates(sharpness: float) -> None:
 
 
 def test_scores_follow_a_policy_that_changes() -> None:
-    drafter, source = SuffixDrafter(LARGE), random.Random(5)
+    drafter, source = SuffixIndex(LARGE), random.Random(5)
 
     def score_after(trials: int, hit_rate: float) -> float:
         score = 0.0
@@ -385,7 +386,7 @@ def test_scores_follow_a_policy_that_changes() -> None:
 def test_the_same_calls_give_the_same_drafts() -> None:
     def run() -> list[Draft]:
         source = random.Random(2)
-        drafter = SuffixDrafter(1500)
+        drafter = SuffixIndex(1500)
         drafts = []
         for request in range(30):
             drafter.begin(Key(0, request), f"{request % 3}", [60])
@@ -401,7 +402,7 @@ def test_the_same_calls_give_the_same_drafts() -> None:
 
 def test_tokens_may_come_one_by_one_or_together() -> None:
     completion = markov(random.Random(4), 200, 0.8)
-    drafters = SuffixDrafter(LARGE), SuffixDrafter(LARGE)
+    drafters = SuffixIndex(LARGE), SuffixIndex(LARGE)
     for drafter in drafters:
         drafter.begin(Key(0, 0), "p", [60])
     drafters[0].extend(Key(0, 0), completion)
@@ -415,14 +416,14 @@ def test_tokens_may_come_one_by_one_or_together() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_no_room_no_draft(shape: tuple[int, int, int]) -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     drafter.begin(Key(0, 0), "p", [1, 1, 1])
     assert len(drafter.propose(Key(0, 0), 1, 1, 1)) == 1
     assert len(drafter.propose(Key(0, 0), *shape)) == 0
 
 
 def test_an_unknown_request_is_named() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     drafter.begin(Key(0, 0), "p", [1])
     with pytest.raises(RequestError, match="running already"):
         drafter.begin(Key(0, 0), "p", [1])
@@ -439,11 +440,11 @@ def test_an_unknown_request_is_named() -> None:
 def test_impossible_settings_are_refused() -> None:
     for memory, least, most in ((0, 1, 4), (10, 0, 4), (10, 5, 4)):
         with pytest.raises(ConfigError, match="expected"):
-            SuffixDrafter(memory, least, most)
+            SuffixIndex(memory, least, most)
 
 
 def test_a_prompt_may_be_rendered_anew() -> None:
-    drafter = SuffixDrafter(LARGE)
+    drafter = SuffixIndex(LARGE)
     drafter.begin(Key(0, 0), "p", [1, 2, 3])
     drafter.begin(Key(0, 1), "p", [7, 8, 9, 7])
     assert drafter.propose(Key(0, 1), 2, 1, 2).tokens == (8, 9)

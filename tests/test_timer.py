@@ -29,7 +29,8 @@ class Timed:
             self.clock.now += seconds + captured_s
             self.captured_s += captured_s
 
-        self.timer.time(name, work)
+        with self.timer.part(name):
+            work()
 
 
 def test_a_tick_is_its_parts_and_what_is_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:

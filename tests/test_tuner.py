@@ -25,8 +25,16 @@ from tests.tuning import (
     steady,
     tick_s,
 )
-from tlt.spec.acceptance import Acceptance, AcceptResult, RankHits, Survival, likeliest_nodes, rank_hits_of, together
-from tlt.spec.alarm import CollapseWatch
+from tlt.spec.acceptance import (
+    Acceptance,
+    AcceptResult,
+    CollapseWatch,
+    RankHits,
+    Survival,
+    likeliest_nodes,
+    rank_hits_of,
+    together,
+)
 from tlt.spec.bandit import Bandit
 from tlt.spec.budget import TRY_SHARE
 from tlt.spec.costs import CATCH_UP, DECODE, DRAFT, EXTEND, LOOKUP, POLICY, VERIFY, CostModel, Measured, TickTimes

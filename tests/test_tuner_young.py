@@ -10,8 +10,8 @@ from tests.tuning import LEARNED, Curve, costs, outcome, pad, tick_s
 from tlt.spec.acceptance import AcceptResult, RankHits
 from tlt.spec.budget import Budget, CostKind
 from tlt.spec.costs import CATCH_UP, CostModel, Measured
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF
+from tlt.spec.shape_policy import Fixed
 from tlt.spec.tuner import COMPILED_S, Tuner
 
 

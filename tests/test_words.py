@@ -106,6 +106,9 @@ REPLACED = {
     "caught_up_s": "draft_extend_s",
     "looked_into": "compared_rows",
     "Recalled": "EnteringRows",
+    "AheadDrafting": "AheadTexts",
+    "SuffixDrafter": "SuffixIndex",
+    "NoSink": "HiddenStateSink",
 }
 
 # Class names that several modules of the package still define. Remove a name here when it is unique.

@@ -18,8 +18,8 @@ from tlt.fleet import LocalFleet
 from tlt.loop import Loop, Step
 from tlt.spec.ahead import ChunkPolicy, Prices
 from tlt.spec.budget import Budget, CostKind
-from tlt.spec.fixed import Fixed
 from tlt.spec.shape import OFF
+from tlt.spec.shape_policy import Fixed
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 from tlt.tasks.judge import DirectJudge

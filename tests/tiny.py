@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tlt.kernels.draft_tree.layer import NewPositions
 from tlt.model.config import ModelConfig
 from tlt.model.transformer import Transformer
+from tlt.spec.shape import Draft
 from tlt.text import Tokenizer
 
 VOCAB = 40
@@ -83,3 +84,11 @@ def new_positions(first_R: Tensor, count_R: Tensor, most: int) -> NewPositions:
     """Of rows for which there is room for `most` each, padding behind what they have."""
     at_T = torch.arange(len(count_R) * most, device=count_R.device)
     return NewPositions(at_T // most, at_T % most, first_R, count_R)
+
+
+def depths(draft: Draft) -> list[int]:
+    """The depth of each node; children of the root have depth 1."""
+    found: list[int] = []
+    for parent in draft.parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found

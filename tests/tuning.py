@@ -9,8 +9,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from tlt.spec.acceptance import AcceptResult, RankHits
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import AcceptResult, Alarm, RankHits
 from tlt.spec.costs import (
     DECODE,
     DRAFT,

@@ -20,7 +20,7 @@ NEW = "new"  # spec.path of a drafter that starts from nothing
 
 # Drafters by the name that `spec.drafter` has for them: a subclass of `tlt.Drafter`, or where to import it from.
 DRAFTERS: dict[str, str | type] = {
-    "suffix": "tlt.spec.suffix_drafting:SuffixDrafting",
+    "suffix": "tlt.spec.suffix:SuffixDrafting",
     "eagle": "tlt.spec.learned:LearnedDrafting",
 }
 _READ_PATH = {"eagle"}  # drafters that read spec.path

@@ -14,7 +14,7 @@ from tlt.drafting.session import DraftingResult
 from tlt.engine.engine import SleepReport
 from tlt.loop import ByDepth, RolloutReport, Step
 from tlt.memory_plan import GIB, MemoryPlan, table
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import Alarm
 from tlt.spec.budget import Budget
 from tlt.spec.shape import Shape, by_batch
 from tlt.spec.speculation import SpeculationReport

@@ -27,9 +27,8 @@ from tlt.machine import wait_for
 from tlt.model.kv import KVCache
 from tlt.policy import Policy
 from tlt.spec.costs import DECODE, POLICY, Measured, TickTimes
-from tlt.spec.fixed import Fixed, SwappableShapePolicy
 from tlt.spec.shape import MOST_NODES, Shape
-from tlt.spec.shape_policy import ShapePolicy
+from tlt.spec.shape_policy import Fixed, ShapePolicy, SwappableShapePolicy
 from tlt.spec.speculation import Speculating, SpeculationReport
 from tlt.types import Completion, Key, SamplingParams
 

@@ -13,7 +13,7 @@ from tlt.drafting.session import DraftingResult
 from tlt.engine.engine import SleepReport
 from tlt.engine.request import Request
 from tlt.loop import RolloutReport
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import Alarm
 from tlt.types import Completion
 from tlt.writing_ahead import WrittenText
 

@@ -13,10 +13,9 @@ from tlt.policy import Policy
 from tlt.spec.bandit import Bandit
 from tlt.spec.costs import CostModel, Measured
 from tlt.spec.drafter import Drafter, build_drafters, drafter_class
-from tlt.spec.fixed import Fixed
 from tlt.spec.record import DraftRecord
 from tlt.spec.shape import Shape
-from tlt.spec.shape_policy import ShapePolicy, candidates
+from tlt.spec.shape_policy import Fixed, ShapePolicy, candidates
 from tlt.spec.speculation import Speculating
 from tlt.spec.tuner import Tuner
 

@@ -1,6 +1,6 @@
 """The engine: requests in, completions out, continuously batched.
 
-Always holds: each request is answered exactly once, or its failure raises. The tokens of a request depend only on the
+Always holds: each request is completed exactly once, or its failure raises. The tokens of a request depend only on the
 policy, its key and its settings; not on the batch, the time of admission or preemptions. On a GPU in bfloat16 this
 holds up to rounding; with `engine.exact` it holds bit for bit.
 On a GPU each tick is launched before the tokens of the previous tick are read: the device does not wait for the host.
@@ -29,8 +29,7 @@ from tlt.engine.scoring import Scores, score
 from tlt.errors import RequestError
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Transformer
-from tlt.spec.ahead import AHEAD
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import Alarm
 from tlt.spec.costs import POLICY, Measured
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.speculation import Speculation, SpeculationReport
@@ -109,11 +108,9 @@ class EngineCore:
         )
         self._speculation.state_sink.attach(self._runner)
         self._speculation.attach(lambda: self._scheduler.remaining_ticks, lambda: self._scheduler.written)
-        self._timer = self._runner.timer
         self._ahead = model.embed.is_cuda  # a tick is launched before the previous one is read
         self._hands_out = on_features is not None
         self._unread_tick: InFlightTick | None = None
-        self._following: Shape | None = None  # the next tick's shape, if chosen (and drafted for) behind a verification
         self._endings = tokenizer.eos_ids | {_NONE_DRAWN}  # tokens at which a completion may end
         self._watches: dict[Key, StopWatch] = {}  # of requests with stop texts
         self._in_flight: dict[Key, RequestState] = {}
@@ -195,12 +192,7 @@ class EngineCore:
 
     def _next_shape(self) -> tuple[Shape, list[Completion]]:
         """The shape of this tick, and the completions of the tick in flight if it must be read first."""
-        running = self._scheduler.running
-        shape, self._following = self._following, None
-        if shape is None or not running:
-            shape = self._speculation.choose(running)
-        else:
-            self._speculation.chosen(running, shape)
+        shape = self._speculation.choose(self._scheduler.running)
         completions = [] if self._may_stay_unread(shape) else self._read_in_flight()
         if not self._scheduler.running:  # all requests to draft for have ended
             shape = OFF
@@ -247,15 +239,10 @@ class EngineCore:
         if plan.empty:
             return None
         self._ticks += 1
-        if shape.off:
-            pending = self._runner.launch(plan)
-            return InFlightTick(plan, pending, self._timer.launched(pending.ready))
-        steps = self._walk(shape)
-        pending = self._runner.launch(plan, drafts, shape, steps)
-        marks = self._timer.launched(pending.ready)
-        self._following = self._speculation.choose_next(len(plan.reqs))
-        self._speculation.prepare(_keys(plan), self._following)
-        return InFlightTick(plan, pending, marks, shape, steps)
+        launched = self._runner.launch(plan, drafts, shape, self._walk(shape))
+        if not shape.off:
+            self._speculation.prepare(_keys(plan))
+        return launched
 
     def _reads_late(self, shape: Shape) -> bool:
         """Whether a tick in this shape is read after the next one is launched.
@@ -273,8 +260,7 @@ class EngineCore:
     def _read_tick(self, tick: InFlightTick | None) -> list[Completion]:
         if tick is None:
             return []
-        plan, drawn = tick.plan, tick.pending.drawn()
-        times = self._timer.read(tick.marks)
+        plan, (drawn, times) = tick.plan, self._runner.drawn(tick)
         if plan.chunks:  # prefill is not part of a tick's cost
             times = replace(times, seconds=None)
         if tick.shape.off:
@@ -285,7 +271,7 @@ class EngineCore:
         emitted = [() if req.over else tokens for req, tokens in zip(plan.reqs, drawn.tokens, strict=True)]
         self._scheduler.advance(plan.reqs, map(len, emitted))
         self._speculation.verified(tick.shape, emitted, times, self._context(plan))
-        return self._read(plan, drawn, _WRITTEN_AHEAD if tick.shape.drafters == (AHEAD,) else _DRAFTED)
+        return self._read(plan, drawn, _WRITTEN_AHEAD if tick.shape.ahead else _DRAFTED)
 
     def _context(self, plan: Plan) -> float:
         """Mean context length of the plan's rows, in positions; updated every `_CONTEXT_TICKS` ticks."""
@@ -300,7 +286,7 @@ class EngineCore:
         return self._read_tick(tick)
 
     def drain(self) -> list[Completion]:
-        """Ticks until every request is answered. Failures raise RequestError at the end."""
+        """Ticks until every request is completed. Failures raise RequestError at the end."""
         completions = []
         while not self.idle:
             completions += self.tick()
@@ -310,7 +296,7 @@ class EngineCore:
     def raise_failures(self, completions: Sequence[Completion] = ()) -> None:
         """Raises RequestError if a request failed since the last call. The error carries these completions."""
         if failures := self.take_failures():
-            others = f"{len(completions)} other requests were answered: see the error's `completions`"
+            others = f"{len(completions)} other requests were completed: see the error's `completions`"
             raise RequestError(f"{'; '.join(failures.values())}. {others}", list(completions))
 
     def take_failures(self) -> dict[Key, str]:
@@ -536,8 +522,7 @@ class EngineCore:
     def _on_idle(self) -> None:
         """Called when idle: reads the tick in flight, which has no request left, and checks for leaked pages."""
         self._read_in_flight()
-        self._timer.restart()  # idle time does not count as tick time
-        self._following = None
+        self._runner.timer.restart()  # idle time does not count as tick time
         self._scheduler.check_integrity()
 
 

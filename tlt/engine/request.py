@@ -67,7 +67,7 @@ class Limits:
 
 
 def check(request: Request, limits: Limits) -> None:
-    """Raises RequestError if the request can never be answered. The message says what to change."""
+    """Raises RequestError if the request can never be completed. The message says what to change."""
     name = f"request {request.key.request}"
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"{name}: params is a {type(request.params).__name__}; expected SamplingParams")

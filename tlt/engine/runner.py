@@ -9,7 +9,7 @@ In a tensor-parallel engine the leader's runner announces each run of the policy
 # R rows, T tokens, D hidden, S steps of a walk
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise, product
@@ -23,7 +23,7 @@ from tlt.engine.chunks import Packed, copied_slots, idle_chunks
 from tlt.engine.exact import head_chain
 from tlt.engine.features import Features
 from tlt.engine.graphs import GraphPool, Key, PoolReport, Waste, bucket, buckets
-from tlt.engine.output import OutputBuffer, PendingOutput
+from tlt.engine.output import InFlightTick, OutputBuffer, PendingOutput, TickOutput
 from tlt.engine.rows import Rows, send
 from tlt.engine.sampler import Sampled, SamplingRows, sample_slices
 from tlt.engine.scheduler import Chunk, Copy, Plan
@@ -35,8 +35,8 @@ from tlt.kernels.dispatch import dispatch
 from tlt.model.attention import PagedLayout, kv_splits_of
 from tlt.model.kv import KVCache
 from tlt.model.transformer import Output, Transformer
-from tlt.spec.costs import DECODE, POLICY, VERIFY, CostTable
-from tlt.spec.drafter import Entered, HiddenStateSink, NoSink, Piece, RowView, Segment
+from tlt.spec.costs import DECODE, POLICY, VERIFY, CostTable, TickTimes
+from tlt.spec.drafter import Entered, HiddenStateSink, Piece, RowView, Segment
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
 from tlt.spec.tree import Trees
 
@@ -111,7 +111,7 @@ class Runner:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         self._taps = tuple(taps) if on_features else ()
         self._on_features = on_features
-        self._state_sink = state_sink or NoSink()
+        self._state_sink = state_sink or HiddenStateSink()
         self._all_taps = (*self._state_sink.taps, *self._taps)
         self._sizes = buckets(rows)
         captures = graphs and model.embed.is_cuda
@@ -135,26 +135,36 @@ class Runner:
     @torch.no_grad()
     def launch(
         self, plan: Plan, drafts: Sequence[Draft] | None = None, shape: Shape = OFF, steps: int = 1
-    ) -> PendingOutput:
-        """Launches the prepared tick. Returns before the device has finished it.
+    ) -> InFlightTick:
+        """Launches the prepared tick. Returns before the device has finished it: `drawn` waits.
 
         `shape`: the shape of the plan's draft trees. `drafts`: one per row; None: they lie in `trees`. `steps`: most
         tokens of a walk.
         """
         count = len(plan.reqs)
         if not count:
-            return PendingOutput(torch.empty((0, 3), dtype=torch.int32), None)
+            return self._in_flight(plan, torch.empty((0, 3), dtype=torch.int32), shape, steps)
         if plan.nodes == 1:
             role, forward = self._decoding(plan.filtered)
-            result = self.timer.time(DECODE, lambda: self._run(role, count, forward))
+            with self.timer.part(DECODE):
+                result = self._run(role, count, forward)
         else:
             if drafts is not None:
                 self.trees(plan.nodes).fill(drafts)
             role, forward = self._verification(shape, min(steps, plan.nodes), plan.filtered)
-            result = self.timer.time(VERIFY, lambda: self._run(role, count, forward, shape.tokens))
+            with self.timer.part(VERIFY):
+                result = self._run(role, count, forward, shape.tokens)
         self._state_sink.computed(shape.depth + 1, shape.most_tokens)
         self._hand_out(plan, result)
-        return self._output_buffer.fetch(result.packed[:count])
+        return self._in_flight(plan, result.packed[:count], shape, steps)
+
+    def _in_flight(self, plan: Plan, packed: Tensor, shape: Shape, steps: int) -> InFlightTick:
+        pending = self._output_buffer.fetch(packed) if len(packed) else PendingOutput(packed, None)
+        return InFlightTick(plan, pending, self.timer.launched(pending.ready), shape, steps)
+
+    def drawn(self, tick: InFlightTick) -> tuple[TickOutput, TickTimes]:
+        """What a launched tick drew, and its times. Waits for the device."""
+        return tick.pending.drawn(), self.timer.read(tick.marks)
 
     # ---- the GraphRunner of drafters
 
@@ -180,14 +190,15 @@ class Runner:
                 waste = None if part.exactly else partial(_little, part.rows)
                 served[part.role] = self._served((part.role, part.rows), part.work, waste)
         for timed_as, alike in groupby(parts, lambda part: part.timed_as):
-            self.timer.time(timed_as, partial(self._run_each, list(alike), served))
+            with self.timer.part(timed_as):
+                for part in alike:
+                    self._run_segment(part, served.get(part.role))
 
-    def _run_each(self, parts: Sequence[Segment], served: Mapping[Hashable, Key | None]) -> None:
-        for part in parts:
-            if self._pool is None:
-                part.work(part.rows)
-            else:
-                self._replay(served[part.role], (part.role, part.rows), part.work)
+    def _run_segment(self, part: Segment, graph: Key | None) -> None:
+        if self._pool is None:
+            part.work(part.rows)
+        else:
+            self._replay(graph, (part.role, part.rows), part.work)
 
     def time(self, part: Segment) -> float:
         self.ready([part])
@@ -328,9 +339,9 @@ class Runner:
         Without `tokens` a missing graph is always captured. `tokens`: rows → tokens of the forward; with it a missing
         graph is captured only if that pays.
         """
-        size = bucket(count, self._sizes)
         if self._pool is None:
             return function(count)
+        size = bucket(count, self._sizes)
         if size is None:
             self._pool.count_eager()
             return function(count)

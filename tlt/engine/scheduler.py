@@ -2,7 +2,7 @@
 
 Always holds:
 - Rows 0 … n−1 of the batch are occupied, without holes: the last row moves into a vacated one.
-- A request waits, occupies a row (`RunningRequest`), or is over. It is answered exactly once.
+- A request waits, occupies a row (`RunningRequest`), or is over. It is completed exactly once.
 - Requests sample in decode ticks only. The last token of a prompt is the first decode input; the prefill covers the
   tokens before it and is shared by all requests with that prompt.
 - A plain tick is planned before the tokens of the tick in flight are read. A request that turns out to be over has
@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def remaining_ticks(self) -> float:
-        """Upper bound of the plain ticks until all requests are answered; infinite while requests wait for a row."""
+        """Upper bound of the plain ticks until all requests are completed; infinite while requests wait for a row."""
         if self._waiting or self._preempted:
             return inf
         return max((req.left for req in self._reqs if not req.over), default=0)

@@ -5,15 +5,15 @@ without its graph. A tick's time is from the end of the previous tick on the dev
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tlt.spec.costs import TickTimes
 
-T = TypeVar("T")
 Mark = Any  # seconds of the host's clock, or a CUDA event
 
 
@@ -27,7 +27,7 @@ class TickMarks:
 
 
 class TickTimer:
-    """Call `time` for every part, `launched` after the last one, and `read` when the output is on the host."""
+    """Work runs inside `part`; `launched` follows the last part, and `read` when the output is on the host."""
 
     def __init__(self, device: torch.device, capture_s: Callable[[], float]) -> None:
         """`capture_s` returns the seconds of captures and of runs without a graph so far."""
@@ -38,14 +38,14 @@ class TickTimer:
         self._spare: list[torch.cuda.Event] = []  # events for reuse
         self._ended: Mark = None  # end of the last tick read; None: the next tick has no predecessor
 
-    def time(self, part: str, work: Callable[[], T]) -> T:
-        """Runs the work. Its seconds count towards this part of the tick that is launched next."""
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The seconds of the work inside count towards this part of the tick that is launched next."""
         captured_s, began = self._capture_s(), self._mark()
-        result = work()
+        yield
         ended = self._mark()
         if self._capture_s() == captured_s:
-            self._parts.append((part, began, ended))
-        return result
+            self._parts.append((name, began, ended))
 
     def launched(self, end: Mark) -> TickMarks:
         """Makes the parts since the last launch a tick. `end`: the event behind its output; unused on a CPU."""

@@ -65,10 +65,19 @@ class Reading:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(numbers.device))
 
+    @property
+    def arrived(self) -> bool:
+        """Whether asking for them waits no longer."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
     def values(self) -> list[float]:
+        return self.on_host().tolist()
+
+    def on_host(self) -> Tensor:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._host.tolist()
+            self._arrived = None
+        return self._host
 
 
 class DeviceTimer:

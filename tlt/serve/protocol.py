@@ -17,7 +17,7 @@ _INT64 = 2**63
 _SEED_BITS = 63
 _MAX_TEMPERATURE = 100.0
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_NEUTRAL = {  # fields that would change the answer, and the values that ask for nothing
+_NEUTRAL = {  # fields that would change the completion, and the values that ask for nothing
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -143,7 +143,7 @@ class Fields:
             raise refused(self.name(name), f"{shown(value)} is no list of objects")
         return value
 
-    def only(self, name: str, *accepted: Any, why: str = "it would change the answer") -> None:
+    def only(self, name: str, *accepted: Any, why: str = "it would change the completion") -> None:
         """Refuses a field that is not supported, unless its value asks for nothing."""
         value = self._body.get(name)
         if value is not None and value not in accepted:

@@ -77,7 +77,7 @@ class ServedPolicy:
 
     @property
     def context(self) -> int:
-        """Positions of prompt and answer together, at most."""
+        """Positions of prompt and completion together, at most."""
         return self._policy.model.config.max_positions
 
     @property

@@ -66,7 +66,7 @@ def serve(config: RunConfig, options: ServeOptions) -> None:
 def listen(options: ServeOptions) -> socket.socket:
     """Binds before the policy is loaded, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off where it sees TCP by name: it would hold small answers back for 40 ms
+    # asyncio turns Nagle's algorithm off where it sees TCP by name: it would hold small responses back for 40 ms
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

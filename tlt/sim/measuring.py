@@ -20,8 +20,8 @@ from tlt.machine import describe, free_memory, wait_for
 from tlt.policy import Policy
 from tlt.sim.book import CostBook
 from tlt.sim.world import World
-from tlt.spec.fixed import Fixed, SwappableShapePolicy
 from tlt.spec.shape import MOST_NODES, OFF, Shape
+from tlt.spec.shape_policy import Fixed, SwappableShapePolicy
 from tlt.types import Key, SamplingParams
 
 _SHORT = 16  # tokens of a short prompt

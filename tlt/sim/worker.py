@@ -16,7 +16,7 @@ from tlt.engine.request import Request, RequestState
 from tlt.engine.scheduler import Plan, RunningRequest, Scheduler
 from tlt.sim.world import World
 from tlt.spec.acceptance import AcceptResult
-from tlt.spec.ahead import AHEAD, ChunkPolicy
+from tlt.spec.ahead import ChunkPolicy
 from tlt.spec.backlog import Backlog
 from tlt.spec.costs import INGEST, TickTimes
 from tlt.spec.shape import OFF, Shape
@@ -127,7 +127,7 @@ class SimWorker:
         if not plan.reqs:
             return []
         self.shapes[len(plan.reqs), shape] += 1
-        if shape.drafters == (AHEAD,):
+        if shape.ahead:
             return self._verify_chunk(plan, shape)
         return self._plain(plan) if shape.off else self._verify(plan, shape)
 

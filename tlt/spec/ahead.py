@@ -1,18 +1,19 @@
 """Written-ahead text as drafts: how much of it the policy still writes, and how many tokens of it a tick verifies.
 
 Text that an earlier version of the policy wrote with a request's own key differs from the request's completion only
-where an update moved a token past its margin, so that it agrees up to a first difference. What always holds: a chunk is
+where an update moved a token past its margin, so that it agrees up to a first difference. What always holds: a text is
+used as long as the request's tokens agree with it, from any drafter, and is dropped at the first difference; a chunk is
 verified only if it promises more tokens per second than what runs otherwise, and if the budget affords that nothing of
-it is accepted. Pure numbers: knows no engine and no tensors.
+it is accepted. Knows tokens and seconds: no engine and no tensors.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import ceil
 
-from tlt.spec.shape import MOST_NODES, Shape
+from tlt.spec.shape import AHEAD, EMPTY, MOST_NODES, Draft, Shape
+from tlt.types import Key
 
-AHEAD = "ahead"  # the drafter's name in shapes
 CHUNKS = (16, 32, 64, MOST_NODES)  # nodes of a chunk, the newest token included
 MOST_CHUNK_TOKENS = 8192  # most nodes of a tick that verifies chunks; the engine's memory may allow fewer
 _MARGIN = 0.02  # expected gain over the other tick from which a chunk is used
@@ -50,15 +51,70 @@ def emitted(rate: float, nodes: float) -> float:
     return (1.0 - (1.0 - rate) ** nodes) / rate if rate > 0.0 else nodes
 
 
+@dataclass(slots=True)
+class _Text:
+    tokens: Sequence[int]
+    agreed: int = 0  # tokens that the request has written too
+
+
+class AheadTexts:
+    """The texts of requests in flight. A draft is a chain of the next tokens of a request's own text."""
+
+    def __init__(self, turns: TurnRate) -> None:
+        self._turns = turns
+        self._texts: dict[Key, _Text] = {}
+
+    def give(self, key: Key, text: Sequence[int], max_tokens: int) -> None:
+        """Adds the text of a request, at most `max_tokens` − 1 tokens: a draft needs a token after it."""
+        if useful := text[: max_tokens - 1]:
+            self._texts[key] = _Text(useful)
+
+    def end(self, key: Key, completion: Sequence[int]) -> None:
+        self._follow(key, completion)
+        self._texts.pop(key, None)
+
+    def left(self, running: Callable[[], Iterable[tuple[Key, Sequence[int]]]]) -> list[int]:
+        """Remaining tokens of the texts of running requests, without those that have none."""
+        if not self._texts:
+            return []
+        found = (self._follow(key, completion) for key, completion in running())
+        return [len(text.tokens) - text.agreed for text in found if text is not None]
+
+    def draft(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> list[Draft]:
+        return [self._draft(key, completion, shape) for key, completion in zip(keys, completions, strict=True)]
+
+    def _draft(self, key: Key, completion: Sequence[int], shape: Shape) -> Draft:
+        text = self._follow(key, completion)
+        if text is None:
+            return EMPTY
+        tokens = tuple(text.tokens[text.agreed : text.agreed + shape.verify - 1])
+        kept = 1.0 - self._turns.rate
+        scores = tuple(kept**depth for depth in range(1, len(tokens) + 1))
+        return Draft(tokens, tuple(range(-1, len(tokens) - 1)), scores)
+
+    def _follow(self, key: Key, completion: Sequence[int]) -> _Text | None:
+        """Compares a request's newest tokens with its text. None: it has none left."""
+        text = self._texts.get(key)
+        if text is None:
+            return None
+        new, expected = completion[text.agreed :], text.tokens[text.agreed : len(completion)]
+        same = next((place for place, pair in enumerate(zip(new, expected, strict=False)) if pair[0] != pair[1]), None)
+        self._turns.see(len(expected) if same is None else same, same is not None)
+        text.agreed = len(completion)
+        if same is None and text.agreed < len(text.tokens):
+            return text
+        del self._texts[key]
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Prices:
     """The shape policy's estimates for a batch."""
 
     seconds: Callable[[Shape], float]  # of a tick
     rate: float  # tokens per second and request of the tick without written-ahead text
-    affords: Callable[
-        [Shape, float], bool
-    ]  # whether the budget affords a tick whose drafts may all fail; arguments: shape, expected saving
+    # whether the budget affords a tick whose drafts may all fail; arguments: shape, expected saving
+    affords: Callable[[Shape, float], bool]
 
 
 class ChunkPolicy:
@@ -105,8 +161,3 @@ def _padded(tokens: int) -> int:
     """The next of four sizes per power of two."""
     step = max(1, 1 << max(0, tokens.bit_length() - 3))
     return step * ceil(tokens / step)
-
-
-def shown(shape: Shape) -> Shape:
-    """The shape as reports name it: chunks of one size are one shape, however many requests had text."""
-    return replace(shape, share=0.0) if shape.drafters == (AHEAD,) else shape

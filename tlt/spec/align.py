@@ -26,18 +26,18 @@ class Targets:
 
     state_N: Tensor  # int64: position before the token, whose policy state gives the token's distribution
     entry_SN: Tensor  # int64: position of the entry that predicts it in draft step s; 0 if there is none
-    reached_SN: Tensor  # bool: there is such an entry, and it lies in the answer
+    reached_SN: Tensor  # bool: there is such an entry, and it lies in the completion
 
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
     next_T: Tensor  # int64: the token that follows each position; 0 if it is unknown
-    learn_T: Tensor  # bool: that token is known and part of an answer
+    learn_T: Tensor  # bool: that token is known and part of a completion
     index_T: Tensor  # int64: position within its own sequence, from 0
     lengths: tuple[int, ...]
 
     def targets(self, steps: int) -> Targets:
-        """All target tokens that an entry of the same answer can predict within `steps` draft steps."""
+        """All target tokens that an entry of the same completion can predict within `steps` draft steps."""
         learn_T, index_T = self.learn_T.numpy(), self.index_T.numpy()
         known_N = np.flatnonzero(learn_T)
         back_S1 = np.arange(1, steps + 1)[:, None]
@@ -52,8 +52,8 @@ class Aligned:
 def align(tokens_T: Tensor, learn_T: Tensor, lengths: Sequence[int], last_C: Tensor | None = None) -> Aligned:
     """Aligns packed sequences. The hidden states of position t are those that the policy computed from token t.
 
-    `learn_T` marks the tokens of answers. `last_C` is the token drawn from each sequence's last position (its own state
-    was never computed), or UNKNOWN; without `last_C` the last positions have no successor.
+    `learn_T` marks the tokens of completions. `last_C` is the token drawn from each sequence's last position (its own
+    state was never computed), or UNKNOWN; without `last_C` the last positions have no successor.
     """
     sizes_C = np.array(lengths, dtype=np.int64)
     if len(tokens_T) != sizes_C.sum() or len(learn_T) != len(tokens_T) or sizes_C.min() < 1:

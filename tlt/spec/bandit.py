@@ -2,22 +2,22 @@
 
 Shapes that verify equally many tokens form a group; the group that verifies most serves the smallest batches, and so
 on. Beyond the last bucket decoding is plain. A shape's reward is (Σ accepted / batch + 1) · batch / seconds, its worth
-the median of its last rewards. Knows nothing of costs, survival or "off" as a choice; forgets by its windows alone.
+the median of its last rewards. Knows nothing of costs, survival or "off" as a choice; forgets by its windows alone, a
+drafter's old version too. No graphs are captured for it beforehand: it tries all shapes.
 """
 
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
-from tlt.spec.alarm import Alarm
-from tlt.spec.costs import Measured
+from tlt.spec.acceptance import Alarm
 from tlt.spec.shape import OFF, Shape
-from tlt.spec.shape_policy import Outcome
+from tlt.spec.shape_policy import Outcome, ShapePolicy
 
 
-class Bandit:
+class Bandit(ShapePolicy):
     """`buckets` are the largest batches of each bucket, rising, one for each verify size among the shapes."""
 
     def __init__(
@@ -64,24 +64,3 @@ class Bandit:
             reward = (accepted / outcome.batch + 1.0) * outcome.batch / outcome.times.seconds
             self._rewards[outcome.shape].append(reward)
         return ()
-
-    def load_costs(self, costs: Iterable[Measured]) -> None:
-        """It learns from rewards alone."""
-
-    def set_max_len(self, ticks: int) -> None:
-        pass
-
-    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
-        """Rewards are not accept lengths."""
-
-    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
-        return ()  # it tries all of them
-
-    def drafter_changed(self, drafter: str) -> None:
-        """Nothing to do: old rewards leave the windows by themselves."""
-
-    def prices(self, batch: int) -> None:
-        """Knows no costs."""
-
-    def report(self) -> None:
-        """Keeps no books."""

@@ -17,21 +17,7 @@ from torch import Tensor
 from tlt.kernels.dispatch import dispatch
 from tlt.kernels.sampling import candidates as kernels
 from tlt.kernels.sampling.candidates import perturbed
-from tlt.kernels.sampling.reference import GREEDY_BELOW
-
-__all__ = [
-    "BETAS",
-    "GREEDY",
-    "GREEDY_BELOW",
-    "BetaCalibrator",
-    "Candidates",
-    "DrawKeys",
-    "beta_hits",
-    "candidates",
-    "draft_ids",
-    "keyed_noise",
-    "perturbed",
-]
+from tlt.model.device import Reading
 
 GREEDY = math.inf  # the β of drafts without noise
 BETAS = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, GREEDY)
@@ -152,7 +138,7 @@ class BetaProbe:
         self.beta_calibrator = BetaCalibrator()
         self.roots: Roots | None = None
         self._drafts = 0
-        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._pending: Reading | None = None
 
     def forget(self) -> None:
         """Drops the recorded roots, after rows have moved."""
@@ -169,7 +155,7 @@ class BetaProbe:
         self.roots = Roots(logits_Rv[:rows].clone(), DrawKeys(*parts), ready_R[:rows].clone(), tick)  # rows change
 
     def look(self, token_N: Tensor, token_of_draft_v: Tensor | None) -> None:
-        self._pending = fetch(self._counted(token_N, token_of_draft_v))
+        self._pending = Reading(self._counted(token_N, token_of_draft_v))
 
     def run_idle(self, logits_Rv: Tensor, draws: DrawKeys, ready_R: Tensor, token_of_draft_v: Tensor | None) -> None:
         """Launches the kernels once without effect, so that they are compiled."""
@@ -185,22 +171,7 @@ class BetaProbe:
         return torch.cat((hits_B, roots.ready_N.sum()[None]))
 
     def read(self) -> None:
-        if self._pending is not None and _there(self._pending[1]):
-            *hits, nodes = self._pending[0].tolist()
+        if self._pending is not None and self._pending.arrived:
+            *hits, nodes = self._pending.on_host().tolist()
             self.beta_calibrator.observe(hits, nodes)
             self._pending = None
-
-
-def _there(arrived: torch.cuda.Event | None) -> bool:
-    return arrived is None or bool(arrived.query())  # type: ignore[no-untyped-call]
-
-
-def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Starts a copy of a device tensor to the host. Returns the host tensor and the event of its arrival."""
-    if not values.is_cuda:
-        return values.clone(), None
-    landed = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    landed.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(values.device))
-    return landed, arrived

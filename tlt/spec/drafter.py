@@ -4,10 +4,8 @@
 `begin`, `extend` and `draft`. `tlt.config.DRAFTERS` names the drafters that `spec.drafter` accepts.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Protocol, Self
 
@@ -69,10 +67,6 @@ class GraphRunner(Protocol):
     def time(self, part: Segment) -> float:
         """Seconds that the segment takes with all rows idle."""
 
-    @property
-    def capture_s(self) -> float:
-        """Seconds spent on captures so far."""
-
 
 @dataclass(frozen=True, slots=True)
 class Entered:
@@ -94,10 +88,10 @@ class Piece:
     last: int  # index behind its last state
 
 
-class HiddenStateSink(Protocol):
-    """Receives the policy's hidden states as the engine computes them, row by row, on the device."""
+class HiddenStateSink:
+    """Receives the policy's hidden states as the engine computes them, row by row, on the device. Here: keeps none."""
 
-    taps: tuple[int, ...]  # layers whose states it receives; (): none
+    taps: tuple[int, ...] = ()  # layers whose states it receives
 
     def attach(self, runner: GraphRunner) -> None:
         """Called once, by the engine."""
@@ -106,35 +100,14 @@ class HiddenStateSink(Protocol):
         """States of the rows, and the tokens drawn from them. Runs inside the engine's graphs, in plain ticks too: the
         work must be small and its shapes static."""
 
-    def prefilled(self, pieces: Sequence["Piece"], taps: Sequence[Tensor]) -> None:
+    def prefilled(self, pieces: Sequence[Piece], taps: Sequence[Tensor]) -> None:
         """States of the prefixes that requests will enter with, packed one behind the other."""
 
-    def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
+    def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence[Entered]) -> None:
         """Rows moved (from, to), each in at most one move; then requests entered."""
 
     def computed(self, steps: int, each: float) -> None:
         """A tick was launched that writes at most `steps` tokens per row, and at most `each` on average."""
-
-
-class NoSink:
-    """Keeps nothing."""
-
-    taps: tuple[int, ...] = ()
-
-    def attach(self, runner: GraphRunner) -> None:
-        pass
-
-    def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
-        pass
-
-    def prefilled(self, pieces: Sequence["Piece"], taps: Sequence[Tensor]) -> None:
-        pass
-
-    def rearrange(self, moves: Sequence[tuple[int, int]], entered: Sequence["Entered"]) -> None:
-        pass
-
-    def computed(self, steps: int, each: float) -> None:
-        pass
 
 
 Running = Collection[tuple[Key, Sequence[int]]]  # requests that decode, and what they have written so far
@@ -163,7 +136,7 @@ class Drafter:
     # ---- every drafter
 
     def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """A request begins. Requests with the same `prompt_id` answer the same prompt."""
+        """A request begins. Requests with the same `prompt_id` complete the same prompt."""
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
         """The request is complete."""
@@ -187,7 +160,7 @@ class Drafter:
     @property
     def state_sink(self) -> HiddenStateSink:
         """Receives the policy's hidden states."""
-        return _NO_SINK
+        return HiddenStateSink()
 
     def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees | None:
         """Trees for the rows of these requests, launched on the device and not waited for. None: it drafts on the host.
@@ -211,11 +184,6 @@ class Drafter:
     def arrived(self) -> int:
         """Prompt positions that new requests have brought so far."""
         return 0
-
-    @property
-    def capture_s(self) -> float:
-        """Seconds of graph captures so far."""
-        return 0.0
 
     def compile(self, shapes: Sequence[Shape]) -> None:
         """Compiles its kernels for these shapes before the first request."""
@@ -266,52 +234,3 @@ def build_drafters(policy: Policy, config: RunConfig) -> list[Drafter]:
 def learned_drafter() -> str:
     """The name of the first drafter in `DRAFTERS` that learns."""
     return next(name for name in DRAFTERS if drafter_class(name).learned)
-
-
-_NO_SINK = NoSink()
-_MAX_DEFERRED = 4096  # notifications that wait: completions of one token may end before any draft is asked for
-
-
-class LifecycleQueue:
-    """Deferred begin and end notifications from the engine to the drafters, in the order of events.
-
-    Hundreds of requests come at once when a rollout begins. The notifications wait until `flush`, so that the device
-    does not wait for them.
-    """
-
-    def __init__(self, drafters: Sequence[Drafter], set_max_len: Callable[[int], None]) -> None:
-        """`set_max_len` gets the token limit of each request."""
-        self._drafters = drafters
-        self._set_max_len = set_max_len
-        self._deferred: deque[Callable[[], None]] = deque()
-        self._completions: dict[Key, int] = {}  # running → number: a key may come again for another completion
-        self._begun = 0  # completions so far
-
-    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._deferred.append(partial(self._begin, key, prompt_id, prompt, params))
-
-    def end(self, key: Key, completion: Sequence[int]) -> None:
-        """`completion` must not change from now on."""
-        self._deferred.append(partial(self._end, key, completion))
-        if len(self._deferred) > _MAX_DEFERRED:
-            self.flush()
-
-    def flush(self) -> None:
-        while self._deferred:
-            self._deferred.popleft()()
-
-    def number(self, key: Key) -> int | None:
-        """The number of the running completion; None: it never began."""
-        return self._completions.get(key)
-
-    def _begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._completions[key] = self._begun
-        self._begun += 1
-        self._set_max_len(params.max_tokens)
-        for drafter in self._drafters:
-            drafter.begin(key, prompt_id, prompt, params)
-
-    def _end(self, key: Key, completion: Sequence[int]) -> None:
-        self._completions.pop(key, None)
-        for drafter in self._drafters:
-            drafter.end(key, completion)

@@ -26,12 +26,12 @@ from tlt.kernels.draft_tree.layer import ExtendState
 from tlt.kernels.draft_tree.pruning import VerifyBudget
 from tlt.kernels.linear.plan import ever_quantized
 from tlt.kernels.linear.reference import QuantizedMatrix
-from tlt.model.device import upload_columns
+from tlt.model.device import Reading, upload_columns
 from tlt.model.linear import in_gpu_rollout, reads_quantized
 from tlt.model.transformer import Transformer
 from tlt.policy import Policy
 from tlt.spec.backlog import MEAN_SIZES, PASS_SIZES, Backlog
-from tlt.spec.candidates import MOST_ROWS, BetaProbe, DrawKeys, fetch
+from tlt.spec.candidates import MOST_ROWS, BetaProbe, DrawKeys
 from tlt.spec.costs import CATCH_UP, DRAFT, EXTEND, INGEST, KEEP, PRUNE, Measured
 from tlt.spec.drafter import Drafter, Entered, GraphRunner, HiddenStateSink, Piece, RowView, Segment, StartedTrees
 from tlt.spec.eagle import Eagle, gather_taps
@@ -45,7 +45,7 @@ from tlt.types import Key
 _MOST_NODES = 2048  # nodes of a level over all rows; larger levels are not compiled ahead
 
 
-class LearnedDrafting(Drafter):
+class LearnedDrafting(Drafter, HiddenStateSink):
     """An Eagle as a drafter, and the sink of the hidden states that it reads."""
 
     name = "eagle"
@@ -80,8 +80,7 @@ class LearnedDrafting(Drafter):
         self._keys: Sequence[Key] = ()  # requests of the trees built last, by row
         self._row_of: Mapping[Key, int] = {}  # the same: request → row
         self._row = torch.arange(rows, device=device)
-        self._runner: GraphRunner | None = None
-        self._view: RowView | None = None
+        self._attached: tuple[GraphRunner, RowView] | None = None
         self._backlog = Backlog(window, at_once=deepest + 1)
         self._ingested: tuple[int, float] | None = None  # last draft-extend: tick, prompt positions per row
         self._ticks = 0
@@ -108,20 +107,12 @@ class LearnedDrafting(Drafter):
         """The draft β: weight of the drafter's logits against the shared noise, fitted to verified tokens."""
         return self._beta_probe.beta_calibrator.beta
 
-    def needs_passes(self, rows: int) -> bool:
-        """Whether a draft-extend must run first. A few positions are processed with the first level of the trees."""
-        return self._backlog.needs_passes(rows)
-
     def lag(self, rows: int) -> int:
         return self._backlog.lag(rows)
 
     @property
     def arrived(self) -> int:
         return self._backlog.arrived
-
-    @property
-    def capture_s(self) -> float:
-        return self._attached_runner().capture_s
 
     # ---- weights that change
 
@@ -175,7 +166,7 @@ class LearnedDrafting(Drafter):
     @torch.no_grad()
     def extend(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> None:
         """Processes the tokens that plain ticks wrote, as far back as the window reaches."""
-        if self.needs_passes(len(keys)):
+        if self._backlog.needs_passes(len(keys)):
             self._extend_rows(len(keys))
 
     def ingested(self) -> float:
@@ -189,16 +180,21 @@ class LearnedDrafting(Drafter):
     @torch.no_grad()
     def start_trees(self, keys: Sequence[Key], shape: Shape) -> StartedTrees:
         """The trees built behind the last verification if they have this shape; otherwise new ones."""
-        started_trees = self._started_trees
-        if started_trees is None or started_trees.shape != shape or started_trees.tick != self._ticks:
-            started_trees = self._started_trees = self._build_trees(keys, shape)
-        started_trees.cleared.update(keys[row] for row in self._entered)
-        return started_trees
+        trees = self._trees_of_next_tick
+        if trees is None or trees.shape != shape:
+            trees = self._started_trees = self._build_trees(keys, shape)
+        trees.cleared.update(keys[row] for row in self._entered)
+        return trees
+
+    @property
+    def _trees_of_next_tick(self) -> BuiltTrees | None:
+        trees = self._started_trees
+        return trees if trees is not None and trees.tick == self._ticks else None
 
     # ---- the sink of hidden states
 
     def attach(self, runner: GraphRunner) -> None:
-        self._runner, self._view = runner, runner.view()
+        self._attached = runner, runner.view()
 
     def keep(self, taps: Sequence[Tensor], kept: StatePlaces) -> None:
         dispatch(batch_state.keep_states, self._row.is_cuda)(
@@ -228,8 +224,8 @@ class LearnedDrafting(Drafter):
         source_E, target_E = upload_columns([*np.array(moves).T], self._row.device)
         ring = self._inputs.ring
         rows = [*self._memory.rows, ring.k_RKWd, ring.v_RKWd, self._inputs.g_RD]
-        if self._started_trees is not None and self._started_trees.tick == self._ticks:
-            rows += self._attached_runner().trees(self._started_trees.shape.verify).parts
+        if trees := self._trees_of_next_tick:
+            rows += self._runner.trees(trees.shape.verify).parts
         dispatch(batch_state.move_rows, self._row.is_cuda)(rows, source_E, target_E)
 
     def _enter(self, entered: Sequence[Entered]) -> None:
@@ -243,43 +239,50 @@ class LearnedDrafting(Drafter):
         dispatch(batch_state.enter_rows, self._row.is_cuda)(self._memory, new)
         for positions, rows in entering.rows_by_positions.items():
             self._backlog.add_prompts(rows, positions)
-        if self._started_trees is not None and self._started_trees.tick == self._ticks:
-            self._attached_runner().trees(self._started_trees.shape.verify).clear(new.columns_7E[0])
+        if trees := self._trees_of_next_tick:
+            self._runner.trees(trees.shape.verify).clear(new.columns_7E[0])
             self._entered += [entry.row for entry in entered]
 
     # ---- building trees
 
-    def _attached_runner(self) -> GraphRunner:
-        if self._runner is None:
+    @property
+    def _runner(self) -> GraphRunner:
+        if self._attached is None:
             raise AssertionError("a learned drafter draws on the states an engine keeps: attach it to one")
-        return self._runner
+        return self._attached[0]
 
     @property
     def _rows(self) -> RowView:
-        assert self._view is not None
-        return self._view
+        assert self._attached is not None
+        return self._attached[1]
 
     def _build_trees(self, keys: Sequence[Key], shape: Shape) -> BuiltTrees:
         """Processes new tokens, builds `depth` levels of `width` nodes for every row, and prunes them to the shape."""
         if shape.depth > self._deepest:
             raise ValueError(f"a tree {shape.depth} deep; this drafter was made for at most {self._deepest}")
-        runner, rows = self._attached_runner(), self._attached_runner().padded(len(keys))
-        self._calibrate_beta(len(keys))
+        count, builder = len(keys), self._builder(shape.width)
+        self._calibrate_beta(count)
         self._entered = []
         if self._backlog.most > PASS_SIZES[-1]:
-            self._extend_rows(len(keys))
-        builder = self._builder(min(shape.width, self.drafter.config.draft_vocab))
-        parts = self._parts(len(keys), builder, shape.depth, self._backlog)
-        runner.run_segments([*parts, self._pruning(rows, builder, shape)])
-        packed_R3L = builder.packed(rows, shape.depth)
+            self._extend_rows(count)
+        self._runner.run_segments(self._segments(count, shape, self._backlog))
         self._backlog.clear()
         if self._beta_probe.wants_roots():
-            draws = self._draws(min(len(keys), MOST_ROWS))
+            draws = self._draws(min(count, MOST_ROWS))
             self._beta_probe.root(builder.root_logits_Rv, draws, self._memory.ready_R, self._ticks)
-        return self._fetch(packed_R3L[: len(keys)], keys, shape)
+        return self._fetch(builder.packed(count, shape.depth), keys, shape)
+
+    def _segments(self, count: int, shape: Shape, backlog: Backlog) -> list[Segment]:
+        """The work for `count` rows: draft-extend of the backlog, the levels of the trees, pruning."""
+        segments, rows, builder = list[Segment](), self._runner.padded(count), self._builder(shape.width)
+        if backlog.most:
+            new = next(new for new in PASS_SIZES if new >= backlog.most)
+            segments.append(self._extend_segment(rows, new, backlog.pass_size(count, new)))
+        roots, level = self._levels(rows, builder)
+        return [*segments, roots, *[level] * (shape.depth - 1), self._pruning(rows, builder, shape)]
 
     def _pruning(self, rows: int, builder: TreeBuilder, shape: Shape) -> Segment:
-        trees = self._attached_runner().trees(shape.verify)
+        trees = self._runner.trees(shape.verify)
 
         def prune(rows: int) -> None:
             view, ready_R, shared = self._rows, self._memory.ready_R[:rows], None
@@ -293,14 +296,6 @@ class LearnedDrafting(Drafter):
         # with a shared budget, padding rows would exceed the room for verification
         role = ("prune", builder.width, shape.depth, shape.verify, shape.share)
         return Segment(role, rows, prune, exactly=shape.share > 0, timed_as=PRUNE)
-
-    def _parts(self, count: int, builder: TreeBuilder, depth: int, backlog: Backlog) -> list[Segment]:
-        parts, rows = list[Segment](), self._attached_runner().padded(count)
-        if backlog.most:
-            new = next(new for new in PASS_SIZES if new >= backlog.most)
-            parts.append(self._extend_segment(rows, new, backlog.pass_size(count, new)))
-        roots, level = self._levels(rows, builder)
-        return [*parts, roots, *[level] * (depth - 1)]
 
     def _levels(self, rows: int, builder: TreeBuilder) -> tuple[Segment, Segment]:
         """The segments of the first level and of any other level."""
@@ -316,6 +311,7 @@ class LearnedDrafting(Drafter):
         return roots, level
 
     def _builder(self, width: int) -> TreeBuilder:
+        width = min(width, self.drafter.config.draft_vocab)
         if width not in self._builders:
             self._builders[width] = TreeBuilder(self._inputs, width, self._deepest)
         return self._builders[width]
@@ -328,18 +324,19 @@ class LearnedDrafting(Drafter):
 
     def _fetch(self, packed_R3L: Tensor, keys: Sequence[Key], shape: Shape) -> BuiltTrees:
         """Starts the copy of the built trees to the host, which compares them with the verified tokens."""
-        landed, arrived = fetch(packed_R3L)
         if keys != self._keys:  # usually equal to those of the tick before
             self._keys, self._row_of = keys, {key: row for row, key in enumerate(keys)}
-        return BuiltTrees(shape, self._ticks, self._row_of, landed.numpy(), arrived)
+        # a copy: on a CPU the next trees are written to the same place
+        packed_R3L = packed_R3L if packed_R3L.is_cuda else packed_R3L.clone()
+        return BuiltTrees(shape, self._ticks, self._row_of, Reading(packed_R3L))
 
     # ---- draft-extend
 
     def _extend_rows(self, count: int) -> None:
         """Draft-extend over all rows in passes of the largest size, as far back as the window reaches."""
-        runner, rows, most = self._attached_runner(), self._attached_runner().padded(count), PASS_SIZES[-1]
+        rows, most = self._runner.padded(count), PASS_SIZES[-1]
         for room in self._backlog.pass_sizes(count):
-            runner.run_segments([self._extend_segment(rows, most, room, INGEST)])
+            self._runner.run_segments([self._extend_segment(rows, most, room, INGEST)])
         self._ingested = self._ticks, self._backlog.prompt_positions(count)
         self._backlog.clear()
 
@@ -370,7 +367,7 @@ class LearnedDrafting(Drafter):
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
         """Captures and times the drafter's graphs: the initial data of the cost model."""
         self._enter([Entered(row=0, position=0, token=0, prefix=())])  # a dummy entry compiles the kernel
-        runner, builder = self._attached_runner(), self._builder(1)
+        runner, builder = self._runner, self._builder(1)
         measured = []
         for size in sizes:
             rows, new = runner.padded(size), PASS_SIZES[0 if size < sizes[-1] else 2]
@@ -384,18 +381,16 @@ class LearnedDrafting(Drafter):
 
     def _measure_keeping(self, size: int) -> Measured:
         """The cost of keeping hidden states of all rows. Writes at position 0, before any request."""
-        rows, width = self._attached_runner().padded(size), self._memory.states_RWF.shape[2] // len(self.taps)
+        rows, width = self._runner.padded(size), self._memory.states_RWF.shape[2] // len(self.taps)
         row_R = self._row[:rows]
         taps = [torch.zeros((rows, width), dtype=self._policy.embed.dtype, device=row_R.device) for _ in self.taps]
         kept = StatePlaces(torch.zeros_like(row_R), torch.zeros_like(row_R, dtype=torch.int32), row_R[:, None])
-        return Measured(
-            KEEP, rows, self._attached_runner().time(Segment("keep", rows, lambda _: self.keep(taps, kept)))
-        )
+        return Measured(KEEP, rows, self._runner.time(Segment("keep", rows, lambda _: self.keep(taps, kept))))
 
     def _measure_extend(self, size: int) -> Measured:
         """The cost of a draft-extend pass per position. Costs of other batch sizes are interpolated."""
-        rows, most = self._attached_runner().padded(size), PASS_SIZES[-1]
-        seconds = self._attached_runner().time(self._extend_segment(rows, most, most))
+        rows, most = self._runner.padded(size), PASS_SIZES[-1]
+        seconds = self._runner.time(self._extend_segment(rows, most, most))
         return Measured(CATCH_UP, rows, seconds / most)
 
     @torch.no_grad()
@@ -408,9 +403,9 @@ class LearnedDrafting(Drafter):
 
     def _run_idle(self, shapes: Iterable[Shape]) -> None:
         """Launches all kernels over idle rows, without effect."""
-        runner, most = self._attached_runner(), len(self._row)
+        runner, most = self._runner, len(self._row)
         shapes = [shape for shape in shapes if self.name in shape.drafters]
-        builder_of = {shape: self._builder(min(shape.width, self.drafter.config.draft_vocab)) for shape in shapes}
+        builder_of = {shape: self._builder(shape.width) for shape in shapes}
         for rows in sorted({runner.padded(rows) for rows in range(1, most + 1)}):
             self._extend_segment(rows, PASS_SIZES[0], MEAN_SIZES[0]).work(rows)
             for builder in {builder for builder in builder_of.values() if rows * builder.width <= _MOST_NODES}:
@@ -428,13 +423,9 @@ class LearnedDrafting(Drafter):
     def ready(self, shape: Shape, rows: int) -> None:
         """Captures the graphs of a tick that follows a tick of the same shape."""
         if self.name in shape.drafters:
-            builder = self._builder(min(shape.width, self.drafter.config.draft_vocab))
             before = Backlog(self._window, self._deepest + 1)
             before.add_written(shape.depth + 1, shape.most_tokens)
-            padded = self._attached_runner().padded(rows)
-            self._attached_runner().ready(
-                [*self._parts(rows, builder, shape.depth, before), self._pruning(padded, builder, shape)]
-            )
+            self._runner.ready(self._segments(rows, shape, before))
 
     # ---- draft β
 

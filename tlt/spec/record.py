@@ -23,11 +23,11 @@ _CURE = "train the drafter again, or remove the file: tuners then start without 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecord:
-    """Measured on held-out answers, with the noise they were drawn with and the fitted β."""
+    """Measured on held-out completions, with the noise they were drawn with and the fitted β."""
 
     ranks: tuple[tuple[float, ...], ...]  # p_d(r), see `tlt.spec.acceptance`: a row per depth from 1, its ranks from 1
-    places: int  # positions of the answers from which a draft was followed
-    temperature: float  # of the answers
+    places: int  # positions of the completions from which a draft was followed
+    temperature: float  # of the completions
 
     def __post_init__(self) -> None:
         problem = _problem(self.ranks, self.places, self.temperature)

@@ -4,8 +4,10 @@ Node 0 of a tree is the root: the request's newest token, whose successor is not
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+
+AHEAD = "ahead"  # the drafter of written-ahead text, in shapes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,6 +23,11 @@ class Shape:
     @property
     def off(self) -> bool:
         return self.verify == 1
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it verifies a chunk of written-ahead text."""
+        return self.drafters == (AHEAD,)
 
     def tokens(self, requests: int) -> int:
         """Nodes that the policy verifies in a tick of `requests` requests."""
@@ -40,6 +47,12 @@ class Shape:
 
 
 OFF = Shape()
+
+
+def shown(shape: Shape) -> Shape:
+    """The shape as reports name it: chunks of one size are one shape, however many requests had text."""
+    return replace(shape, share=0.0) if shape.ahead else shape
+
 
 # When no request waits for a row, the batch lasts as long as its longest request. So a shared verify budget prefers
 # requests with many tokens left: one with a sixteenth less left must be e times as predictable to get a node first, but
@@ -74,14 +87,6 @@ class Draft:
 
 
 EMPTY = Draft()
-
-
-def depths(draft: Draft) -> list[int]:
-    """The depth of each node; children of the root have depth 1."""
-    found: list[int] = []
-    for parent in draft.parents:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
 
 
 def merge(drafts: Sequence[Draft], budget: int) -> Draft:

@@ -1,7 +1,7 @@
 """The shape policy protocol, the record of a tick that it observes, and the shapes that it chooses from.
 
-`candidates` lists the useful shapes of a configuration. Always holds: shapes are excluded here by structure only;
-measured costs decide which pays. Knows numbers only.
+`Fixed` always has one shape; `SwappableShapePolicy` delegates. `candidates` lists the useful shapes of a configuration.
+Always holds: shapes are excluded here by structure only; measured costs decide which pays. Knows numbers only.
 """
 
 from collections import Counter
@@ -11,9 +11,8 @@ from itertools import product
 from math import inf
 from typing import Protocol
 
-from tlt.spec.acceptance import AcceptResult
+from tlt.spec.acceptance import AcceptResult, Alarm
 from tlt.spec.ahead import Prices
-from tlt.spec.alarm import Alarm
 from tlt.spec.costs import INDEX, INGEST, UNTIMED, Measured, TickTimes
 from tlt.spec.shape import OFF, Shape
 
@@ -38,12 +37,8 @@ class Outcome:
     ingested: float = 0.0  # prompt positions per row that it processed first, for new requests alone
     arrived: int = 0  # prompt positions of requests that are new since the last outcome
     context: float = 0.0  # mean context length of a row, in positions
-    remaining_ticks: Callable[[], float] = (
-        infinite_ticks  # upper bound of the plain ticks until all requests are answered
-    )
-    host_extend_s: Callable[[], float] = (
-        zero_seconds  # seconds of indexing that drafters on the host must do before they can draft
-    )
+    remaining_ticks: Callable[[], float] = infinite_ticks  # upper bound of the plain ticks that all requests need
+    host_extend_s: Callable[[], float] = zero_seconds  # of indexing that is due before drafters on the host can draft
 
     @property
     def draft_extend_s(self) -> float:
@@ -92,33 +87,95 @@ class TunerReport:
 
 
 class ShapePolicy(Protocol):
-    """Chooses the shape of each tick. Calls need not alternate: a tick may be chosen before the last is observed."""
+    """Chooses the shape of each tick. Calls need not alternate: a tick may be chosen before the last is observed.
+
+    The defaults are those of a policy that learns nothing.
+    """
 
     def choose(self, batch: int, lag: int = 0) -> Shape:
         """The next shape. `lag`: mean positions per row that a learned drafter would have to process first."""
 
-    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]: ...
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        """Learns from a tick. Returns alarms once, when a collapse shows."""
+        return ()
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
         """Adds costs of runs, measured at startup."""
+        return
 
     def set_max_len(self, ticks: int) -> None:
         """A request was submitted that may run for `ticks` plain ticks."""
+        return
 
     def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
         """Adds the hit rates that this drafter had when it was trained: by depth, by rank."""
+        return
 
     def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
         """Shapes and batch sizes that it may use. Their graphs are captured at startup."""
+        return ()
 
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter's weights is used from the next tick on."""
+        return
 
     def prices(self, batch: int) -> Prices | None:
         """Prices for the decision to verify written-ahead text; None: costs are unknown."""
+        return None
 
     def report(self) -> TunerReport | None:
         """Its counts; None if it keeps none."""
+        return None
+
+
+class Fixed(ShapePolicy):
+    """Always the same shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def choose(self, batch: int, lag: int = 0) -> Shape:
+        return self._shape
+
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return [] if self._shape.off else [(self._shape, size) for size in sizes]
+
+
+class SwappableShapePolicy(ShapePolicy):
+    """A shape policy that delegates every call to `now`, which the caller replaces between rollouts.
+
+    Measurements run several shape policies in one engine: graphs and compiled kernels are the same for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.now: ShapePolicy = Fixed(OFF)
+
+    def choose(self, batch: int, lag: int = 0) -> Shape:
+        return self.now.choose(batch, lag)
+
+    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
+        return self.now.observe(outcome)
+
+    def load_costs(self, costs: Iterable[Measured]) -> None:
+        self.now.load_costs(costs)
+
+    def set_max_len(self, ticks: int) -> None:
+        self.now.set_max_len(ticks)
+
+    def load_prior(self, drafter: str, ranks: Sequence[Sequence[float]]) -> None:
+        self.now.load_prior(drafter, ranks)
+
+    def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
+        return self.now.precapture(sizes)
+
+    def drafter_changed(self, drafter: str) -> None:
+        self.now.drafter_changed(drafter)
+
+    def prices(self, batch: int) -> Prices | None:
+        return self.now.prices(batch)
+
+    def report(self) -> TunerReport | None:
+        return self.now.report()
 
 
 _FILLED = 1.25  # largest ratio of verify size to nodes that the drafter can build

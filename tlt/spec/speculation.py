@@ -8,21 +8,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
 from tlt.errors import ConfigError
-from tlt.spec.acceptance import AcceptResult, rank_hits_of
-from tlt.spec.ahead import AHEAD, MOST_CHUNK_TOKENS, ChunkPolicy, shown
-from tlt.spec.ahead_drafting import AheadDrafting
-from tlt.spec.alarm import Alarm
+from tlt.spec.acceptance import AcceptResult, Alarm, rank_hits_of
+from tlt.spec.ahead import MOST_CHUNK_TOKENS, AheadTexts, ChunkPolicy, TurnRate
 from tlt.spec.costs import INDEX, LOOKUP, Measured, TickTimes
-from tlt.spec.drafter import Drafter, HiddenStateSink, LifecycleQueue, NoSink, Running, StartedTrees
-from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out
+from tlt.spec.drafter import Drafter, HiddenStateSink, Running, StartedTrees
+from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape, merge, share_out, shown
 from tlt.spec.shape_policy import Outcome, ShapePolicy, TunerReport, infinite_ticks
 from tlt.types import Key, SamplingParams
 from tlt.watch.trace import MOST_SPANS
 
+_MAX_DEFERRED = 4096  # notifications that wait: completions of one token may end before any draft is asked for
 _COMPARED_ROWS = 8  # rows per tick whose drafts are compared with the emitted tokens, drafter by drafter
 
 
@@ -86,10 +86,71 @@ def _timed_since(
     return found
 
 
+class SpeculationCounts:
+    """What a report is made of."""
+
+    def __init__(self) -> None:
+        self.verifies = self.accepted = 0
+        self.drafting_s = self.one_off_s = 0.0
+        self.alarms: list[Alarm] = []
+        self._last: Shape | None = None  # of the tick before, if requests ran in it
+        self._plain: Counter[int] = Counter()  # running requests → plain ticks
+        self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
+        self._timed: dict[tuple[int, Shape], tuple[int, float]] = {}
+        self._spans: deque[tuple[float, int, str]] = deque(maxlen=MOST_SPANS)
+        self._accepted_by: Counter[str] = Counter()
+        self._switches = 0
+
+    def begins(self, running: int, shape: Shape) -> None:
+        """A tick begins."""
+        if not running:
+            self._last = None
+            return
+        if shape.off:
+            self._plain[running] += 1
+        else:
+            self._ticks[running, shown(shape)] += 1
+        if shape is not self._last:
+            if shape != self._last:
+                self._switches += self._last is not None
+                self._spans.append((time.perf_counter(), running, str(shown(shape))))
+            self._last = shape
+
+    def time(self, running: int, shape: Shape, seconds: float | None) -> None:
+        """A tick took this long; None: it was not timed."""
+        if seconds is not None:
+            which = running, shown(shape)
+            ticks, total_s = self._timed.get(which, (0, 0.0))
+            self._timed[which] = (ticks + 1, total_s + seconds)
+
+    def verified(self, shape: Shape, verifies: int, accepted: int) -> None:
+        self._accepted_by["+".join(shape.drafters)] += accepted
+        if not shape.ahead:
+            self.verifies += verifies
+            self.accepted += accepted
+
+    def report(self, tuner: TunerReport | None, turns: TurnRate) -> SpeculationReport:
+        return SpeculationReport(
+            ticks={**self._ticks, **{(running, OFF): ticks for running, ticks in self._plain.items()}},
+            switches=self._switches,
+            verifies=self.verifies,
+            accepted=self.accepted,
+            drafting_s=self.drafting_s,
+            one_off_s=self.one_off_s,
+            alarms=tuple(self.alarms),
+            tuner=tuner,
+            timed=dict(self._timed),
+            spans=tuple(self._spans),
+            accepted_by=dict(self._accepted_by),
+            ahead_compared=turns.tokens,
+            ahead_turned=turns.turns,
+        )
+
+
 class Speculation:
     """The interface that the engine calls. The defaults are plain decoding."""
 
-    state_sink: HiddenStateSink = NoSink()  # receives the policy's hidden states
+    state_sink: HiddenStateSink = HiddenStateSink()  # receives the policy's hidden states
     deepest = 0  # largest depth of any shape that will be chosen
     widest = 1  # largest tree of any shape that will be chosen, in nodes
 
@@ -135,21 +196,14 @@ class Speculation:
         """The shape of the tick that begins now."""
         return OFF
 
-    def choose_next(self, running: int) -> Shape:
-        """The shape of the tick after the one just launched. `chosen` follows when that tick begins."""
-        return OFF
-
-    def chosen(self, running: int, shape: Shape) -> None:
-        """A tick begins in a shape that `choose_next` returned."""
-
     def propose(
         self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> Sequence[Draft] | None:
         """A draft for each row. None: the drafts lie on the device, in the trees that the policy verifies."""
         raise AssertionError("plain decoding drafts nothing")
 
-    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
-        """Starts drafting for the next tick behind a launched verification, where that needs no tokens read."""
+    def prepare(self, keys: Sequence[Key]) -> None:
+        """Behind a launched verification: chooses the next tick's shape, and drafts where that needs no tokens read."""
 
     def needs_no_tokens(self, shape: Shape) -> bool:
         """Whether trees of this shape can be drafted before the newest tokens are read."""
@@ -175,16 +229,61 @@ def compared_rows(rows: int, verifies: int) -> range:
     return range(verifies % stride, rows, stride)
 
 
+class LifecycleQueue:
+    """Deferred begin and end notifications from the engine to the drafters, in the order of events.
+
+    Hundreds of requests come at once when a rollout begins. The notifications wait until `flush`, so that the device
+    does not wait for them.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], set_max_len: Callable[[int], None]) -> None:
+        """`set_max_len` gets the token limit of each request."""
+        self._drafters = drafters
+        self._set_max_len = set_max_len
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._completions: dict[Key, int] = {}  # running → number: a key may come again for another completion
+        self._begun = 0  # completions so far
+
+    def begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._deferred.append(partial(self._begin, key, prompt_id, prompt, params))
+
+    def end(self, key: Key, completion: Sequence[int]) -> None:
+        """`completion` must not change from now on."""
+        self._deferred.append(partial(self._end, key, completion))
+        if len(self._deferred) > _MAX_DEFERRED:
+            self.flush()
+
+    def flush(self) -> None:
+        while self._deferred:
+            self._deferred.popleft()()
+
+    def number(self, key: Key) -> int | None:
+        """The number of the running completion; None: it never began."""
+        return self._completions.get(key)
+
+    def _begin(self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._completions[key] = self._begun
+        self._begun += 1
+        self._set_max_len(params.max_tokens)
+        for drafter in self._drafters:
+            drafter.begin(key, prompt_id, prompt, params)
+
+    def _end(self, key: Key, completion: Sequence[int]) -> None:
+        self._completions.pop(key, None)
+        for drafter in self._drafters:
+            drafter.end(key, completion)
+
+
 @dataclass(frozen=True, slots=True)
 class Proposed:
     """The drafts of a tick, row by row, one per drafter, and their cost."""
 
     keys: Sequence[Key]
     drafting_s: float  # host seconds of all drafters
-    host_parts: Mapping[str, float]  # seconds of drafters that run on the host: `INDEX` and `LOOKUP`
-    lag: int  # positions per row that the draft-extend before ingested on the device
-    ingested: float  # prompt positions per row that it ingested for new requests alone
     versions: tuple[int, ...]  # of the drafters' weights
+    host_parts: Mapping[str, float] = field(default_factory=dict)  # seconds of drafters on the host: `INDEX`, `LOOKUP`
+    lag: int = 0  # positions per row that the draft-extend before ingested on the device
+    ingested: float = 0.0  # prompt positions per row that it ingested for new requests alone
     parts: Sequence[tuple[Draft, ...]] = ()
     started_trees: StartedTrees | None = None  # instead of `parts`: the trees of one drafter, on the device
 
@@ -237,28 +336,21 @@ class Speculating(Speculation):
         if len(on_device) > 1:
             names = sorted(drafter.name for drafter in on_device)
             raise ConfigError(f"drafters {names} run on the device; expected one at most: an engine feeds one sink")
-        self._drafters = sorted(drafters, key=lambda drafter: drafter.on_device)  # the host works while a device does
+        self._drafters = {drafter.name: drafter for drafter in drafters}
+        self._on_device = on_device[0] if on_device else Drafter()  # in no shape: its name is empty
         self._chunks = ChunkPolicy(most_chunk_tokens)
-        self._ahead = AheadDrafting(self._chunks.turns)
-        self._named: dict[str, Drafter] = {drafter.name: drafter for drafter in [*self._drafters, self._ahead]}
+        self._texts = AheadTexts(self._chunks.turns)
         self._shape_policy = shape_policy
-        self.state_sink = next((drafter.state_sink for drafter in on_device), NoSink())
+        self.state_sink = self._on_device.state_sink
         self.deepest, self.widest = deepest, widest
+        self._following: Shape | None = None  # of the next tick, where it was chosen behind a launched verification
         self._proposed: deque[Proposed] = deque()  # of the ticks in flight, oldest first
         self._lifecycle = LifecycleQueue(drafters, shape_policy.set_max_len)
         self._feedback: TickFeedback | None = None  # of the newest verified tick, until it is compared
         self._remaining_ticks: Callable[[], float] = infinite_ticks
         self._running: Callable[[], Running] = tuple
         self._arrived = 0  # prompt positions of new requests that the shape policy has observed
-        self._last: Shape | None = None  # of the tick before, if requests ran in it
-        self._plain: Counter[int] = Counter()  # running requests → plain ticks
-        self._ticks: Counter[tuple[int, Shape]] = Counter()  # the others
-        self._timed: dict[tuple[int, Shape], tuple[int, float]] = {}
-        self._spans: deque[tuple[float, int, str]] = deque(maxlen=MOST_SPANS)
-        self._accepted_by: Counter[str] = Counter()
-        self._switches = self._verifies = self._accepted = 0
-        self._drafting_s = self._one_off_s = 0.0
-        self._alarms: list[Alarm] = []
+        self._counts = SpeculationCounts()
 
     @property
     def turn_rate(self) -> float:
@@ -267,31 +359,31 @@ class Speculating(Speculation):
     @property
     def alarms(self) -> Sequence[Alarm]:
         self._learn()
-        return self._alarms
+        return self._counts.alarms
 
     def attach(self, remaining_ticks: Callable[[], float], running: Callable[[], Running]) -> None:
         self._remaining_ticks, self._running = remaining_ticks, running
 
     def compile(self, shapes: Sequence[Shape]) -> None:
-        for drafter in self._drafters:
+        for drafter in self._drafters.values():
             drafter.compile(shapes)
 
     def measure(self, sizes: Sequence[int]) -> list[Measured]:
-        return [measured for drafter in self._drafters for measured in drafter.measure(sizes)]
+        return [measured for drafter in self._drafters.values() for measured in drafter.measure(sizes)]
 
     def ready(self, shape: Shape, rows: int) -> None:
-        for drafter in self._drafters:
+        for drafter in self._drafters.values():
             drafter.ready(shape, rows)
 
     def policy_changed(self) -> None:
         self._chunks.turns.policy_changed()
-        for drafter in self._drafters:
+        for drafter in self._drafters.values():
             drafter.policy_changed()
 
     def load_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        learned = [drafter for drafter in self._drafters if drafter.learned]
+        learned = [drafter for drafter in self._drafters.values() if drafter.learned]
         if len(learned) != 1:
-            raise ValueError(f"drafters are {sorted(self._named)}; expected a learned one to load weights into")
+            raise ValueError(f"drafters are {sorted(self._drafters)}; expected a learned one to load weights into")
         (drafter,) = learned
         if version != drafter.version:
             self._learn()
@@ -302,110 +394,83 @@ class Speculating(Speculation):
         self, key: Key, prompt_id: str, prompt: Sequence[int], params: SamplingParams, written: Sequence[int] = ()
     ) -> None:
         if written:  # after its first difference it still serves as an earlier completion of the prompt
-            self._ahead.give(key, written, params.max_tokens)
+            self._texts.give(key, written, params.max_tokens)
             self._lifecycle.begin(key, prompt_id, prompt, params)
             self._lifecycle.end(key, written)
         self._lifecycle.begin(key, prompt_id, prompt, params)
 
     def end(self, key: Key, completion: Sequence[int]) -> None:
-        self._ahead.end(key, completion)
+        self._texts.end(key, completion)
         self._lifecycle.end(key, completion)
 
     # ---- before a tick
 
     def choose(self, running: int) -> Shape:
-        shape = self.choose_next(running)
-        self.chosen(running, shape)
+        following, self._following = self._following, None
+        shape = following if running and following is not None else self._choose(running)
+        self._counts.begins(running, shape)
         return shape
 
-    def choose_next(self, running: int) -> Shape:
+    def _choose(self, running: int) -> Shape:
         self._learn()
         if not running:
             return OFF
         self._lifecycle.flush()
-        if not self._ahead.empty and (left := self._ahead.left(self._running())):
+        if left := self._texts.left(self._running):
             chunk = self._chunks.choose(running, left, self._shape_policy.prices(running))
             if chunk is not None:
                 return chunk
-        return self._shape_policy.choose(running, sum(drafter.lag(running) for drafter in self._drafters))
-
-    def chosen(self, running: int, shape: Shape) -> None:
-        if not running:
-            self._last = None
-            return
-        if shape.off:
-            self._plain[running] += 1
-        else:
-            self._ticks[running, shown(shape)] += 1
-        if shape is not self._last:
-            if shape != self._last:
-                self._switches += self._last is not None
-                self._spans.append((time.perf_counter(), running, str(shown(shape))))
-            self._last = shape
+        return self._shape_policy.choose(running, self._on_device.lag(running))
 
     def needs_no_tokens(self, shape: Shape) -> bool:
-        return bool(shape.drafters) and all(self._named[name].on_device for name in shape.drafters)
+        return shape.drafters == (self._on_device.name,)
 
-    def prepare(self, keys: Sequence[Key], shape: Shape) -> None:
-        for drafter in self._of(shape):
-            if not drafter.lag(len(keys)):  # a drafter that must extend first does so in `propose`, where it is timed
-                drafter.start_trees(keys, shape)
+    def prepare(self, keys: Sequence[Key]) -> None:
+        shape = self._following = self._choose(len(keys))
+        if self._on_device.name in shape.drafters and not self._on_device.lag(len(keys)):
+            self._on_device.start_trees(keys, shape)  # otherwise it extends first, in `propose`, where that is timed
 
     def propose(
         self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
     ) -> Sequence[Draft] | None:
         self._lifecycle.flush()
-        drafters = self._of(shape)
-        lag, indexed = self._extend(drafters, keys, completions, shape)
-        started = time.perf_counter()
-        started_trees = drafters[0].start_trees(keys, shape) if len(drafters) == 1 else None
-        parts, host_parts = list[tuple[Draft, ...]](), indexed
-        if started_trees is None:
-            columns, lookup = self._ask_all(drafters, keys, completions, shape)
-            parts, host_parts = list(zip(*columns, strict=True)), {**indexed, **lookup}
-            if shape.drafters == (AHEAD,):  # nothing is looked up or indexed
-                host_parts = {}
-        took = time.perf_counter() - started, host_parts, lag, 0.0 if lag else self._ingested()
-        self._proposed.append(Proposed(keys, *took, self._versions, parts, started_trees))
-        if started_trees is not None:
-            return None
-        drafts = [_joined(row, shape.verify - 1) for row in parts]
+        if shape.ahead:
+            started = time.perf_counter()
+            drafts = self._texts.draft(keys, completions, shape)
+            self._proposed.append(Proposed(keys, time.perf_counter() - started, self._versions))
+        else:
+            proposed = self._ask(keys, completions, shape)
+            self._proposed.append(proposed)
+            if proposed.started_trees is not None:
+                return None
+            drafts = [_joined(row, shape.verify - 1) for row in proposed.parts]
         return share_out(drafts, shape.tokens(len(keys)) - len(keys)) if shape.share else drafts
 
-    def _of(self, shape: Shape) -> list[Drafter]:
-        return [self._named[name] for name in shape.drafters]
-
-    def _extend(
-        self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
-    ) -> tuple[int, Mapping[str, float]]:
-        """Positions per row processed on the device, and the host seconds of indexing."""
-        lag, indexed_s = sum(drafter.lag(len(keys)) for drafter in drafters), 0.0
-        for drafter in drafters:
-            started = time.perf_counter()
+    def _ask(self, keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape) -> Proposed:
+        """The drafts of the shape's drafters. The device extends and drafts while those on the host do."""
+        on_host = [self._drafters[name] for name in shape.drafters if name != self._on_device.name]
+        device = self._on_device if len(on_host) < len(shape.drafters) else Drafter()
+        lag = device.lag(len(keys))
+        device.extend(keys, completions, shape)
+        started = time.perf_counter()
+        for drafter in on_host:
             drafter.extend(keys, completions, shape)
-            indexed_s += 0.0 if drafter.on_device else time.perf_counter() - started
-        return lag, {} if all(drafter.on_device for drafter in drafters) else {INDEX: indexed_s}
-
-    def _ask_all(
-        self, drafters: Sequence[Drafter], keys: Sequence[Key], completions: Sequence[Sequence[int]], shape: Shape
-    ) -> tuple[list[Sequence[Draft]], Mapping[str, float]]:
-        """Every drafter's drafts, and the host seconds of lookups. Host and device draft at the same time."""
-        drafts, lookup = dict[str, Sequence[Draft]](), dict[str, float]()
-        for drafter in drafters:
-            drafter.start_trees(keys, shape)
-        for drafter in sorted(drafters, key=lambda drafter: drafter.on_device):
-            started = time.perf_counter()
-            drafts[drafter.name] = drafter.draft(keys, completions, shape)
-            if not drafter.on_device:
-                lookup[LOOKUP] = lookup.get(LOOKUP, 0.0) + time.perf_counter() - started
-        return [drafts[drafter.name] for drafter in drafters], lookup
-
-    def _ingested(self) -> float:
-        return sum(drafter.ingested() for drafter in self._drafters)
+        extended = time.perf_counter()
+        trees = device.start_trees(keys, shape)
+        looked_up = time.perf_counter()
+        drafts = {drafter.name: drafter.draft(keys, completions, shape) for drafter in on_host}
+        host_parts = {INDEX: extended - started, LOOKUP: time.perf_counter() - looked_up} if on_host else {}
+        parts = list[tuple[Draft, ...]]()
+        if trees is None or on_host:
+            drafts[device.name] = device.draft(keys, completions, shape)
+            parts = list(zip(*(drafts[name] for name in shape.drafters), strict=True))
+        took_s = time.perf_counter() - extended
+        ingested = 0.0 if lag else device.ingested()
+        return Proposed(keys, took_s, self._versions, host_parts, lag, ingested, parts, None if parts else trees)
 
     @property
     def _versions(self) -> tuple[int, ...]:
-        return tuple(drafter.version for drafter in self._drafters)
+        return tuple(drafter.version for drafter in self._drafters.values())
 
     # ---- after a tick
 
@@ -413,16 +478,15 @@ class Speculating(Speculation):
         self._learn()
         self._lifecycle.flush()
         proposed = self._proposed.popleft()
-        rows = compared_rows(len(emitted), self._verifies) if shape.drafters != (AHEAD,) else range(0)
-        completions = {
-            row: self._lifecycle.number(proposed.keys[row]) for row in rows
-        }  # their requests may have ended when they are compared
+        rows = compared_rows(len(emitted), self._counts.verifies) if not shape.ahead else range(0)
+        # their requests may have ended when they are compared
+        completions = {row: self._lifecycle.number(proposed.keys[row]) for row in rows}
         times = replace(times, parts={**times.parts, **proposed.host_parts})
         self._feedback = TickFeedback(shape, proposed, emitted, completions, times, context)
 
     def decoded(self, running: int, times: TickTimes, context: float = 0.0) -> None:
         self._learn()
-        self._time(running, OFF, times.seconds)
+        self._counts.time(running, OFF, times.seconds)
         known = self._newly_arrived(), context, self._remaining_ticks, self._host_extend_s
         self._shape_policy.observe(Outcome(OFF, running, (), times, 0.0, 0.0, *known))
 
@@ -431,16 +495,11 @@ class Speculating(Speculation):
         feedback, self._feedback = self._feedback, None
         if feedback is None:
             return
-        results, proposed = feedback.results(), feedback.proposed
-        self._time(len(feedback.emitted), feedback.shape, feedback.times.seconds)
-        self._count(feedback.shape, len(results), sum(map(len, feedback.emitted)) - len(results))
-        self._drafting_s += proposed.drafting_s
+        shape, emitted, proposed, results = feedback.shape, feedback.emitted, feedback.proposed, feedback.results()
         outcome = Outcome(
-            feedback.shape,
-            len(feedback.emitted),
-            results
-            if proposed.versions == self._versions
-            else [],  # drafts of other weights say nothing about the present ones
+            shape,
+            len(emitted),
+            results if proposed.versions == self._versions else [],  # drafts of other weights say nothing about these
             feedback.times,
             proposed.lag,
             proposed.ingested,
@@ -449,46 +508,24 @@ class Speculating(Speculation):
             self._remaining_ticks,
             self._host_extend_s,
         )
-        self._one_off_s += outcome.one_off_s
-        self._alarms += self._shape_policy.observe(outcome)
-
-    def _count(self, shape: Shape, verifies: int, accepted: int) -> None:
-        self._accepted_by["+".join(shape.drafters)] += accepted
-        if shape.drafters != (AHEAD,):
-            self._verifies += verifies
-            self._accepted += accepted
+        counts = self._counts
+        counts.time(len(emitted), shape, feedback.times.seconds)
+        counts.verified(shape, len(results), sum(map(len, emitted)) - len(results))
+        counts.drafting_s += proposed.drafting_s
+        counts.one_off_s += outcome.one_off_s
+        counts.alarms += self._shape_policy.observe(outcome)
 
     def _newly_arrived(self) -> int:
-        before, self._arrived = self._arrived, sum(drafter.arrived for drafter in self._drafters)
+        before, self._arrived = self._arrived, self._on_device.arrived
         return self._arrived - before
 
     def _host_extend_s(self) -> float:
         running = self._running()
-        return sum(drafter.host_extend_s(running) for drafter in self._drafters)
+        return sum(drafter.host_extend_s(running) for drafter in self._drafters.values())
 
     def report(self) -> SpeculationReport:
         self._learn()
-        return SpeculationReport(
-            ticks={**self._ticks, **{(running, OFF): ticks for running, ticks in self._plain.items()}},
-            switches=self._switches,
-            verifies=self._verifies,
-            accepted=self._accepted,
-            drafting_s=self._drafting_s,
-            one_off_s=self._one_off_s,
-            alarms=tuple(self._alarms),
-            tuner=self._shape_policy.report(),
-            timed=dict(self._timed),
-            spans=tuple(self._spans),
-            accepted_by=dict(self._accepted_by),
-            ahead_compared=self._chunks.turns.tokens,
-            ahead_turned=self._chunks.turns.turns,
-        )
-
-    def _time(self, running: int, shape: Shape, seconds: float | None) -> None:
-        if seconds is not None:
-            which = running, shown(shape)
-            ticks, total_s = self._timed.get(which, (0, 0.0))
-            self._timed[which] = (ticks + 1, total_s + seconds)
+        return self._counts.report(self._shape_policy.report(), self._chunks.turns)
 
 
 def _joined(parts: Sequence[Draft], budget: int) -> Draft:

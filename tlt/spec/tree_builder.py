@@ -19,6 +19,7 @@ from tlt.kernels.draft_tree import growth, pruning
 from tlt.kernels.draft_tree.growth import Growing
 from tlt.kernels.draft_tree.pruning import Pruned, VerifyBudget
 from tlt.kernels.linear.reference import Matrix
+from tlt.model.device import Reading
 from tlt.model.linear import rows_of
 from tlt.spec.candidates import DrawKeys, candidates
 from tlt.spec.eagle import Eagle
@@ -115,18 +116,14 @@ class BuiltTrees:
     shape: Shape
     tick: int  # before which it was built
     row_of: Mapping[Key, int]  # rows when it was built
-    packed_R3L: np.ndarray  # int32 on the host: tokens, parents, bits of scores
-    arrived: torch.cuda.Event | None
+    packed_R3L: Reading  # int32: tokens, parents, bits of scores
     cleared: set[Key] = field(default_factory=set)  # requests that were preempted and re-entered: no draft
 
     def draft(self, key: Key) -> Draft:
         row = self.row_of.get(key)
         if row is None or key in self.cleared:
             return EMPTY
-        if self.arrived is not None:
-            self.arrived.synchronize()
-            self.arrived = None
-        packed_3L = self.packed_R3L[row]
+        packed_3L = self.packed_R3L.on_host().numpy()[row]
         tokens, parents, _ = packed_3L.tolist()
         if parents[0] == NOT_READY:
             return EMPTY

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, sqrt
 
-from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Drafters
-from tlt.spec.ahead import Prices, shown
-from tlt.spec.alarm import Alarm, CollapseWatch
+from tlt.spec.acceptance import PRIOR_VERIFIES, Acceptance, Alarm, CollapseWatch, Drafters
+from tlt.spec.ahead import Prices
 from tlt.spec.budget import Budget, CostKind
 from tlt.spec.costs import DECODE, INDEX, INGEST, KEEP, CostModel, Measured
-from tlt.spec.shape import OFF, Shape
+from tlt.spec.shape import OFF, Shape, shown
 from tlt.spec.shape_policy import Outcome, TunerReport, infinite_ticks, zero_seconds
 
 MARGIN = 0.01  # hysteresis: predicted gain of another shape from which it replaces the one in use

@@ -32,7 +32,7 @@ def fit_prompts(
     if room < 1:
         raise ConfigError(
             f"sampling.max_tokens is {max_tokens}, and the policy's context {context}: no prompt fits before such an "
-            "answer; lower sampling.max_tokens"
+            "completion; lower sampling.max_tokens"
         )
     limit = min(room, settings.prompt_tokens or room)
     sizes = _long_prompts(prompts, tokenizer, limit)

@@ -35,7 +35,7 @@ class FileTask:
         max_tokens: int = SamplingParams().max_tokens,
         knob: str = "task.path",
     ) -> None:
-        """`max_tokens`: limit of an answer, which some rewards look at; `knob`: the setting that named the file."""
+        """`max_tokens`: limit of a completion, which some rewards look at; `knob`: the setting that named the file."""
         rows = list(read_rows(example_file(settings.path), knob))
         if not rows:
             raise TaskError(f"{knob} {settings.path}: holds no rows; expected at least one prompt")

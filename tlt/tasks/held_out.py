@@ -74,5 +74,5 @@ def _drawn(name: str, task: Task, config: RunConfig) -> HeldOut:
 
 
 def _limit(config: RunConfig) -> int:
-    """Tokens of an answer at most."""
+    """Tokens of a completion at most."""
     return config.eval.max_tokens or config.sampling.max_tokens

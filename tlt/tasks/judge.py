@@ -37,9 +37,9 @@ from tlt.tasks.rewards import Case, Failed, FailureKind, Opening, Ready, Refused
 from tlt.types import Completion, Prompt
 
 _START_TIMEOUT_S = 600.0  # limit of the user's imports, which may load a model
-_SHOWN = 200  # characters of an answer in a message
+_SHOWN = 200  # characters of a completion in a message
 
-Answer = tuple[Prompt, Completion]
+PromptedCompletion = tuple[Prompt, Completion]
 Call = tuple[int, ...]  # indices of the completions judged in one call
 Score = Scored | Failed
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Verdict:
 class Judge(Protocol):
     """Judges completions. A context manager: entering starts it or raises; leaving stops its processes."""
 
-    def judge(self, answers: Sequence[Answer]) -> list[Verdict]: ...
+    def judge(self, completions: Sequence[PromptedCompletion]) -> list[Verdict]: ...
 
     def __enter__(self) -> Self: ...
 
@@ -87,8 +87,8 @@ class DirectJudge:
     def __init__(self, task: Rewards) -> None:
         self._task = task
 
-    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
-        return [self._verdict(prompt, completion) for prompt, completion in answers]
+    def judge(self, completions: Sequence[PromptedCompletion]) -> list[Verdict]:
+        return [self._verdict(prompt, completion) for prompt, completion in completions]
 
     def _verdict(self, prompt: Prompt, completion: Completion) -> Verdict:
         with ExitStack() as stack:
@@ -128,9 +128,9 @@ class ProcessJudge:
         while self._children:
             self._children.pop().end()
 
-    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def judge(self, completions: Sequence[PromptedCompletion]) -> list[Verdict]:
         self._start()  # also sets `_takes_groups`
-        cases = [case_of(prompt, completion) for prompt, completion in answers]
+        cases = [case_of(prompt, completion) for prompt, completion in completions]
         verdicts: dict[int, Verdict] = {}
         for call, scores in self._scores(cases, deque(self._calls(cases))):
             for number, score in zip(call, scores, strict=True):
@@ -181,9 +181,9 @@ class ProcessJudge:
                     outcome = (outcome,) * len(call)
                 yield call, outcome
 
-    def _limit_s(self, answers: int) -> float:
+    def _limit_s(self, completions: int) -> float:
         """Of a server every attempt may take this long, and it keeps the time itself."""
-        attempt_s = self._settings.reward_timeout_s * answers
+        attempt_s = self._settings.reward_timeout_s * completions
         if not is_remote(self._settings.reward):
             return attempt_s
         return longest_s(attempt_s, self._settings.reward_retries)
@@ -274,7 +274,7 @@ def case_of(prompt: Prompt, completion: Completion) -> Case:
     return Case(
         prompt_id=prompt.id,
         prompt=content if isinstance(content, str) else [asdict(message) for message in content],
-        answer=completion.text,
+        completion=completion.text,
         tokens=completion.tokens,
         reference=prompt.reference,
         source=str(prompt.extra.get("data_source", prompt.id.rpartition(":")[0])),
@@ -303,17 +303,17 @@ def _complaint(case: Case, failed: Failed) -> str:
     return (
         f"the reward of prompt {case.prompt_id} {'is' if failed.kind == 'no number' else 'has'} {failed.kind}\n"
         f"{failed.message}\n"
-        f"the answer begins {_beginning(case.answer)}\n"
+        f"the completion begins {_beginning(case.completion)}\n"
         f"repair the reward, {more_time}"
-        'or count such answers with task.reward_errors = "count"'
+        'or count such completions with task.reward_errors = "count"'
     )
 
 
 def _note(prompt: Prompt, completion: Completion, _: object, error: BaseException | None, __: object) -> None:
     """Adds the prompt and the completion's beginning to an error of the task's reward, which propagates."""
     if error:
-        error.add_note(f"in the reward of prompt {prompt.id}; the answer begins {_beginning(completion.text)}")
+        error.add_note(f"in the reward of prompt {prompt.id}; the completion begins {_beginning(completion.text)}")
 
 
-def _beginning(answer: str) -> str:
-    return repr(answer[:_SHOWN] + "…" * (len(answer) > _SHOWN))
+def _beginning(completion: str) -> str:
+    return repr(completion[:_SHOWN] + "…" * (len(completion) > _SHOWN))

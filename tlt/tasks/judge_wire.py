@@ -70,7 +70,7 @@ def opening_reply(reply: Ready | Refused) -> bytes:
 
 
 def scores_reply(scores: Sequence[Scored | Failed]) -> bytes:
-    """A number, a number and its metrics, a failure, or that the reward does not apply, for each answer."""
+    """A number, a number and its metrics, a failure, or that the reward does not apply, for each completion."""
     return _encoded([_reply(score) for score in scores])
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Self
 
-from tlt.tasks.judge import Answer, Judge, Verdict
+from tlt.tasks.judge import Judge, PromptedCompletion, Verdict
 from tlt.types import Completion, Group, Key, Prompt, Rollout
 
 
@@ -79,7 +79,7 @@ class Judging:
         groups = list(groups)
         if not groups:
             return {}
-        batch: list[Answer] = [
+        batch: list[PromptedCompletion] = [
             (self._prompts[index][0], self._completions[index][key])
             for index in groups
             for key in self._prompts[index][1]

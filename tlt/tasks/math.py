@@ -46,16 +46,16 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
-def exact(answer: str, reference: Any) -> float:
+def exact(completion: str, reference: Any) -> float:
     """1 if the completion equals the reference, ignoring case and spaces, or its last number equals the reference."""
     wanted = _text(reference)
-    if _plain(answer) == _plain(wanted):
+    if _plain(completion) == _plain(wanted):
         return 1.0
     number = _whole_number(wanted)
-    return float(number is not None and last_number(answer) == number)
+    return float(number is not None and last_number(completion) == number)
 
 
-def gsm8k(answer: str, reference: Any) -> float:
+def gsm8k(completion: str, reference: Any) -> float:
     """1 if the first number after the last `####`, or without `####` the last number, equals the reference."""
     wanted = _text(reference)
     number = last_number(gsm8k_reference(wanted) or wanted)
@@ -63,8 +63,8 @@ def gsm8k(answer: str, reference: Any) -> float:
         raise TaskError(
             f"the reference is {reference!r}; the reward gsm8k expects a number, or text with `#### number`"
         )
-    marked = _numbers(answer.rpartition(MARKER)[2]) if MARKER in answer else []
-    return float((marked[0] if marked else last_number(answer)) == number)
+    marked = _numbers(completion.rpartition(MARKER)[2]) if MARKER in completion else []
+    return float((marked[0] if marked else last_number(completion)) == number)
 
 
 def math_reward() -> Callable[[str, Any], float]:
@@ -77,13 +77,13 @@ def math_reward() -> Callable[[str, Any], float]:
             "or take the reward exact or gsm8k"
         ) from None
 
-    def math(answer: str, reference: Any) -> float:
+    def math(completion: str, reference: Any) -> float:
         wanted = _text(reference)
         gold = parse(wanted if "$" in wanted or _BOXED in wanted else f"{_BOXED}{wanted}}}", parsing_timeout=_LIMIT_S)
         if not gold:
             raise TaskError(f"the reference is {reference!r}; math-verify cannot read it as a number or an expression")
-        boxed = last_boxed(answer)
-        given = parse(answer if boxed is None else f"{_BOXED}{boxed}}}", parsing_timeout=_LIMIT_S)
+        boxed = last_boxed(completion)
+        given = parse(completion if boxed is None else f"{_BOXED}{boxed}}}", parsing_timeout=_LIMIT_S)
         return float(verify(gold, given, timeout_seconds=_LIMIT_S))
 
     return math

@@ -1,4 +1,4 @@
-"""Built-in rewards that look at the length of an answer alone. Pure functions of a completion."""
+"""Built-in rewards that look at the length of a completion alone. Pure functions of a completion."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _BUFFER = 0.2  # of the limit, where task.overlong_tokens is 0
 
 @dataclass(frozen=True, slots=True)
 class LengthPenalty:
-    """Minus the answer's share of the limit: 0 to -1."""
+    """Minus the completion's share of the limit: 0 to -1."""
 
     max_tokens: int
 
@@ -40,7 +40,5 @@ def penalty(name: str, settings: TaskSettings, max_tokens: int) -> LengthPenalty
         return None
     buffer = settings.overlong_tokens or max(1, round(_BUFFER * max_tokens))
     if buffer > max_tokens:
-        raise ConfigError(
-            f"task.overlong_tokens is {buffer}; expected at most the limit of an answer, which is {max_tokens} tokens"
-        )
+        raise ConfigError(f"task.overlong_tokens is {buffer}; expected at most {max_tokens}, the limit of a completion")
     return OverlongPenalty(max_tokens, buffer)

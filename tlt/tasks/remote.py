@@ -1,4 +1,4 @@
-"""A reward server: answers are posted to it as JSON, and it returns a reward for each.
+"""A reward server: completions are posted to it as JSON, and it returns a reward for each.
 
 POST {"answers": [{prompt, completion, tokens, reference, data_source, columns}, …]} gives {"rewards": [reward, …]}, in
 order, each a number or an object with `score`. A temporary failure (no connection, no answer in time, status 408, 429
@@ -38,23 +38,23 @@ def longest_s(timeout_s: float, retries: int) -> float:
 
 class RemoteReward:
     def __init__(self, url: str, timeout_s: float, retries: int) -> None:
-        """`timeout_s`: of an attempt, for each answer."""
+        """`timeout_s`: of an attempt, for each completion."""
         self._url, self._timeout_s, self._retries = url, timeout_s, retries
 
-    def values(self, answers: Sequence[dict[str, Any]]) -> list[Any]:
-        """The server's value for each answer. TaskError after the last attempt."""
-        body = json.dumps({"answers": list(answers)}, default=str).encode()
+    def values(self, completions: Sequence[dict[str, Any]]) -> list[Any]:
+        """The server's value for each completion. TaskError after the last attempt."""
+        body = json.dumps({"answers": list(completions)}, default=str).encode()
         waits = [*backoffs(self._retries), 0.0]
         for attempt, wait_s in enumerate(waits, start=1):
             try:
-                return _rewards(self._post(body, self._timeout_s * len(answers)), len(answers), self._url)
+                return _rewards(self._post(body, self._timeout_s * len(completions)), len(completions), self._url)
             except HTTPError as error:
                 problem = f"answered with status {error.code}: {_said(error)}"
                 wait_s = _asked_wait(error, wait_s)
                 if error.code not in _PASSING:
                     break
             except TimeoutError:
-                problem = f"gave no answer within {self._timeout_s * len(answers):g} s"
+                problem = f"gave no answer within {self._timeout_s * len(completions):g} s"
             except (URLError, OSError, HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 slow = isinstance(reason, TimeoutError)
@@ -102,6 +102,6 @@ def _rewards(reply: bytes, count: int, url: str) -> list[Any]:
     if not isinstance(rewards, list) or len(rewards) != count:
         text = shown(reply[:400].decode("utf-8", "replace"))
         raise TaskError(
-            f'the reward server {url} sent {text}; expected {{"rewards": [{count} of them]}}, one per answer, in order'
+            f'the reward server {url} sent {text}; expected {{"rewards": [{count} of them]}}, one each, in order'
         )
     return rewards

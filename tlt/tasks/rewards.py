@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 VERL = "compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': number, …}"
 TRL = "reward_func(prompts, completions, **columns) -> list of numbers"
-_ANSWER = {"verl": "solution_str", "trl": "completions"}  # convention → the parameter that identifies it
+_COMPLETION = {"verl": "solution_str", "trl": "completions"}  # convention → the parameter that identifies it
 _LARGEST = 1e12  # limit of a reward's magnitude: float32 loses the squares and differences of larger values
 _VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
@@ -47,8 +47,8 @@ class Case:
 
     prompt_id: str
     prompt: str | list[dict[str, str]]  # text, or a chat as messages {role, content}
-    answer: str
-    tokens: tuple[int, ...]  # of the answer
+    completion: str
+    tokens: tuple[int, ...]  # of the completion
     reference: Any
     source: str  # the row's data_source, or the name of the file it comes from
     columns: Mapping[str, Any]  # of the prompt's row, without the prompt
@@ -56,7 +56,7 @@ class Case:
     @property
     def reply(self) -> str | list[dict[str, str]]:
         """The completion in the prompt's form: text, or a chat of one message."""
-        return self.answer if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.answer}]
+        return self.completion if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.completion}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Opening:
     reward: str  # task.reward
     convention: str = "auto"  # task.reward_convention
     pattern: str = ""  # task.reward_format
-    timeout_s: float = 10.0  # of an answer
+    timeout_s: float = 10.0  # of a completion
     retries: int = 0
     one_of_several: bool = False  # None then says that the reward does not apply
 
@@ -118,7 +118,7 @@ def score(reward: Reward, cases: Sequence[Case]) -> tuple[Scored | Failed, ...]:
     """The reward of each case. Exceptions of the function propagate."""
     values = reward.values(cases)
     if len(values) != len(cases):
-        said = f"the reward returned {len(values)} values for {len(cases)} answers; expected one each, in order"
+        said = f"the reward returned {len(values)} values for {len(cases)} completions; expected one each, in order"
         failed = Failed("no number", said)
         return (failed,) * len(cases)
     return tuple(scored_of(value) for value in values)
@@ -138,10 +138,12 @@ def _opened(opening: Opening) -> Reward:
     name = opening.reward
     if name in COMPARING:
         judge = COMPARING[name]()
-        return Reward(lambda cases: [judge(case.answer, case.reference) for case in cases], Ready(False, ()))
+        return Reward(lambda cases: [judge(case.completion, case.reference) for case in cases], Ready(False, ()))
     if name == "format":
         pattern = re.compile(opening.pattern)
-        return Reward(lambda cases: [pattern.fullmatch(case.answer) is not None for case in cases], Ready(False, ()))
+        return Reward(
+            lambda cases: [pattern.fullmatch(case.completion) is not None for case in cases], Ready(False, ())
+        )
     if is_remote(name):
         remote = RemoteReward(name, opening.timeout_s, opening.retries)
         return Reward(lambda cases: remote.values([_sent(case) for case in cases]), Ready(True, ()))
@@ -153,7 +155,7 @@ def _sent(case: Case) -> dict[str, Any]:
     """A case as a reward server gets it."""
     return {
         "prompt": case.prompt,
-        "completion": case.answer,
+        "completion": case.completion,
         "tokens": len(case.tokens),
         "reference": case.reference,
         "data_source": case.source,
@@ -225,8 +227,8 @@ def _convention(name: str, function: Function, requested: str) -> str:
     """The requested convention, or for "auto" the one that the parameter names identify. Raises if they disagree."""
     parameters = inspect.signature(function).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [kind for kind, answer in _ANSWER.items() if answer in parameters]
-    accepted = requested in named or (requested in _ANSWER and keywords)
+    named = [kind for kind, completion in _COMPLETION.items() if completion in parameters]
+    accepted = requested in named or (requested in _COMPLETION and keywords)
     fits = [requested] if accepted else named if requested == "auto" else []
     if len(fits) != 1:
         expected = {"verl": VERL, "trl": TRL}.get(requested, f"{VERL} (verl), or {TRL} (TRL)")
@@ -242,7 +244,7 @@ def _as_verl(name: str, function: Function) -> Reward:
 
     def one(case: Case) -> Any:
         extra = case.columns.get("extra_info", case.columns)
-        given = zip(_VERL_NAMES, (case.source, case.answer, case.reference, extra), strict=True)
+        given = zip(_VERL_NAMES, (case.source, case.completion, case.reference, extra), strict=True)
         return function(**_accepted(function, dict(given)))
 
     if not inspect.iscoroutinefunction(function):
@@ -267,7 +269,7 @@ def _as_trl(function: Function) -> Reward:
         called = function(**_accepted(function, columns | dict(zip(_TRL_NAMES, own, strict=True))))
         values = called if loop is None else loop.run(called)
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-            return [_no_number(values, "a list with one number per answer")] * len(cases)
+            return [_no_number(values, "a list with one number per completion")] * len(cases)
         return list(values)
 
     return Reward(all_of, Ready(True, tuple(name for name in _required(function) if name not in _TRL_NAMES)))

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tlt.config import TaskSettings
 from tlt.errors import TaskError
-from tlt.tasks.judge import Answer, DirectJudge, Judge, ProcessJudge, Verdict
+from tlt.tasks.judge import DirectJudge, Judge, ProcessJudge, PromptedCompletion, Verdict
 from tlt.tasks.penalties import penalty
 from tlt.tasks.remote import is_remote
 from tlt.types import Prompt
@@ -33,8 +33,8 @@ class WeightedReward:
 def judge_with(
     settings: TaskSettings, max_tokens: int, columns: frozenset[str] = frozenset(), own: Judge | None = None
 ) -> Judge:
-    """The judge of the configured rewards. `max_tokens`: limit of an answer; `columns`: columns that every prompt has;
-    `own`: the judge of a task without a file."""
+    """The judge of the configured rewards. `max_tokens`: limit of a completion; `columns`: columns that every prompt
+    has; `own`: the judge of a task without a file."""
     if not settings.rewards:
         return own or _judge(settings.reward, settings, max_tokens, columns)
     weights = settings.reward_weights or (1.0,) * len(settings.rewards)
@@ -75,11 +75,11 @@ class SeveralJudge:
         self._rewards = tuple(rewards)
         self._entered = ExitStack()
 
-    def judge(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def judge(self, completions: Sequence[PromptedCompletion]) -> list[Verdict]:
         with ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward") as threads:
-            each = list(threads.map(lambda one: one.judge.judge(answers), self._rewards))
+            each = list(threads.map(lambda one: one.judge.judge(completions), self._rewards))
         together = zip(*each, strict=True)
-        return [self._together(prompt, verdicts) for (prompt, _), verdicts in zip(answers, together, strict=True)]
+        return [self._together(prompt, verdicts) for (prompt, _), verdicts in zip(completions, together, strict=True)]
 
     def _together(self, prompt: Prompt, verdicts: Sequence[Verdict]) -> Verdict:
         pairs = [pair for pair in zip(self._rewards, verdicts, strict=True) if pair[1].applies]

@@ -130,12 +130,12 @@ def write_solution(problem: Problem, draw: random.Random, variety: float = 1.0) 
     return "\n".join([*lines, _one_of(_ENDINGS, draw, variety).format(before)])
 
 
-def is_right(answer: str, problem: Problem) -> bool:
+def is_right(completion: str, problem: Problem) -> bool:
     """Whether the lines are numbered up to the last step and the last line has the correct result.
 
     Every step is required, so that guessing the result directly earns nothing. The values of the steps are not checked.
     """
-    *lines, last = answer.split("\n")
+    *lines, last = completion.split("\n")
     numbered = [_NUMBERED.fullmatch(line) for line in lines]
     counts_up = [found and found[1] for found in numbered] == [str(number + 1) for number in range(problem.steps)]
     result = _RESULT.fullmatch(last)

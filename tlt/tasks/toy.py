@@ -62,16 +62,18 @@ def solve(expression: str, modulus: int = 10) -> str:
     return "=".join(lines)
 
 
-def is_right(answer: str, expression: str, modulus: int = 10) -> bool:
+def is_right(completion: str, expression: str, modulus: int = 10) -> bool:
     """Whether each rewriting has one operation less and the last one is the correct result.
 
     Every rewriting is required, so that guessing the result directly earns nothing. The values of the intermediate
     rewritings are not checked.
     """
     operations = count_ops(expression)
-    lines = answer.split("=")
+    lines = completion.split("=")
     counts_down = [count_ops(line) for line in lines] == list(range(operations - 1, -1, -1))
-    return counts_down and set(answer) <= set(ALPHABET) and lines[-1] == solve(expression, modulus).rpartition("=")[2]
+    return (
+        counts_down and set(completion) <= set(ALPHABET) and lines[-1] == solve(expression, modulus).rpartition("=")[2]
+    )
 
 
 def count_ops(expression: str) -> int:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tlt.config import DraftSettings
+from tlt.kernels.sampling.candidates import perturbed
 from tlt.model.device import upload
 from tlt.spec.align import Targets
-from tlt.spec.candidates import BETAS, GREEDY, BetaCalibrator, DrawKeys, draft_ids, keyed_noise, perturbed
+from tlt.spec.candidates import BETAS, GREEDY, BetaCalibrator, DrawKeys, draft_ids, keyed_noise
 from tlt.spec.eagle import Eagle
 from tlt.train.drafter import DrafterBatch
 from tlt.train.logprobs import most_logits
