@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.test_speculation import tokens_of
 from tlt.bench.options import RolloutScale
 from tlt.bench.variants import VariantRunner
 from tlt.config import DRAFTERS, NEW, DraftSettings, EngineSettings, RunConfig, SpecSettings
-from tlt.engine.build import build_engine, shape_policy_of, shapes_of
+from tlt.engine.build import build_engine, make_ready, shape_policy_of, shapes_of
 from tlt.engine.chunks import copied_slots
 from tlt.engine.engine import EngineCore
 from tlt.engine.request import Request
@@ -21,8 +23,9 @@ from tlt.kernels import compiling
 from tlt.model.linear import reads_quantized
 from tlt.policy import open_policy
 from tlt.spec.bandit import Bandit
+from tlt.spec.costs import DRAFT, EXTEND, POLICY, Measured
 from tlt.spec.drafter import Drafter
-from tlt.spec.eagle_files import Origin, open_drafter, save_drafter
+from tlt.spec.eagle_files import open_drafter
 from tlt.spec.record import FILE, DraftRecord, write_record
 from tlt.spec.shape import OFF, Shape
 from tlt.spec.shape_policy import Fixed
@@ -206,25 +209,26 @@ def test_more_sizes_than_the_bandit_has_ranges_for_are_refused() -> None:
         shape_policy_of(replace(spec, verifies=more), 64)
 
 
-def test_what_a_drafters_record_promises_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_graphs_of_all_trees_that_could_pay_are_captured_at_start_up(top_k: int) -> None:
+    """Nothing has to be known of the drafter; where there are no graphs, nothing is captured."""
     asked: list[tuple[Shape, int, bool]] = []
-    monkeypatch.setattr(
-        EngineCore, "ready", lambda engine, shape, size, filtered: asked.append((shape, size, filtered))
-    )
-    config = RunConfig(engine=EngineSettings(rows=4), spec=SpecSettings(drafter="eagle", path=NEW))
-    policy = open_policy(config.model)
-    save_drafter(open_drafter(policy, config), tmp_path, policy.model.head_weight, Origin("tiny", ()))
-    config = replace(config, spec=replace(config.spec, path=str(tmp_path)))
-    build_engine(policy, config)
-    assert not asked, "nobody measured it"
-    write_record(DraftRecord(((0.99, 0.005),) * 8, 1000, 1.0), tmp_path)
-    build_engine(policy, config)
-    assert {size for _, size, _ in asked} <= {4, 2, 1}
-    assert asked, "it promises eight tokens a pass"
-    assert all("eagle" in shape.drafters and not filtered for shape, _, filtered in asked)
-    asked.clear()
-    build_engine(policy, replace(config, sampling=replace(config.sampling, top_k=5)))
-    assert all(filtered for _, _, filtered in asked)
+    spec = SpecSettings(drafter="eagle", path=NEW)
+    config = RunConfig(engine=EngineSettings(rows=4), spec=spec, sampling=SamplingParams(top_k=top_k))
+    measured = [
+        Measured(role, size, s) for role, s in ((POLICY, 1e-2), (EXTEND, 1e-4), (DRAFT, 1e-4)) for size in (1, 64)
+    ]
+    tuner = shape_policy_of(spec, 4, measured)
+    for pool in (None, object()):
+        engine: Any = SimpleNamespace(
+            report=lambda pool=pool: SimpleNamespace(graphs=pool),
+            ready=lambda shape, size, filtered: asked.append((shape, size, filtered)),
+        )
+        make_ready(engine, tuner, config)
+        assert bool(asked) == (pool is not None)
+    assert {size for _, size, _ in asked} == {1, 2, 4}
+    assert {filtered for _, _, filtered in asked} == {top_k > 0}
+    assert {shape.verify for shape, _, _ in asked} >= {2, 4, 8, 16}
 
 
 def test_a_drafter_that_has_learned_nothing_is_not_tried_before_it_has() -> None:

@@ -474,3 +474,23 @@ def test_alarms_become_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         AcceptanceCollapsed(1, "suffix", "suffix 4x1/5", 1.0, 2.0, 80),
     ]
     assert isinstance(events[events.index(told[-1]) + 1], RolloutFinished)
+
+
+def test_the_engine_tells_the_lengths_of_a_rollout_in_the_order_of_admission() -> None:
+    """Requests wait for two rows, the longest expected first; what is submitted while others run is no rollout."""
+    told = list[Sequence[int] | None]()
+
+    class Listening(Fixed):
+        def rollout_ended(self, lengths: Sequence[int] | None) -> None:
+            told.append(lengths)
+
+    settings = EngineSettings(rows=2, kv_gib=0.05, admission="fifo")
+    engine = EngineCore(MODEL, letters(), settings, speculation=Speculating([], Listening(OFF)))
+    for late in (False, True):
+        limits = [SamplingParams(max_tokens=limit, ignore_eos=True) for limit in (3, 9, 5, 7)]
+        asked = requests(4, params=limits)
+        engine.submit(asked[:2] if late else asked)
+        engine.tick()
+        engine.submit(asked[2:] if late else [])
+        engine.drain()
+    assert told == [[3, 9, 5, 7], None]

@@ -120,6 +120,9 @@ class EngineCore:
         self.slept: SleepReport | None = None  # of the last sleep
         self._positions, self._context_due = 0.0, 0  # mean position of a row; tick of its next update
         self._ticks = self._tokens = self._dropped = self._preemptions = self._submitted = 0
+        self._idle_ticks = 0  # ticks when the engine was idle last
+        # time of the first token and tokens of each request that ended since; None: some were submitted during ticks
+        self._lengths: list[tuple[float, int]] | None = []
 
     @property
     def version(self) -> int:
@@ -172,6 +175,8 @@ class EngineCore:
             self._speculation.begin(request.key, *asked)
             self._scheduler.submit(state)
             self._submitted += 1
+        if batch and self._ticks > self._idle_ticks:
+            self._lengths = None
 
     def tick(self) -> list[Completion]:
         """Runs one tick: decodes every running request. Returns the completions that ended."""
@@ -516,12 +521,17 @@ class EngineCore:
     def _forget(self, state: RequestState) -> None:
         del self._in_flight[state.request.key]
         self._speculation.end(state.request.key, state.tokens)
+        if self._lengths is not None:
+            self._lengths.append((state.first_token_s, len(state.tokens)))
         self._watches.pop(state.request.key, None)
         self._preemptions += state.preemptions
 
     def _on_idle(self) -> None:
         """Called when idle: reads the tick in flight, which has no request left, and checks for leaked pages."""
         self._read_in_flight()
+        lengths = None if self._lengths is None else [tokens for _, tokens in sorted(self._lengths)]
+        self._speculation.rollout_ended(lengths)
+        self._lengths, self._idle_ticks = [], self._ticks
         self._runner.timer.restart()  # idle time does not count as tick time
         self._scheduler.check_integrity()
 

@@ -115,6 +115,10 @@ class ShapePolicy(Protocol):
         """Shapes and batch sizes that it may use. Their graphs are captured at startup."""
         return ()
 
+    def rollout_ended(self, lengths: Sequence[int] | None) -> None:
+        """No request is left. `lengths`: tokens of each, in the order of admission; None: some came during ticks."""
+        return
+
     def drafter_changed(self, drafter: str) -> None:
         """Another version of this drafter's weights is used from the next tick on."""
         return
@@ -167,6 +171,9 @@ class SwappableShapePolicy(ShapePolicy):
 
     def precapture(self, sizes: Iterable[int]) -> Sequence[tuple[Shape, int]]:
         return self.now.precapture(sizes)
+
+    def rollout_ended(self, lengths: Sequence[int] | None) -> None:
+        self.now.rollout_ended(lengths)
 
     def drafter_changed(self, drafter: str) -> None:
         self.now.drafter_changed(drafter)

@@ -192,6 +192,9 @@ class Speculation:
     def end(self, key: Key, completion: Sequence[int]) -> None:
         """A request is complete, or failed."""
 
+    def rollout_ended(self, lengths: Sequence[int] | None) -> None:
+        """No request is left: see `ShapePolicy`."""
+
     def choose(self, running: int) -> Shape:
         """The shape of the tick that begins now."""
         return OFF
@@ -402,6 +405,10 @@ class Speculating(Speculation):
     def end(self, key: Key, completion: Sequence[int]) -> None:
         self._texts.end(key, completion)
         self._lifecycle.end(key, completion)
+
+    def rollout_ended(self, lengths: Sequence[int] | None) -> None:
+        self._learn()
+        self._shape_policy.rollout_ended(lengths)
 
     # ---- before a tick
 

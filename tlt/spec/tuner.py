@@ -168,13 +168,13 @@ class Tuner:
         self._acceptance.see(shape, outcome.results)
         return self._watch(outcome)
 
-    def rollout_ended(self, lengths: Sequence[int]) -> None:
+    def rollout_ended(self, lengths: Sequence[int] | None) -> None:
         """Books the plain time of a rollout by its lengths, in the order of admission, instead of tick by tick.
 
         Drafts help some requests more than others: a tick's mean tokens promise more than the slowest request gets.
         """
         progress, self._progress = self._progress, RolloutProgress()
-        if progress.plain_only:
+        if progress.plain_only or lengths is None:
             return
         ticks = plain_ticks(lengths, progress.most_requests, self._costs.pad)
         true_s = sum(count * self._plain_tick_s(size, progress) for size, count in ticks.items())
