@@ -41,7 +41,7 @@ from tlt.spec.drafter import Segment, StartedTrees
 from tlt.spec.eagle import Eagle, EagleConfig, gather_taps
 from tlt.spec.learned import LearnedDrafting
 from tlt.spec.shape import MOST_NODES, OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome
+from tlt.spec.shape_policy import Outcome, ShapePolicy
 from tlt.spec.speculation import Speculating
 from tlt.spec.suffix import SuffixDrafting
 from tlt.spec.tree import Trees
@@ -57,7 +57,7 @@ def drafting(window: int = 16, rows: int = 16) -> LearnedDrafting:
     return LearnedDrafting(drafter, MODEL, rows)
 
 
-class Always:
+class Always(ShapePolicy):
     """One shape for ever, or whatever a function says."""
 
     def __init__(self, choose) -> None:  # type: ignore[no-untyped-def]
@@ -65,14 +65,6 @@ class Always:
 
     def choose(self, batch: int, lag: int = 0) -> Shape:
         return self._choose(batch)
-
-    def observe(self, outcome: Outcome) -> tuple[()]:
-        return ()
-
-    def set_max_len(self, ticks: int) -> None: ...
-    def drafter_changed(self, drafter: str) -> None: ...
-
-    def report(self) -> None: ...
 
 
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["read at once", "read late"])

@@ -15,6 +15,7 @@ from tlt.engine.request import Request
 from tlt.model.attention import PackedLayout
 from tlt.spec.costs import TickTimes
 from tlt.spec.shape import OFF, Draft, Shape, merge
+from tlt.spec.shape_policy import ShapePolicy
 from tlt.spec.speculation import Speculating, Speculation
 from tlt.spec.suffix import SuffixDrafting
 from tlt.types import Completion, Key, SamplingParams
@@ -304,7 +305,7 @@ def test_the_suffix_drafter_speculates_in_the_engine() -> None:
     plain.submit(batch)
     expected = {completion.key: completion.tokens for completion in plain.drain()}
 
-    class Always:
+    class Always(ShapePolicy):
         verifies = 0
 
         def choose(self, batch: int, lag: int = 0) -> Shape:
@@ -313,9 +314,6 @@ def test_the_suffix_drafter_speculates_in_the_engine() -> None:
         def observe(self, outcome: object) -> tuple[()]:
             Always.verifies += len(outcome.results)  # type: ignore[attr-defined]
             return ()
-
-        def set_max_len(self, ticks: int) -> None: ...
-        def drafter_changed(self, drafter: str) -> None: ...
 
     engine = EngineCore(
         model, letters(), EngineSettings(rows=4), speculation=Speculating([SuffixDrafting(10_000)], Always())

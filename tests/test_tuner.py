@@ -15,7 +15,6 @@ from tests.tuning import (
     LEARNED,
     MODEL_FREE,
     Curve,
-    Fixed,
     World,
     costs,
     outcome,
@@ -39,7 +38,7 @@ from tlt.spec.bandit import Bandit
 from tlt.spec.budget import TRY_SHARE
 from tlt.spec.costs import CATCH_UP, DECODE, DRAFT, EXTEND, LOOKUP, POLICY, VERIFY, CostModel, Measured, TickTimes
 from tlt.spec.shape import OFF, Draft, Shape
-from tlt.spec.shape_policy import Outcome, ShapePolicy, candidates
+from tlt.spec.shape_policy import Fixed, Outcome, ShapePolicy, candidates
 from tlt.spec.tuner import Tuner
 
 SETS = [(LEARNED,), (MODEL_FREE,), (LEARNED, MODEL_FREE)]

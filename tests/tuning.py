@@ -277,25 +277,6 @@ class World:
 _TREES: dict[object, dict[str, dict[Path, tuple[float, float]]]] = {}
 
 
-@dataclass
-class Fixed:
-    """Always the same shape."""
-
-    shape: Shape
-
-    def choose(self, batch: int, lag: int = 0) -> Shape:
-        return self.shape
-
-    def observe(self, outcome: Outcome) -> tuple[Alarm, ...]:
-        return ()
-
-    def set_max_len(self, ticks: int) -> None:
-        pass
-
-    def drafter_changed(self, drafter: str) -> None:
-        pass
-
-
 def steady(policy: ShapePolicy, world: World, batch: int, ticks: int, best: Callable[[], float] | None = None) -> float:
     """Runs so many ticks at one batch size. Loss: share of the time that the best fixed shape would not have needed."""
     started, wanted = world.seconds, 0.0

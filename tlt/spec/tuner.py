@@ -67,7 +67,7 @@ class Retry:
 
 
 @dataclass(slots=True)
-class RolloutProgress:
+class PlainCredit:
     """Ticks since the engine was idle."""
 
     tokens: dict[int, float] = field(default_factory=dict)  # padded batch size → tokens of a row, on average
@@ -115,7 +115,7 @@ class Tuner:
         self._sizes: dict[int, BatchSizeState] = {}
         self.budget = Budget()
         self._trying: Try | None = None
-        self._tally, self._progress = Tally(), RolloutProgress()
+        self._tally, self._progress = Tally(), PlainCredit()
         self._left: Callable[[], float] = infinite_ticks  # upper bound of the remaining plain ticks
         self._index_s: Callable[[], float] = zero_seconds  # visits every request: called once per tick at most
         self._indexing_s: float | None = None  # its result in this tick
@@ -173,7 +173,7 @@ class Tuner:
 
         Drafts help some requests more than others: a tick's mean tokens promise more than the slowest request gets.
         """
-        progress, self._progress = self._progress, RolloutProgress()
+        progress, self._progress = self._progress, PlainCredit()
         if progress.plain_only or lengths is None:
             return
         ticks = plain_ticks(lengths, progress.most_requests, self._costs.pad)
@@ -183,7 +183,7 @@ class Tuner:
         self.budget.saved_s += correction_s
         self._tally.saved_s += correction_s
 
-    def _plain_tick_s(self, size: int, progress: "RolloutProgress") -> float:
+    def _plain_tick_s(self, size: int, progress: "PlainCredit") -> float:
         """Mean seconds of a plain tick in this rollout; contexts grow, so that its time is not that of the end."""
         if tokens := progress.tokens.get(size):
             return progress.plain_s[size] / tokens
