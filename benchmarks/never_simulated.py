@@ -241,9 +241,9 @@ def run(steps: int, worth: float = 0.7, seed: int = 0, told: list[str] | None = 
         luck = np.random.default_rng((seed, step))
         lengths = lognormal(512, 285, 0.33, 900, step + 1000 * seed) + [2048] * int(luck.random() < 0.45)
         tuner.set_max_len(2048)
-        rollout_s, saved_s = world.rollout(tuner.choose, lengths, tuner), tuner.report().saved_s
+        before_s, rollout_s = tuner.report().saved_s, world.rollout(tuner.choose, lengths, tuner)
         plain_s = plain.rollout(lambda rows, lag: OFF, lengths) + UPDATE_S
-        planner.rolled_out(lengths, rollout_s, rollout_s + UPDATE_S, tuner.report().saved_s - saved_s)
+        planner.rolled_out(lengths, rollout_s, rollout_s + UPDATE_S, tuner.report().saved_s - before_s)
         length = float(np.interp(tokens / 1e3, *zip(*CURVE, strict=True)))
         decision = planner.decide(step, DrafterStatus(length, True, MICRO_TOKENS, MICRO_S, LOOK_S, MICRO_S))
         micro_steps = int(decision.seconds / MICRO_S)
