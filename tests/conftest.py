@@ -1,6 +1,7 @@
 """Shared set-up: every test starts from a seed of its own, kernels run in Triton's interpreter where there is no GPU,
 nothing reaches for a model hub, and what takes long begins first."""
 
+import gc
 import hashlib
 import os
 import random
@@ -18,6 +19,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TLT_CACHE"] = os.path.join(os.path.dirname(__file__), "no-cache")  # no tiles tuned here
 torch.set_num_threads(1)  # the operations are small, and tests run beside each other
+
+gc.disable()  # until `pytest_collection_finish`
 
 # Some thirty processes are started by tests, Ray's among them: what one has compiled, the others need not.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -44,6 +47,13 @@ LONGEST_FIRST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would begin with the files of many tests, which are the quickest
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: a collection of garbage need not look through it each time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
