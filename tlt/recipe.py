@@ -15,6 +15,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
@@ -83,6 +84,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
     return {knob.key: attrgetter(knob.key)(config) for knob in knobs()}
 
 
+@cache
 def _comments(section: type[Any]) -> dict[str, str]:
     """Field → the comment behind it, and on the lines below it that hold nothing else."""
     names: dict[int, str] = {}  # line → the first name on it; of a comment's line the field it belongs to
