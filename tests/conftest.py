@@ -92,7 +92,7 @@ def _every_number_counts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_engines() -> None:
-    """Those that are not told otherwise would each fill a GiB with zeros; and what a tick and a micro-step cost is timed
+    """Those that are not told otherwise would each fill a GiB with zeros; and what ticks and micro-steps cost is timed
     once and on few tokens: that is a third of the time of a run as small as here."""
     from tlt.drafting import trainer
     from tlt.engine import memory, runner
