@@ -26,22 +26,26 @@ gc.disable()  # until `pytest_collection_finish`
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# The files that take longest, the one that waits most before all: beside it there is then something to compute, and
-# at the end there are only short ones to share out.
+# The files that take longest. Those that mostly wait for processes stand apart, the longest of them before all: beside
+# each there is something to compute, and at the end there are only short ones to share out.
 LONGEST_FIRST = (
     "test_cluster_fleet",
-    "test_cluster_engines",
-    "test_exact",
-    "test_linear_kernels",
-    "test_learned",
-    "test_sampler_triton",
-    "test_cluster_nodes",
-    "test_resume",
-    "test_workloads",
-    "test_loop",
-    "test_training_kernels",
     "test_tuner",
+    "test_learned",
+    "test_resume",
+    "test_cost_shift",
+    "test_cluster_engines",
+    "test_linear_kernels",
+    "test_exact",
+    "test_loop",
+    "test_cluster_nodes",
+    "test_bench_rollout",
+    "test_bench",
+    "test_speculation",
+    "test_watch_page",
     "test_attention_kernels",
+    "test_graphs",
+    "test_workloads",
 )
 
 
