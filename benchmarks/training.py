@@ -206,7 +206,7 @@ def supervised(stage: TrainingBench) -> Iterator[Record]:
 
 POLICY_VARIANTS: dict[str, dict[str, Any]] = {
     "policy": {},
-    "policy, checkpointed activations": {"checkpoint_activations": True},
+    "policy, checkpointed activations": {"checkpoint_activations": "always"},
     "policy, LoRA of rank 16": {"lora_rank": 16},
 }
 

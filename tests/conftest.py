@@ -1,6 +1,7 @@
 """Shared set-up: every test starts from a seed of its own, kernels run in Triton's interpreter where there is no GPU,
 nothing reaches for a model hub, and what takes long begins first."""
 
+import gc
 import hashlib
 import os
 import random
@@ -19,32 +20,44 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TLT_CACHE"] = os.path.join(os.path.dirname(__file__), "no-cache")  # no tiles tuned here
 torch.set_num_threads(1)  # the operations are small, and tests run beside each other
 
+gc.disable()  # until `pytest_collection_finish`
+
 # Some thirty processes are started by tests, Ray's among them: what one has compiled, the others need not.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# The files that take longest, the one that waits most before all: beside it there is then something to compute, and
-# at the end there are only short ones to share out.
+# The files that take longest. Those that mostly wait for processes stand apart, the longest of them before all: beside
+# each there is something to compute, and at the end there are only short ones to share out.
 LONGEST_FIRST = (
     "test_cluster_fleet",
-    "test_cluster_engines",
-    "test_exact",
-    "test_linear_kernels",
-    "test_learned",
-    "test_sampler_triton",
-    "test_cluster_nodes",
     "test_watch_page",
-    "test_resume",
-    "test_workloads",
-    "test_loop",
-    "test_training_kernels",
     "test_tuner",
+    "test_learned",
+    "test_resume",
+    "test_cost_shift",
+    "test_cluster_engines",
+    "test_linear_kernels",
+    "test_exact",
+    "test_loop",
+    "test_cluster_nodes",
+    "test_bench_rollout",
+    "test_bench",
+    "test_speculation",
     "test_attention_kernels",
+    "test_graphs",
+    "test_workloads",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would begin with the files of many tests, which are the quickest
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: a collection of garbage need not look through it each time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,11 +96,14 @@ def _every_number_counts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_engines() -> None:
-    """Those that are not told otherwise would each fill a GiB with zeros; and what a tick costs is timed less often."""
+    """Those that are not told otherwise would each fill a GiB with zeros; and what ticks and micro-steps cost is timed
+    once and on few tokens: that is a third of the time of a run as small as here."""
+    from tlt.drafting import trainer
     from tlt.engine import memory, runner
 
     if not torch.cuda.is_available():
-        memory.CPU_GIB, runner._TIMED_RUNS = 1 / 16, 3
+        memory.CPU_GIB, runner._TIMED_RUNS = 1 / 16, 1
+        trainer._WARM_UP_TOKENS = trainer._TIMED_TOKENS = 64
 
 
 def _hurry_the_interpreter() -> None:

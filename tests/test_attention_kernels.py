@@ -308,8 +308,15 @@ def test_a_node_that_is_no_number_harms_those_below_it_alone(kernels: ModuleType
     assert after[2:4].isnan().all(), "who sees it must not be told a number"
 
 
-@pytest.mark.parametrize("where", ["key", "value", "both"])
-@pytest.mark.parametrize(("last", "columns"), [(40, slice(0, 32)), (66, slice(7, 8)), (130, slice(31, 32))])
+@pytest.mark.parametrize(
+    ("where", "last", "columns"),
+    [
+        ("key", 40, slice(0, 32)),
+        ("value", 66, slice(7, 8)),
+        ("both", 66, slice(7, 8)),
+        ("value", 130, slice(31, 32)),
+    ],
+)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_either_half_of_a_node_may_be_no_number(where: str, last: int, columns: slice, split: bool) -> None:
     """In one column or all, in a tile or across two: the same for the key, the value and both; a lone query may stand

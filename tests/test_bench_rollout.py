@@ -47,6 +47,13 @@ CONFIG = RunConfig(spec=SPEC, engine=EngineSettings(rows=8), sampling=SamplingPa
 SCALE = RolloutScale(groups=2, group_size=3, cap=40, repeats=1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collections_are_short() -> None:
+    """The bench collects garbage around every rollout, and need not look through what other tests have left."""
+    gc.collect()
+    gc.freeze()
+
+
 def words(**given: Any) -> Namespace:
     absent = ("shape", "prompts", "json", "commit", "batches", "cap", "budget", "sections", "groups", "group_size")
     switches = dict.fromkeys(("raw", "quick", "full", "peers", "no_peers"), False)

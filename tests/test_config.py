@@ -13,9 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlt
-from tlt.config import RunConfig, SpecSettings
+from tlt.config import RunConfig, SpecSettings, TrainSettings
 from tlt.errors import ConfigError, TltError
-from tlt.recipe import REMOVED, RENAMED, Knob, flat, knob_docs, knobs, load_config, nearest_key, take_flags, to_toml
+from tlt.recipe import (
+    REMOVED,
+    RENAMED,
+    RETYPED,
+    Knob,
+    flat,
+    knob_docs,
+    knobs,
+    load_config,
+    nearest_key,
+    take_flags,
+    to_toml,
+)
 
 PACKAGE = Path(tlt.__file__).parent
 
@@ -416,6 +428,24 @@ def test_a_renamed_key_is_still_read_and_warned_of(old: str, tmp_path: Path) -> 
         from_overrides = load_config(overrides={old: value.strip('"') if '"' in value else False})
     assert flat(from_file)[RENAMED[old]] == (value.strip(chr(34)) if name == "chooser" else False)
     assert from_file == from_flags == from_overrides != RunConfig()
+
+
+@pytest.mark.parametrize("key", sorted(RETYPED))
+def test_old_values_of_a_knob_are_still_read_and_warned_of(key: str, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    for old, present in RETYPED[key].items():
+        text = str(old).lower()
+        recipe = tmp_path / "old.toml"
+        recipe.write_text(f"[{section}]\n{name} = {text}\n")
+        flags = [[f"--{key}", text], [f"--{key}={text}"], *([[f"--{key}"], [f"--{key}", "--run.seed=0"]] * old)]
+        sources = [{"recipe": recipe}, {"overrides": {key: old}}, {"overrides": {section: {name: old}}}]
+        for source in [*sources, *({"flags": take_flags(each)[0]} for each in flags)]:
+            with pytest.warns(FutureWarning, match=f"{key} {text} is now {present}; the next version refuses {text}"):
+                found = load_config(**source)  # type: ignore[arg-type]
+            assert flat(found)[key] == present
+            assert load_config(flags=[f"--{key}={present}"]) == found
+    with pytest.raises(ConfigError, match=f"{name} is True; expected auto, always or never"):
+        TrainSettings(checkpoint_activations=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("old", sorted(REMOVED))

@@ -127,8 +127,7 @@ def by_ranks(
     return done
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in SHAPES), ("eagle", 4)])
 def test_ranks_write_the_tokens_of_one(kind: str, size: int) -> None:
     batch = requests(8, group=2, params=PARAMS)
     expected = written(EngineCore(MODEL, letters(), settings_of()), batch)

@@ -158,7 +158,7 @@ def pooled(batch: Sequence[Any], ahead: bool, shared: bool) -> tuple[Any, HostPo
 @AHEAD
 @pytest.mark.parametrize("shared", [False, True], ids=["each its tree", "shared"])
 def test_tokens_stay_whichever_graph_serves(ahead: bool, shared: bool) -> None:
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (30, 44, 60, 90, 130, 170)]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (20, 30, 40, 60, 80, 100)]
     batch = requests(24, group=2, seed=5, params=params)
     engine, pool = pooled(batch, ahead, shared)
     assert tokens_of({completion.key: completion for completion in engine.drain()}) == plain(batch)

@@ -135,8 +135,9 @@ def test_who_has_more_left_comes_first() -> None:
     assert trees.size_R.tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("remaining_bias", [0.0, 16.0])
-@pytest.mark.parametrize("budget", [None, 0, 5, 12, 1000])
+@pytest.mark.parametrize(
+    ("budget", "remaining_bias"), [(None, 0.0), (0, 16.0), (5, 0.0), (5, 16.0), (12, 16.0), (1000, 16.0)]
+)
 @pytest.mark.parametrize(("width", "depth", "nodes"), [(1, 3, 4), (4, 8, 16), (3, 5, 9), (8, 8, 40), (2, 2, 9)])
 def test_the_fused_pruner_prunes_alike(
     width: int, depth: int, nodes: int, budget: int | None, remaining_bias: float

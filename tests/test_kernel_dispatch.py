@@ -25,14 +25,15 @@ IMPORTED = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((ROOT / "tlt").rglob("*.py")):
-        yield ".".join(path.relative_to(ROOT).with_suffix("").parts), ast.parse(path.read_text("utf-8"))
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text("utf-8"))
+    for path in sorted((ROOT / "tlt").rglob("*.py"))
+}
 
 
 def dispatched() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every `dispatch(function, …)` of the package."""
-    for name, tree in modules():
+    for name, tree in MODULES.items():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         found = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "dispatch"]
         for call in found:
@@ -80,7 +81,7 @@ def triton_imports(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def test_nobody_outside_the_kernels_imports_triton_functions() -> None:
-    outside = [(name, tree) for name, tree in modules() if not name.startswith("tlt.kernels.")]
+    outside = [(name, tree) for name, tree in MODULES.items() if not name.startswith("tlt.kernels.")]
     assert [line for name, tree in outside for line in triton_imports(name, tree)] == []
 
 

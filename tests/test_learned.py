@@ -298,7 +298,7 @@ def test_what_rows_take_in_fits_where_it_need_not_be_room_for_all(
 ) -> None:
     """A batch that shares what is verified writes no more than that, and of those who come in while others draft only
     their own prompts are to be taken in: less room for it, and the same drafts."""
-    hot = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=100.0) for n in (20, 50)]  # then drafts come true
+    hot = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=100.0) for n in (12, 30)]  # then drafts come true
     batch = requests(12, group=3, seed=4, params=hot)
     found, extend_segment = [], LearnedDrafting._extend_segment
     for room in (True, False):
@@ -500,7 +500,7 @@ def test_a_new_version_is_loaded_in_the_middle_and_changes_no_token(ahead: bool)
 def test_a_request_without_a_distribution_fails_alone(poisoned: int, depth: int, nodes: int, ahead: bool) -> None:
     """Its nonsense reaches the drafter's rows before anybody has read that it failed, and a draft may name the very
     token that the policy cannot go on from: those fail that fail plainly, and nobody else's tokens change."""
-    batch = requests(20, params=[SamplingParams(max_tokens=30, ignore_eos=True)], seed=1)
+    batch = requests(20, params=[SamplingParams(max_tokens=20, ignore_eos=True)], seed=1)
     shape = shape_of(depth, 4, nodes)
     with torch.no_grad():
         healthy = MODEL.embed[poisoned].clone()

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -93,7 +93,8 @@ def test_an_update_stays_within_what_is_planned(lengths: tuple[int, ...], monkey
     monkeypatch.setattr(logprobs, "most_logits", lambda device: CHUNK)
     device = CHUNK * 4 * memory_plan._LOGITS_SHARE  # a GPU whose share of logits is such a chunk
     most = {}
-    for checkpointed in (True, False):
+    choices: tuple[Literal["always", "never"], ...] = ("always", "never")
+    for checkpointed in choices:
         train = TrainSettings(row_tokens=TOKENS, checkpoint_activations=checkpointed, learning_rate=1e-4)
         model = long_policy()
         trainer = PolicyTrainer(model, train, GrpoSettings(mismatch_limit=0.0))
@@ -102,11 +103,11 @@ def test_an_update_stays_within_what_is_planned(lengths: tuple[int, ...], monkey
             told = trainer.update(completions(lengths))
         assert told.tokens == TOKENS
         plan = memory_plan.memory_plan(RunConfig(train=train), Sizes(model.config, 4, device))
-        (planned,) = (part.bytes for part in plan.phases if part.name == "update, rows of 32,768 tokens")
+        (planned,) = (part.bytes for part in plan.phases if part.name.startswith("update, rows of 32,768 tokens"))
         assert 0.75 * planned < live.most <= planned
         assert live.largest <= TOKENS * 2 * model.config.mlp * 4, "gate and up of a row, and no logits of it"
         most[checkpointed] = live.most
-    assert most[True] < 0.4 * most[False]
+    assert most["always"] < 0.4 * most["never"]
 
 
 def test_log_probabilities_of_a_long_row_are_those_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tlt.plan
 from tests.tiny import policy as tiny_policy
 from tests.training import LEARNED, small
 from tlt.cli import main
@@ -22,6 +24,7 @@ from tlt.memory_plan import (
     outer_weights,
     refusal,
     remedies,
+    remedy_lines,
 )
 from tlt.model.attention import PackedLayout
 from tlt.model.config import ModelConfig
@@ -30,8 +33,9 @@ from tlt.model.parallel import Ranks
 from tlt.model.shapes import MODEL_SHAPES
 from tlt.model.slices import slice_of
 from tlt.model.transformer import Transformer
-from tlt.plan import kv_bytes_beside_training, sizes_of
+from tlt.plan import kv_bytes_beside_training, settled, sizes_of
 from tlt.policy import open_policy
+from tlt.recipe import load_config
 from tlt.spec.drafter import build_drafters
 from tlt.train.policy import PolicyTrainer
 from tlt.types import Completion, Experience, Key, Prompt, Rollout, Timing
@@ -138,11 +142,80 @@ def test_activations_are_those_that_autograd_keeps() -> None:
 
 def test_checkpointed_layers_keep_their_input_alone() -> None:
     rows, layer = CONFIG.train.row_tokens, activation_bytes(SEVEN, 2)
-    train = replace(CONFIG.train, lora_rank=1)
+    train = replace(CONFIG.train, lora_rank=1, checkpoint_activations="never")
     plain = on(141, replace(CONFIG, train=train))
-    less = on(141, replace(CONFIG, train=replace(train, checkpoint_activations=True)))
+    less = on(141, replace(CONFIG, train=replace(train, checkpoint_activations="always")))
     saved = rows * ((SEVEN.layers - 1) * layer - SEVEN.layers * SEVEN.hidden * 2)
     assert plain.peak.bytes - less.peak.bytes == saved
+
+
+def chosen(gib: float, name: str, **knobs: Any) -> MemoryPlan:
+    """The plan of the shipped recipe on a GPU of this size."""
+    return on(gib, load_config("gsm8k_1gpu", overrides=knobs), ModelConfig.from_hf(MODEL_SHAPES[name]))
+
+
+LORA = {"train.lora_rank": 16}
+SHARDS = {"cluster.workers": 8, "cluster.shard": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "recomputes"),
+    [
+        ("Qwen2.5-1.5B", {}, {40: True, 80: True, 139: False}),
+        ("Qwen2.5-1.5B", LORA, {40: True, 80: True, 110: False}),
+        ("Qwen2.5-1.5B", {"train.row_tokens": 4096}, {80: True, 96: False}),
+        ("Qwen2.5-1.5B", {"engine.kv_gib": 4.0}, {40: True, 80: False}),
+        ("Qwen2.5-1.5B", {"engine.sleep": "always"}, {64: True, 80: False}),
+        ("Qwen2.5-7B", {}, {139: True, 180: True, 400: False}),
+        ("Qwen2.5-7B", LORA, {80: True, 139: True, 288: False}),
+        ("Qwen2.5-7B", {"train.offload": True}, {139: True, 288: False}),
+        ("Qwen2.5-7B", SHARDS, {80: True, 139: True, 288: False}),
+        ("Qwen2.5-7B", {**SHARDS, "engine.sleep": "always"}, {80: True, 139: False}),
+    ],
+)
+def test_activations_are_kept_where_there_is_clear_room(
+    name: str, knobs: dict[str, Any], recomputes: dict[int, bool]
+) -> None:
+    for gib, expected in recomputes.items():
+        plan = chosen(gib, name, **knobs)
+        assert plan.recomputes is expected, gib
+        keeps, less = (
+            chosen(gib, name, **knobs, **{"train.checkpoint_activations": knob}) for knob in ("never", "always")
+        )
+        assert plan == (less if expected else keeps)
+        assert plan.phases[0].name.endswith("layers recomputed" if expected else "activations kept")
+        assert plan.kv_bytes == less.kv_bytes, "no smaller for the activations"
+        update = keeps.phases[0]
+        needed = keeps.kept_bytes + keeps.reserve_bytes + update.bytes + (0 if update.asleep else less.kv_bytes)
+        assert (needed > 0.9 * gib * GIB) is expected
+
+
+def test_a_choice_between_activations_is_advice_only_where_it_was_made() -> None:
+    def advised(knob: str) -> list[str]:
+        policy = ModelConfig.from_hf(MODEL_SHAPES["Qwen2.5-1.5B"])
+        config = load_config("gsm8k_1gpu", overrides={"train.checkpoint_activations": knob})
+        return [line.partition(":")[0] for line in remedy_lines(config, Sizes(policy, 2, 40 * GIB))]
+
+    flag = "--train.checkpoint_activations always"
+    assert flag in advised("never")
+    assert flag not in advised("auto"), "layers are recomputed already"
+
+
+def test_what_the_plan_decides_is_settled_before_a_worker_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("quickstart", overrides={"model.device": "cpu"})
+    assert settled(config) == replace(
+        config,
+        engine=replace(config.engine, sleep="never"),
+        train=replace(config.train, checkpoint_activations="never"),
+    )
+    gpu, policy = load_config("gsm8k_1gpu", overrides={"model.device": "cuda"}), MODEL_SHAPES["Qwen2.5-1.5B"]
+    for gib, chosen in ((60, "always"), (139, "never")):
+        sizes = Sizes(ModelConfig.from_hf(policy), 2, gib * GIB)
+        monkeypatch.setattr(tlt.plan, "device_of", torch.device)
+        monkeypatch.setattr(tlt.plan, "sizes_of", lambda config, sizes=sizes: sizes)
+        found = settled(gpu)
+        assert (found.train.checkpoint_activations, found.engine.sleep) == (chosen, "never")
+        assert memory_plan(found, sizes) == memory_plan(gpu, sizes), "the cache is sized by the same plan"
 
 
 def test_keys_and_values_get_what_is_left_and_no_more_than_rows_can_fill() -> None:
@@ -222,13 +295,13 @@ def test_the_command_prints_the_table_and_refuses(capsys: pytest.CaptureFixture[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", [0, 8])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_an_update_takes_what_was_said(checkpointed: bool, rank: int) -> None:
+@pytest.mark.parametrize("checkpointed", ["never", "always"])
+def test_an_update_takes_what_was_said(checkpointed: str, rank: int) -> None:
     """The most that torch allocates in a step of a policy of 0.4 billion weights, beside the plan."""
     config = ModelConfig.from_hf({**MODEL_SHAPES["Qwen2.5-1.5B"], "num_hidden_layers": 4})
     model = Transformer(config, dtype=torch.bfloat16, device="cuda")
     model.init_weights(0)
-    train = TrainSettings(row_tokens=4096, checkpoint_activations=checkpointed, lora_rank=rank)
+    train = TrainSettings(row_tokens=4096, lora_rank=rank, checkpoint_activations=checkpointed)  # type: ignore[arg-type]
     trainer = PolicyTrainer(model, train, GrpoSettings(mismatch_limit=0.0))
     tokens, zeros = tuple(range(4088)), (0.0,) * 4088
     completions = [

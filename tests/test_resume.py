@@ -48,7 +48,8 @@ from tlt.watch.events import (
 from tlt.watch.history import counted, events_of, steps_of
 
 OPTIMIZER = "optimizer/state.safetensors"
-FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED, "--drafting.forced_share=0.3"]
+SHORT = "--sampling.max_tokens=24"
+FLAGS = ["--run.steps=4", "--checkpoint.every=2", *LEARNED, "--drafting.forced_share=0.3", SHORT]
 
 
 def weights(config: RunConfig) -> bytes:
@@ -320,9 +321,9 @@ def test_resuming_where_nothing_was_saved_begins(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_run_and_the_last_checkpoint_is_gone_on_from(
-    undisturbed: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: RunConfig, copied: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(tmp_path, *FLAGS)
+    shutil.rmtree(checkpoint(copied, 4))
     write = Checkpoints.write
 
     def full(self: Checkpoints, step: int, fill: Callable[[Path], None]) -> Path:
@@ -335,9 +336,9 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_is_gone_on_from(
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "write", full)
         with pytest.raises(CheckpointError, match=r"step_4 cannot be written: No space left.*step_2, is intact"):
-            tlt.train(config)
-    run = tlt.train(config, resume=True)
-    assert same_as(undisturbed, config)
+            tlt.train(copied, resume=True)
+    run = tlt.train(copied, resume=True)
+    assert same_as(undisturbed, copied)
     assert [event.step for event in events_of(run, CheckpointSaved)] == [2, 4]
 
 
@@ -502,7 +503,7 @@ def test_settings_that_change_shapes_are_refused_by_name(copied: RunConfig, flag
 def test_a_drafter_may_be_left_out_and_begun_again(undisturbed: RunConfig, copied: RunConfig) -> None:
     """It changes no number, so a run may go on without one, or with one that the checkpoint has none of."""
     shutil.rmtree(checkpoint(copied, 4))
-    config = small(Path(copied.run.out), "--run.steps=3", "--checkpoint.every=1")
+    config = small(Path(copied.run.out), "--run.steps=3", "--checkpoint.every=1", SHORT)
     tlt.train(config, resume=True)
     assert not (checkpoint(config, 3) / "drafter").exists()
     kept = ["--checkpoint.every=1", "--checkpoint.buffer=true"]  # with its answers, even if it has learned nothing yet

@@ -220,7 +220,7 @@ def test_a_run_whose_engine_sleeps_learns_the_same(tmp_path: Any) -> None:
 def on(gib: float, sleep: str = "auto", **train: Any) -> MemoryPlan:
     config = RunConfig(
         sampling=SamplingParams(max_tokens=8192),
-        train=TrainSettings(lora_rank=16, row_tokens=8192, **train),
+        train=TrainSettings(lora_rank=16, row_tokens=8192, checkpoint_activations="never", **train),
         engine=EngineSettings(sleep=sleep),  # type: ignore[arg-type]
     )
     return memory_plan(config, Sizes(SEVEN, 2, int(gib * GIB)))

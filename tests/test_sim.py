@@ -90,12 +90,12 @@ def test_plain_ticks_are_the_engines(admission: str, rows: int, pages: int) -> N
     knobs = {"rows": rows, "page_size": PAGE, "prefill_tokens": 16, "admission": admission}
     engine = EngineCore(MODEL, letters(), EngineSettings(kv_gib=kv_gib(pages, PAGE), **knobs))
     prompts = [tuple(2 + (number + place) % 20 for place in range(5 + number)) for number in range(6)]
-    asked = [Request(Key(3, n), prompts[n // 4], SamplingParams(max_tokens=90), f"p{n // 4}") for n in range(24)]
+    asked = [Request(Key(3, n), prompts[n // 4], SamplingParams(max_tokens=60), f"p{n // 4}") for n in range(24)]
     engine.submit(asked)
     lengths = {done.key.request: len(done.tokens) for done in engine.drain()}
     report = engine.report()
     groups = [tuple(lengths[4 * number + completion] for completion in range(4)) for number in range(6)]
-    trace = Trace(tuple(TracedPrompt(group, 5 + number) for number, group in enumerate(groups)), 90, "a test")
+    trace = Trace(tuple(TracedPrompt(group, 5 + number) for number, group in enumerate(groups)), 60, "a test")
     found = fleet(
         trace, book(rows=rows, pages=report.pages.free + report.pages.cached), admission=admission, prefill_tokens=16
     ).rollout()
@@ -400,9 +400,9 @@ def test_a_book_with_a_drafter_foresees_both(tmp_path: Path, capsys: pytest.Capt
 # ---- writing ahead
 
 
-def writing_ahead(turn_rate: float | None, workers: int = 4, rollouts: int = 3, seed: int = 0) -> list[Simulated]:
+def writing_ahead(turn_rate: float | None, workers: int = 4, rollouts: int = 3) -> list[Simulated]:
     """Of workers that draft nothing, on a GPU with short ticks, and completions that differ much in length."""
-    luck = random.Random(seed)
+    luck = random.Random(0)
     groups = [tuple(min(600, 1 + int(luck.lognormvariate(4.0, 1.0))) for _ in range(4)) for _ in range(16)]
     trace = Trace(tuple(TracedPrompt(lengths, 20) for lengths in groups), 600, "a test")
     costs = book(rows=16, ranks=())
@@ -431,10 +431,9 @@ def test_text_that_the_policy_still_writes_shortens_the_next_rollout(workers: in
 
 
 @pytest.mark.parametrize("turn_rate", [0.03, 0.3, 1.0])
-@pytest.mark.parametrize("seed", range(2))
-def test_text_of_little_use_makes_no_rollout_slower(turn_rate: float, seed: int) -> None:
-    usual = writing_ahead(None, seed=seed)
-    ahead = writing_ahead(turn_rate, seed=seed)
+def test_text_of_little_use_makes_no_rollout_slower(turn_rate: float) -> None:
+    usual = writing_ahead(None)
+    ahead = writing_ahead(turn_rate)
     assert sum(one.seconds for one in ahead) <= 1.01 * sum(one.seconds for one in usual)
     if turn_rate == 1.0:
         assert not any(one.ahead for one in ahead)

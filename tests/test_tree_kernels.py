@@ -28,9 +28,13 @@ def random_trees(rows: int, nodes: int, dice: random.Random) -> Trees:
     return trees
 
 
-@pytest.mark.parametrize("shared", [0.0, 1.0, 0.5, 0.2])  # 1: all nodes fit, padding left out; less: trees are cut
+SIZES = [(1, 1, 2, 2), (5, 3, 8, 4), (6, 6, 17, 9), (3, 2, 40, 1)]
+SHARED = [0.0, 1.0, 0.5, 0.2]  # 1: all nodes fit, padding left out; less: trees are cut
+
+
 @pytest.mark.parametrize(
-    ("rows", "count", "nodes", "steps"), [(1, 1, 2, 2), (5, 3, 8, 4), (6, 6, 17, 9), (3, 2, 40, 1), (70, 66, 4, 4)]
+    ("rows", "count", "nodes", "steps", "shared"),
+    [*((*size, shared) for size in SIZES for shared in SHARED), (70, 66, 4, 4, 0.5)],
 )
 def test_trees_are_prepared_and_walked_alike(rows: int, count: int, nodes: int, steps: int, shared: float) -> None:
     tokens = rows * nodes if not shared else rows + int(rows * (nodes - 1) * shared)

@@ -280,7 +280,7 @@ def test_candidates_are_sensible() -> None:
 def test_a_steady_drafter_is_used_nearly_as_well_as_in_hindsight(first: float, batch: int) -> None:
     """Loss against the best of all shapes, drafting costs and acceptance known: ≤ 3 % of the time after warm-up."""
     losses = []
-    for seed in range(4):
+    for seed in range(3):
         here, policy = world(first, seed=seed), tuner()
         steady(policy, here, batch, 500)
         losses.append(steady(policy, here, batch, 500, lambda h=here: best_rate(h, batch)))
@@ -421,7 +421,7 @@ def test_a_slow_moment_just_after_a_switch_is_forgotten(slow: float, read_once: 
 
 
 @pytest.mark.parametrize("read_once", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_costs_stay_costs(seed: int, read_once: bool) -> None:
     """Chosen a tick ahead, times untold, batches that change, new drafters, slow spells, contexts that grow: nothing is
     ever free, learning stays within its share but for what one spell adds, and plain decoding is as fast at most."""
@@ -787,7 +787,7 @@ def test_the_bandit_learns_which_shape_of_a_bucket_is_best() -> None:
 def test_a_drafter_that_must_catch_up_is_tried_when_that_is_affordable() -> None:
     """What it takes in first counts as lost: the more it is, the later the first try; and it is booked as it went."""
     waited = []
-    for lag in (0, 100):
+    for lag in (0, 4):
         policy = tuner()
         policy.load_costs([Measured(CATCH_UP, 1, 0.0005)])
         spent = 0.0

@@ -447,7 +447,9 @@ class TrainSettings:
     row_tokens: int = 16384  # tokens packed into one forward and backward pass: bounds memory, changes no number
     minibatches: int = 1  # minibatches per step, each with its own update of the weights
     epochs: int = 1  # passes over a step's rollouts
-    checkpoint_activations: bool = False  # recompute each layer in the backward pass: less memory, more time
+    checkpoint_activations: Literal["auto", "always", "never"] = "auto"  # whether the backward pass recomputes each
+    # layer. auto: on a GPU, unless `tlt plan` has clear room for activations; always: less memory, a third more time;
+    # never: activations are kept
     offload: bool = False  # keep the optimizer's masters and moments in host memory: less GPU memory, longer updates
     lora_rank: int = 0  # train LoRA adapters of this rank, at most the smaller side of a matrix; 0: all weights
     lora_alpha: float = 0.0  # scale of that change is lora_alpha / lora_rank; 0 takes a scale of 1
@@ -458,6 +460,8 @@ class TrainSettings:
         for name in ("learning_rate", "warmup_steps", "decay_steps", "weight_decay", "lora_rank", "lora_alpha"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.clip > 0, "clip", self.clip, "a number > 0")
+        chosen = self.checkpoint_activations
+        _require(chosen in ("auto", "always", "never"), "checkpoint_activations", chosen, "auto, always or never")
         alone = not (self.offload and self.lora_rank)
         why = f"false, as lora_rank is {self.lora_rank}: adapters take little memory"
         _require(alone, "offload", self.offload, why)

@@ -41,8 +41,8 @@ from tlt.model.parallel import Alone
 from tlt.model.slices import refresh, slice_of
 from tlt.model.transformer import Transformer
 from tlt.multi_turn import MultiTurn, Replies
-from tlt.plan import kv_bytes_beside_training, plan_or_refuse
-from tlt.policy import Policy, base_name, device_of, open_policy
+from tlt.plan import kv_bytes_beside_training, plan_or_refuse, settled
+from tlt.policy import Policy, base_name, open_policy
 from tlt.spec.budget import Budget, CostKind
 from tlt.spec.drafter import Drafter, build_drafters
 from tlt.spec.eagle import Eagle
@@ -89,11 +89,7 @@ class Worker:
     """Policy, engine, policy trainer and drafter trainer of one worker."""
 
     def __init__(self, config: RunConfig, peers: Peers = ALONE, emit: Emit = lambda event: None) -> None:
-        self.config = config
-        sleeps = config.engine.sleep == "always"
-        if device_of(config.model.device).type == "cuda":
-            sleeps = plan_or_refuse(config).sleeps
-        self._engine_settings = replace(config.engine, sleep="always" if sleeps else "never")
+        self.config = config = settled(config)
         emit(StartupPhase(f"opening the policy {config.model.path}"))
         self.policy = (peers.open_policy or open_policy)(config.model)
         copied = config.grpo.kl and not config.train.lora_rank  # LoRA: the base policy is the reference
@@ -144,14 +140,14 @@ class Worker:
 
         `taken`: the trainers have allocated their memory; memory that torch only caches counts as free.
         """
-        model, config = self.policy.model, replace(self.config, engine=self._engine_settings)
+        model, config = self.policy.model, self.config
         if config.engine.kv_gib or not model.embed.is_cuda:
             return config
         free = free_bytes(model.embed.device)
         if taken:
             kv_gib = gib_of_what_is_free(free)
         else:
-            kv_gib = kv_bytes_beside_training(plan_or_refuse(self.config), free) / GIB
+            kv_gib = kv_bytes_beside_training(plan_or_refuse(config), free) / GIB
         return replace(config, engine=replace(config.engine, kv_gib=kv_gib))
 
     def _online_drafter(self, trained: Eagle, keeper: StateKeeper | None, peers: Peers) -> OnlineDrafter:

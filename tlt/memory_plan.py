@@ -1,13 +1,16 @@
 """The memory plan: what a worker's GPU holds in each phase of a step, from the configuration and sizes alone.
 
-Always holds: the plan is made before anything is loaded, and the key-value cache gets what it leaves. What is trained
-and what is sharded counts as such. Numbers are bytes of one worker. Pure: reads no files, asks no device.
+Always holds: the plan is made before anything is loaded, and the key-value cache gets what it leaves. It decides what
+`engine.sleep` and `train.checkpoint_activations` leave open: activations are kept where that takes nothing from the
+cache, and the engine sleeps where the run would not fit otherwise. What is trained and what is sharded counts as such.
+Numbers are bytes of one worker. Pure: reads no files, asks no device.
 """
 # W weights, D hidden, M MLP, V vocabulary, T tokens of a row
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 from tlt.config import RunConfig
 from tlt.model.config import ModelConfig
@@ -16,10 +19,12 @@ GIB = 1024**3
 RESERVE_SHARE = 0.05  # of the GPU, for graphs and the allocator
 RESERVE_BYTES = GIB  # and this on top
 LOGIT_BYTES = 4  # logits are float32
+_MARGIN_SHARE = 0.1  # of the GPU, that keeping activations must leave free
 _LOGITS_SHARE = 64  # training computes logits in chunks of this part of the GPU's memory
 _GATHERED_BLOCKS = 2  # of a policy in shards: the one in use, and the next
 _HALF = 2  # bytes of a weight in half precision
 _UNFUSED = 1.5  # times the activations of fused layers, which only half precision has
+_UPDATE = "update"  # how that phase's name begins
 _PROMPT_TOKENS = 4096  # of the longest prompt, as far as room for keys and values goes
 _ROWS_TRIED = (16384, 8192, 4096, 2048)
 
@@ -62,6 +67,7 @@ class MemoryPlan:
     most_kv_bytes: int  # that all rows can fill
     least_kv_bytes: int  # one request of the greatest length
     given_kv_bytes: int  # `engine.kv_gib`; 0: what is left
+    recomputes: bool  # each layer in the backward pass
 
     @property
     def kept_bytes(self) -> int:
@@ -108,6 +114,26 @@ class MemoryPlan:
 
 
 def memory_plan(config: RunConfig, sizes: Sizes) -> MemoryPlan:
+    """With `train.checkpoint_activations` auto layers are recomputed unless there is clear room for activations."""
+    if config.train.checkpoint_activations != "auto":
+        return _plan_of(config, sizes)
+    keeps, recomputes = (_plan_of(_checkpointed(config, it), sizes) for it in ("never", "always"))
+    return keeps if not keeps.device_bytes or _has_room(keeps, recomputes) else recomputes
+
+
+def _has_room(keeps: MemoryPlan, recomputes: MemoryPlan) -> bool:
+    """Whether activations leave a clear margin beside the cache that there is without them, and change no sleep."""
+    update = next(part for part in keeps.phases if part.name.startswith(_UPDATE))
+    kv = 0 if update.asleep else recomputes.kv_bytes
+    needed = keeps.kept_bytes + keeps.reserve_bytes + update.bytes + kv
+    return keeps.sleeps is recomputes.sleeps and needed <= (1 - _MARGIN_SHARE) * keeps.device_bytes
+
+
+def _checkpointed(config: RunConfig, chosen: Literal["always", "never"]) -> RunConfig:
+    return replace(config, train=replace(config.train, checkpoint_activations=chosen))
+
+
+def _plan_of(config: RunConfig, sizes: Sizes) -> MemoryPlan:
     """With `engine.sleep` auto the engine sleeps during updates if the run would not fit otherwise."""
     awake, asleep = (_plan(config, sizes, sleeps) for sleeps in (False, True))
     sleeps = asleep.fits and not awake.fits if config.engine.sleep == "auto" else config.engine.sleep == "always"
@@ -132,6 +158,7 @@ def _plan(config: RunConfig, sizes: Sizes, sleeps: bool) -> MemoryPlan:
         most_kv_bytes=page * config.engine.rows * most,
         least_kv_bytes=page * max(2, least),
         given_kv_bytes=int(config.engine.kv_gib * GIB),
+        recomputes=config.train.checkpoint_activations == "always",
     )
 
 
@@ -146,9 +173,8 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     for tokens in _ROWS_TRIED:
         if tokens < train.row_tokens:
             yield f"--train.row_tokens {tokens}", replace(config, train=replace(train, row_tokens=tokens))
-    if not train.checkpoint_activations:
-        changed = replace(config, train=replace(train, checkpoint_activations=True))
-        yield "--train.checkpoint_activations true", changed
+    if train.checkpoint_activations != "always":
+        yield "--train.checkpoint_activations always", _checkpointed(config, "always")
     if config.engine.kv_gib:
         yield "--engine.kv_gib 0", replace(config, engine=replace(config.engine, kv_gib=0.0))
     if config.grpo.kl and not config.train.lora_rank:
@@ -162,9 +188,9 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield "--train.offload true", replace(config, train=replace(train, offload=True))
     lora = replace(train, lora_rank=16, offload=False)
     yield "--train.lora_rank 16", replace(config, train=lora, cluster=replace(cluster, shard=False))
-    if not train.checkpoint_activations:
-        both = replace(lora, checkpoint_activations=True)
-        flags = "--train.lora_rank 16 --train.checkpoint_activations true"
+    if train.checkpoint_activations == "never":
+        both = replace(lora, checkpoint_activations="always")
+        flags = "--train.lora_rank 16 --train.checkpoint_activations always"
         yield flags, replace(config, train=both, cluster=replace(cluster, shard=False))
 
 
@@ -262,7 +288,9 @@ def _drafter_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryPart]:
 
 def _phases(config: RunConfig, sizes: Sizes, device: int, sleeps: bool) -> Iterator[MemoryPart]:
     row = max(config.train.row_tokens, min(sizes.policy.max_positions, config.sampling.max_tokens))
-    yield MemoryPart(f"update, rows of {row:,} tokens", _update_bytes(config, sizes, row, device), asleep=sleeps)
+    how = "layers recomputed" if config.train.checkpoint_activations == "always" else "activations kept"
+    name = f"{_UPDATE}, rows of {row:,} tokens, {how}"
+    yield MemoryPart(name, _update_bytes(config, sizes, row, device), asleep=sleeps)
     yield MemoryPart("rollout: prefill and logits", forward_bytes(config, sizes))
     if sizes.drafter and not config.drafting.frozen:
         yield MemoryPart("drafter training", _drafting_bytes(config, sizes, sizes.drafter, device))
@@ -294,7 +322,7 @@ def _update_bytes(config: RunConfig, sizes: Sizes, row: int, device: int) -> int
     """The larger of the beginning of a backward pass, with all activations, and its end, with all gradients."""
     policy, size, wide, shards = sizes.policy, sizes.itemsize, _wide(sizes.itemsize), _shards(config)
     layer, D = activation_bytes(policy, size), policy.hidden
-    if config.train.checkpoint_activations:
+    if config.train.checkpoint_activations == "always":
         activations = row * (policy.layers * D * size + layer)
     else:
         activations = row * policy.layers * layer

@@ -57,6 +57,19 @@ def plan_or_refuse(config: RunConfig) -> MemoryPlan:
     return found
 
 
+def settled(config: RunConfig) -> RunConfig:
+    """The configuration with `engine.sleep` and `train.checkpoint_activations` decided: by the plan on a GPU, and
+    "never" on a CPU. Raises ConfigError if the run cannot fit."""
+    sleep, checkpointed = config.engine.sleep, config.train.checkpoint_activations
+    if device_of(config.model.device).type == "cuda":
+        found = plan_or_refuse(config)
+        sleep = "always" if found.sleeps else "never"
+        checkpointed = "always" if found.recomputes else "never"
+    engine = replace(config.engine, sleep="never" if sleep == "auto" else sleep)
+    train = replace(config.train, checkpoint_activations="never" if checkpointed == "auto" else checkpointed)
+    return replace(config, engine=engine, train=train)
+
+
 def kv_bytes_beside_training(plan: MemoryPlan, free: int) -> int:
     """For the cache of an engine that is built now, with so many bytes free. Raises ConfigError if a request of the
     greatest length does not fit into it: others use the GPU, or more is allocated than planned."""

@@ -15,6 +15,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +31,7 @@ REMOVED = {  # old key → what there is instead
     "drafting.share": "drafter training now follows a forecast; drafting.forced_share trains in any case",
     "drafting.cold_share": "drafter training now follows a forecast; drafting.forced_share trains in any case",
 }
+RETYPED = {"train.checkpoint_activations": {True: "always", False: "never"}}  # key → old value → present value
 
 # ---- what there is to set
 
@@ -82,6 +84,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
     return {knob.key: attrgetter(knob.key)(config) for knob in knobs()}
 
 
+@cache
 def _comments(section: type[Any]) -> dict[str, str]:
     """Field → the comment behind it, and on the lines below it that hold nothing else."""
     names: dict[int, str] = {}  # line → the first name on it; of a comment's line the field it belongs to
@@ -183,11 +186,23 @@ def _is_removed(key: str, origin: str) -> bool:
 
 
 def _take_value(name: str, type_: Any, waiting: list[str]) -> str:
-    if type_ is bool and (not waiting or waiting[0] not in ("true", "false")):
+    switch = type_ is bool or (name[2:] in RETYPED and (not waiting or waiting[0].startswith("--")))
+    if switch and (not waiting or waiting[0] not in ("true", "false")):
         return "true"
     if not waiting or waiting[0].startswith("--"):
         raise ConfigError(f"{shown_names([name])} needs a value: {name[:40]} VALUE")
     return waiting.pop(0)
+
+
+def _present_value(key: str, value: Any, origin: str) -> Any:
+    """The present value of a knob that was a switch: files and flags of the last version are still read."""
+    if key not in RETYPED or type(value) is not bool:
+        return value
+    present, old = RETYPED[key][value], _toml_value(value)
+    warnings.warn(
+        f"{origin}: {key} {old} is now {present}; the next version refuses {old}", FutureWarning, stacklevel=2
+    )
+    return present
 
 
 def nearest_key(key: str) -> str | None:
@@ -291,6 +306,7 @@ def _unknown_name(key: str, name: str, value: Any, siblings: Mapping[str, Any], 
 
 def _checked(key: str, type_: Any, value: Any, origin: str) -> Any:
     """The value as its knob's type, without guessing: only an int may stand for a float, and a list for a tuple."""
+    value = _present_value(key, value, origin)
     if type_ is float and type(value) is int and value in _INTEGERS:
         value = float(value)
     if type_ is str and isinstance(value, Path):
@@ -361,7 +377,8 @@ def _from_text(key: str, type_: Any, text: str, origin: str) -> Any:
             items = [_from_text(key, get_args(type_)[0], item, origin) for item in text.split(",")] if text else []
         return _checked(key, type_, items, origin)
     try:
-        value = _SCALARS[type_](text) if type_ in _SCALARS else text
+        kind = bool if key in RETYPED and text in ("true", "false") else type_
+        value = _SCALARS[kind](text) if kind in _SCALARS else text
     except (ValueError, KeyError):
         raise ConfigError(f"{origin}: {key} is {shown(text)}; expected {_type_words(type_)}") from None
     return _checked(key, type_, value, origin)

@@ -193,7 +193,7 @@ class VariantRunner:
             return tuner
         return shape_policy_of(replace(tuned, drafter="none"), rows, self.measured, on_gpu=on_gpu)
 
-    def off_seconds(self, ticks: int = 4096) -> float:
+    def off_seconds(self, ticks: int = 1024) -> float:
         """What an engine with speculation does more in a plain tick than one without, on the host."""
         speculating = Speculating([], self.shape_policy(Variant(STAYS_OFF)))
         batches = [1 + tick * min(self.completions, self._config.engine.rows) // ticks for tick in range(ticks)]

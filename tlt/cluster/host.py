@@ -62,6 +62,7 @@ from tlt.model.fingerprint import fingerprint
 from tlt.model.parallel import ALONE, Alone
 from tlt.model.transformer import Transformer
 from tlt.model.weights import check_finite
+from tlt.plan import settled
 from tlt.policy import open_slice, source_of
 from tlt.train.policy import UpdateResult
 from tlt.train.policy_files import ShardedPolicyFiles
@@ -369,7 +370,7 @@ class Host:
 
             def trainer(engine: Transformer, reference: Transformer | None) -> ShardedTrainer:
                 sharded = ShardedTrainer(
-                    *(engine, self._config, mesh), reference=reference, add_up=self._add_up, source=source
+                    *(engine, settled(self._config), mesh), reference=reference, add_up=self._add_up, source=source
                 )
                 if source:
                     sharded.publish()

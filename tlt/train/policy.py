@@ -125,7 +125,7 @@ class PolicyTrainer:
         self._passes = passes or (lambda own: own)
         peak = train.learning_rate or usual_rate(weights_count(model.config), train.lora_rank).rate
         self._schedule = Schedule(peak, train.warmup_steps, train.decay_steps)
-        model.checkpoint_activations = train.checkpoint_activations
+        model.checkpoint_activations = train.checkpoint_activations == "always"
         self._lora = Lora(model, train.lora_rank, train.lora_alpha) if train.lora_rank else None
         adamw = OffloadedAdamW if train.offload else MasterAdamW
         self._optimizer = adamw(self._lora or model, weight_decay=train.weight_decay)
