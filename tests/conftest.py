@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is first imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TLT_CACHE"] = os.path.join(os.path.dirname(__file__), "no-cache")  # no tiles tuned here
+os.environ["RAY_AUTH_MODE"] = "disabled"  # of all of a process's clusters: Ray reads it once
 torch.set_num_threads(1)  # the operations are small, and tests run beside each other
 
 gc.disable()  # until `pytest_collection_finish`

@@ -72,6 +72,11 @@ def test_workers_go_on_from_the_mean_of_the_accounts_that_were_saved() -> None:
     assert restored.longest == 3
 
 
+def test_the_mean_of_accounts_does_not_depend_on_their_order() -> None:
+    accounts = [Budget(plain_s=seconds).state() for seconds in (0.1, 1e16, 0.7, -1e16, 0.3)]
+    assert Budget.mean(accounts).plain_s == Budget.mean(accounts[::-1]).plain_s == pytest.approx(0.22)
+
+
 @given(TURNS)
 @settings(max_examples=200, deadline=None)
 def test_a_run_takes_at_most_a_hundredth_longer_at_any_moment(turns: Sequence[Turn]) -> None:

@@ -1,6 +1,5 @@
 """Many workers do what one does: the same tokens, rewards and policy, whoever trains the drafter, whoever dies."""
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +45,6 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()

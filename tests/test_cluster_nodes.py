@@ -30,7 +30,6 @@ from tlt.watch.workers import FleetPublished, WorkerLost, WorkerReturned
 
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[Cluster, Any]]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     quiet = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
     second = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 * 2**20)  # a GPU in name alone

@@ -8,6 +8,7 @@ Seconds in which nothing waits are never charged. Knows seconds only: no shapes,
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import fsum
 
 SHARE = 0.008  # fraction of the plain time so far that may be spent without return: below 1 %, as measured times err
 TRY_SHARE = 0.005  # fraction of the time so far that tries of drafters may lose
@@ -106,7 +107,7 @@ class Budget:
         return budget
 
     def restore(self, saved: Sequence[Mapping[str, float]]) -> None:
-        """Restores the mean of the workers' accounts: they share each rollout, and their number may change."""
-        mean = {name: sum(one.get(name, 0.0) for one in saved) / len(saved) for name in self.state()}
+        """Restores the mean of the workers' accounts, whatever their order: they share each rollout."""
+        mean = {name: fsum(one.get(name, 0.0) for one in saved) / len(saved) for name in self.state()}
         self.plain_s, self.saved_s, self.tried_s = mean["plain_s"], mean["saved_s"], mean["tried_s"]
         self.spent = {kind: mean[kind] for kind in CostKind}
