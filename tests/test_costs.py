@@ -251,3 +251,11 @@ def test_new_requests_bring_positions_for_each_emitted_token() -> None:
     for _ in range(4000):
         found.arrived(0, 256)
     assert found.arrived_per_token < 0.01
+
+
+def test_a_plain_tick_on_a_cpu_costs_what_its_requests_do_without_padding() -> None:
+    on_gpu, on_cpu = costs(True), costs(False)
+    assert on_gpu.plain_s(70) == on_gpu.seconds(OFF, 70) == on_gpu.seconds(OFF, 96)
+    assert on_cpu.plain_s(96) == on_cpu.seconds(OFF, 96)
+    assert on_cpu.plain_s(70) == pytest.approx(policy_s(70), rel=0.01)
+    assert on_cpu.plain_s(70) < 0.99 * (on_cpu.seconds(OFF, 70) or 0.0)

@@ -13,7 +13,7 @@ from math import ceil, inf
 from statistics import median
 from types import MappingProxyType
 
-from tlt.spec.shape import Shape
+from tlt.spec.shape import OFF, Shape
 
 # Baselines, measured at startup over idle rows and an empty KV cache:
 POLICY = "policy"  # one run of the policy; size = tokens, idle rows included
@@ -228,13 +228,19 @@ class CostModel:
         self._ticks, self._context = self._ticks + 1, context
         for (part, of, runs), (_, ran, _) in zip(self._parts(shape, size), self._parts(shape, rows), strict=True):
             if part in times.parts:
-                padded_s = 0.0 if self._read_once or ran == of else self._baseline(part, of) - self._baseline(part, ran)
-                self._see(part, of, times.parts[part] / runs + max(0.0, padded_s), self._load(part, ran, rows))
+                seconds = times.parts[part] / runs + self._padding_s(part, of, ran)
+                self._see(part, of, seconds, self._load(part, ran, rows))
         if times.seconds is not None and not times.one_off_s:
             self._see(self._gap(shape), size, max(0.0, times.seconds - sum(times.parts.values())), 0.0)
         if positions and INGEST in times.parts:
             before = self._caught_up.ratio(self._live_rows)
             self._ingested.see(times.parts[INGEST], positions * self._position_s(size), before)
+
+    def _padding_s(self, part: str, padded: int, size: int) -> float:
+        """Seconds by which a part of the padded size is dearer than what a CPU computes."""
+        if self._read_once or size == padded:
+            return 0.0
+        return max(0.0, self._baseline(part, padded) - self._baseline(part, size))
 
     def caught_up(self, batch: int, lag: float, seconds: float) -> None:
         """Adds a draft-extend over `lag` positions per row, after ticks without the drafter."""
@@ -270,6 +276,10 @@ class CostModel:
         if self.table.estimate(POLICY, 1) is None:
             return None
         return sum(self.parts(shape, batch).values()) + self._expected(self._gap(shape), self.pad(batch), 0.0)
+
+    def plain_s(self, batch: int) -> float:
+        """Expected seconds of a plain tick of exactly so many requests; 0 until a run of the policy was measured."""
+        return max(0.0, (self.seconds(OFF, batch) or 0.0) - self._padding_s(DECODE, self.pad(batch), batch))
 
     def parts(self, shape: Shape, batch: int) -> dict[str, float]:
         """Expected seconds of each part of a tick, without the gap."""

@@ -187,7 +187,7 @@ class Tuner:
         """Mean seconds of a plain tick in this rollout; contexts grow, so that its time is not that of the end."""
         if tokens := progress.tokens.get(size):
             return progress.plain_s[size] / tokens
-        return self._costs.seconds(OFF, size) or 0.0
+        return self._costs.plain_s(size)
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
         for cost in costs:
@@ -423,7 +423,7 @@ class Tuner:
             self._tried(OFF)
             return
         per_request = 1.0 + accepted / len(outcome.results) if outcome.results else 1.0
-        plain_s = per_request * (self._costs.seconds(OFF, outcome.batch) or 0.0)
+        plain_s = per_request * self._costs.plain_s(outcome.batch)
         budget.ran(seconds - keep_s, max(0.0, plain_s - keep_s))
         self._progress.add(size, outcome.batch, per_request, max(0.0, plain_s - keep_s), plain=False)
         tally.saved_s += plain_s - seconds
