@@ -226,3 +226,12 @@ def test_a_plain_rollout_keeps_its_own_time() -> None:
     before = policy.budget.plain_s
     policy.rollout_ended([70] * 16)
     assert (policy.budget.plain_s, policy.budget.saved_s) == (before, 0.0)
+
+
+def test_ticks_that_nothing_waited_for_are_not_corrected_either() -> None:
+    shape, policy = learned(2, 1, 3), tuner()
+    policy.budget.nothing_waits = True
+    for _ in range(20):
+        policy.observe(outcome(shape, 16, [AcceptResult(2, (RankHits((1, 1)),))] * 16, tick_s(shape, 16)))
+    policy.rollout_ended([90] * 16)
+    assert (policy.budget.plain_s, policy.budget.saved_s) == (0.0, 0.0)

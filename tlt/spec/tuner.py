@@ -115,7 +115,7 @@ class Tuner:
         self._sizes: dict[int, BatchSizeState] = {}
         self.budget = Budget()
         self._trying: Try | None = None
-        self._tally, self._progress = Tally(), PlainCredit()
+        self._tally, self._credit = Tally(), PlainCredit()
         self._left: Callable[[], float] = infinite_ticks  # upper bound of the remaining plain ticks
         self._index_s: Callable[[], float] = zero_seconds  # visits every request: called once per tick at most
         self._indexing_s: float | None = None  # its result in this tick
@@ -173,20 +173,19 @@ class Tuner:
 
         Drafts help some requests more than others: a tick's mean tokens promise more than the slowest request gets.
         """
-        progress, self._progress = self._progress, PlainCredit()
-        if progress.plain_only or lengths is None:
+        credit, self._credit = self._credit, PlainCredit()
+        if credit.plain_only or lengths is None:
             return
-        ticks = plain_ticks(lengths, progress.most_requests, self._costs.pad)
-        true_s = sum(count * self._plain_tick_s(size, progress) for size, count in ticks.items())
-        correction_s = true_s - sum(progress.plain_s.values())
-        self.budget.plain_s += correction_s
-        self.budget.saved_s += correction_s
+        ticks = plain_ticks(lengths, credit.most_requests, self._costs.pad)
+        true_s = sum(count * self._plain_tick_s(size, credit) for size, count in ticks.items())
+        correction_s = true_s - sum(credit.plain_s.values())
+        self.budget.correct(correction_s)
         self._tally.saved_s += correction_s
 
-    def _plain_tick_s(self, size: int, progress: "PlainCredit") -> float:
+    def _plain_tick_s(self, size: int, credit: PlainCredit) -> float:
         """Mean seconds of a plain tick in this rollout; contexts grow, so that its time is not that of the end."""
-        if tokens := progress.tokens.get(size):
-            return progress.plain_s[size] / tokens
+        if tokens := credit.tokens.get(size):
+            return credit.plain_s[size] / tokens
         return self._costs.plain_s(size)
 
     def load_costs(self, costs: Iterable[Measured]) -> None:
@@ -418,14 +417,14 @@ class Tuner:
             others_s = sum(times.parts.values()) - times.parts.get(DECODE, 0.0)  # trees that were drafted and not used
             plain_s = max(0.0, seconds - keep_s - others_s)
             budget.ran(seconds - keep_s, plain_s)
-            self._progress.add(size, outcome.batch, 1.0, plain_s, plain=True)
+            self._credit.add(size, outcome.batch, 1.0, plain_s, plain=True)
             tally.plain[size] += 1
             self._tried(OFF)
             return
         per_request = 1.0 + accepted / len(outcome.results) if outcome.results else 1.0
         plain_s = per_request * self._costs.plain_s(outcome.batch)
         budget.ran(seconds - keep_s, max(0.0, plain_s - keep_s))
-        self._progress.add(size, outcome.batch, per_request, max(0.0, plain_s - keep_s), plain=False)
+        self._credit.add(size, outcome.batch, per_request, max(0.0, plain_s - keep_s), plain=False)
         tally.saved_s += plain_s - seconds
         if tried := self._tried(outcome.shape):
             tally.explored += 1
